@@ -1,0 +1,42 @@
+# Two commands do everything on a machine that has Python and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint format bench slow gpu clean
+
+demo: $(STAMP)
+	$(BIN)/opteq demo
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -q -n auto -m "not slow and not gpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bound_cost.py
+
+# The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,26 @@
+"""Warnings, errors and the wording that they share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConvergenceWarning(UserWarning):
+    """An equilibrium, or the linear system of its gradient, was not solved to its tolerance."""
+
+
+class ConvergenceError(RuntimeError):
+    """The same as :class:`ConvergenceWarning`, raised where the caller asked for ``on_failure="raise"``."""
+
+
+def unknown_name(what: str, name: object, options: Iterable[str]) -> ValueError:
+    """The error for a name that is not among ``options``: it suggests the nearest one and lists them all.
+
+    >>> str(unknown_name("activation", "rellu", ["relu", "tanh"]))
+    "unknown activation 'rellu'; did you mean 'relu'? Known: relu, tanh."
+    """
+    known = sorted(options)
+    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return ValueError(f"unknown {what} {name!r}; {hint}Known: {', '.join(known)}.")

@@ -1,0 +1,127 @@
+"""The layer: problem + solver + gradient."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opteq._errors import ConvergenceError, ConvergenceWarning, unknown_name
+from opteq.gradients import Gradient, Implicit
+from opteq.problems.base import Problem
+from opteq.solution import BackwardSlot, Report, Solution
+from opteq.solvers import Anderson, Solver, Status
+from opteq.states import Layout, State, any_row, map_state
+
+_ON_FAILURE = ("warn", "raise", "ignore")
+
+
+class Equilibrium(nn.Module):
+    """A layer whose output is the equilibrium of a hidden problem.
+
+    Args:
+        problem: what is minimised.
+        solver: how the equilibrium is found; ``Anderson()`` by default.
+        gradient: how it is differentiated; ``Implicit()``, the exact gradient, by default.
+        on_failure: what happens when samples do not converge, forward or backward: ``"warn"`` once a layer,
+            ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``.
+
+    ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
+    gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call.
+
+    >>> import torch, opteq
+    >>> W = opteq.operators.Dense(4, 8, bound=0.9)
+    >>> layer = opteq.Equilibrium(opteq.OptEq(W, U=torch.nn.Linear(3, 8)))
+    >>> solution = layer.solve(torch.randn(2, 3))
+    >>> solution.features.shape, bool(solution.converged.all())
+    (torch.Size([2, 4]), True)
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        solver: Solver | None = None,
+        gradient: Gradient | None = None,
+        on_failure: str = "warn",
+    ) -> None:
+        super().__init__()
+        self.problem = _checked(problem, Problem, "problem", "a hidden problem such as opteq.OptEq")
+        self.solver: Solver = _checked(solver or Anderson(), Solver, "solver", "a solver such as opteq.Anderson()")
+        self.gradient: Gradient = _checked(
+            gradient or Implicit(), Gradient, "gradient", "a gradient such as opteq.Implicit()"
+        )
+        if on_failure not in _ON_FAILURE:
+            raise unknown_name("on_failure", on_failure, _ON_FAILURE)
+        self.on_failure = on_failure
+        self.last: tuple[Report, BackwardSlot] | None = None
+        self._warned: set[str] = set()
+
+    def forward(self, x: Tensor, start: State | None = None) -> State:
+        """The features at equilibrium for ``x``."""
+        return self.solve(x, start).features
+
+    @torch.compiler.disable
+    def solve(self, x: Tensor, start: State | None = None) -> Solution:
+        """The equilibrium for ``x`` with all that is known about it.
+
+        Args:
+            x: input, batch first.
+            start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
+        """
+        hidden = self.problem(x)
+        if start is not None:
+            Layout.of(hidden.start()).check(start, "start")
+            start = map_state(lambda part: part.detach(), start)
+        slot = BackwardSlot()
+
+        def record(report: Report) -> None:
+            slot.report = report
+            self._judge(report, "the gradient's linear system was not solved", "backward")
+
+        if torch.is_grad_enabled():
+            state, outcome = self.gradient.run(hidden, self.solver, start, record)
+        else:
+            state, outcome = self.gradient.evaluate(hidden, self.solver, start)
+        codes = outcome.codes
+        if any_row(codes != int(Status.CONVERGED)):
+            with torch.no_grad():
+                codes = hidden.diagnose(state, codes)
+        report = Report(type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.trace)
+        self.last = (report, slot)
+        self._judge(report, "no equilibrium within the tolerance", "forward", x)
+        return Solution(hidden.features(state), state, report, slot)
+
+    def extra_repr(self) -> str:
+        """Solver and gradient."""
+        return f"solver={self.solver}, gradient={self.gradient}, on_failure={self.on_failure!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Reports belong to the process that made them: a copy begins without any, and warns for itself.
+        return {**self.__dict__, "last": None, "_warned": set()}
+
+    def _judge(self, report: Report, what: str, way: str, x: Tensor | None = None) -> None:
+        if self.on_failure == "ignore" or (self.on_failure == "warn" and way in self._warned):
+            return
+        if not any_row(report.failures()):
+            return
+        if x is not None and int(Status.NON_FINITE) in report.codes.tolist():
+            bad = ~torch.isfinite(x)
+            if any_row(bad):
+                first = tuple(int(i) for i in bad.nonzero()[0])
+                raise ValueError(
+                    f"the input has {int(bad.sum())} values that are not finite, the first at index {first}"
+                )
+        message = report.describe_failures(what)
+        if self.on_failure == "raise":
+            raise ConvergenceError(message)
+        self._warned.add(way)
+        warnings.warn(message + "\n  (This layer warns once.)", ConvergenceWarning, stacklevel=4)
+
+
+def _checked(value: Any, kind: type, name: str, wanted: str) -> Any:
+    if not isinstance(value, kind):
+        hint = f"; did you mean {value.__name__}()?" if isinstance(value, type) and issubclass(value, kind) else ""
+        raise TypeError(f"{name} should be {wanted}; got {value!r}{hint}")
+    return value

@@ -1,0 +1,78 @@
+"""Give a value the gradient of another tensor, changed on the way by an adjoint solve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opteq.states import State, blocks, like
+
+Adjoint = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def attach(
+    value: State, carrier: State, adjoint: Adjoint | None = None, notice: Callable[[], None] | None = None
+) -> State:
+    """``value``, differentiated as if it were ``carrier``.
+
+    The value is untouched, so it does not depend on whether a gradient is wanted, and a carrier that overflowed cannot
+    spoil it.
+
+    Args:
+        value: what is returned.
+        carrier: whose tape the gradient goes to.
+        adjoint: changes the incoming gradient on the way; the result can then not be differentiated twice.
+        notice: called when the backward pass comes by.
+    """
+    values, carriers = blocks(value), blocks(carrier)
+    return like(value, _Attach.apply(adjoint, notice, len(values), *values, *carriers))
+
+
+class _Attach(torch.autograd.Function):
+    # With a separate setup_context, torch.func can transform the function.
+    @staticmethod
+    def forward(adjoint: Adjoint | None, notice: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        return tuple(value.clone() for value in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
+        ctx.adjoint, ctx.notice, ctx.count = inputs[:3]
+        ctx.save_for_backward(*inputs[3 + ctx.count :])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        carriers = ctx.saved_tensors
+        if ctx.notice is not None:
+            ctx.notice()
+        if ctx.adjoint is not None:
+            with torch.no_grad():
+                solved = ctx.adjoint(gradients)
+            gradients = _Once.apply(len(solved), *solved, *carriers) if torch.is_grad_enabled() else solved
+        cast = [g.to(carrier.dtype) for g, carrier in zip(gradients, carriers, strict=True)]
+        return (None, None, None, *[None] * ctx.count, *cast)
+
+
+class _Once(torch.autograd.Function):
+    """The identity, with a refusal for a gradient.
+
+    It takes the carriers along, so that it lies on every path from a second derivative to a weight or an input:
+    without it autograd would run past the adjoint solve in silence, and be wrong.
+    """
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.clone() for value in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # noqa: ARG004
+        raise RuntimeError(
+            "this gradient of an equilibrium comes from an adjoint solve and can't be differentiated again. "
+            "For second derivatives use gradient=opteq.Unrolled(steps) or opteq.Phantom(steps, damping)"
+        )

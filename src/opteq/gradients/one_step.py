@@ -1,0 +1,25 @@
+"""The one-step gradient: a single step on a tape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opteq.gradients.attach import attach
+from opteq.gradients.base import Gradient, Record, approximate, find_without_tape, wants_gradient
+from opteq.problems.hidden import BoundMap
+from opteq.solvers import Outcome, Solver
+from opteq.states import State
+
+
+@dataclass(frozen=True)
+class OneStep(Gradient):
+    """Differentiate a single step at the equilibrium: the cheapest gradient, with ``(I - J')^-1`` taken for I."""
+
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
+        """Solve without a tape, then put one step on it."""
+        state, outcome = find_without_tape(hidden, solver, start)
+        carrier = hidden.step(state)
+        if not wants_gradient(carrier):
+            return state, outcome
+        report = approximate("one step", state, 1)
+        return attach(state, carrier, notice=lambda: record(report)), outcome

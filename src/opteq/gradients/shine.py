@@ -1,0 +1,61 @@
+"""SHINE: share the inverse estimate of the way forward with the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq._autocast import Autocast
+from opteq._validate import positive
+from opteq.gradients.attach import attach
+from opteq.gradients.base import Gradient, Record, approximate, find_without_tape, wants_gradient
+from opteq.problems.hidden import BoundMap
+from opteq.solvers import Outcome, Solver
+from opteq.solvers.method import InverseEstimate
+from opteq.states import Layout, State, blocks, like, row_norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shine(Gradient):
+    """Use the solver's own estimate of ``(I - J)^-1``, transposed: no products with J in the backward pass at all.
+
+    Broyden and Anderson keep such an estimate. Solvers without one (Picard, SAM) leave the identity, and then this
+    is :class:`~opteq.gradients.one_step.OneStep`. The estimate was made for the steps that were taken, not for the
+    incoming gradient, so it is sometimes far off: where it lengthens the gradient by more than ``limit``, the gradient
+    of one step is used instead.
+
+    Args:
+        limit: largest growth that is believed. A contraction by k lengthens gradients by at most ``1 / (1 - k)``.
+    """
+
+    limit: float = 20.0
+
+    def __post_init__(self) -> None:
+        positive(self, "limit")
+
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
+        """Solve without a tape; the backward pass applies the estimate."""
+        state, outcome = find_without_tape(hidden, solver, start)
+        carrier = hidden.step(state)
+        if not wants_gradient(carrier):
+            return state, outcome
+        inverse = outcome.inverse
+        report = approximate(f"the inverse estimate of {type(solver).__name__}", state, 0)
+        if inverse is None:
+            return attach(state, carrier, notice=lambda: record(report)), outcome
+        layout = Layout.of(state, hidden.coupled or solver.couples_batch)
+        autocast = Autocast.current(blocks(state)[0].device)
+
+        def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            with autocast.off():
+                solved = self._estimate(inverse, layout.pack(like(state, gradients)))
+            return blocks(layout.unpack(solved))
+
+        return attach(state, carrier, adjoint, notice=lambda: record(report)), outcome
+
+    def _estimate(self, inverse: InverseEstimate, gradient: Tensor) -> Tensor:
+        estimate = inverse.adjoint(gradient)
+        believed = row_norms(estimate) <= self.limit * row_norms(gradient)  # false for NaN
+        return torch.where(believed[:, None], estimate, gradient)

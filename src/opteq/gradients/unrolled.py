@@ -1,0 +1,42 @@
+"""Backpropagation through the solver's own steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from opteq._validate import whole
+from opteq.gradients.attach import attach
+from opteq.gradients.base import Gradient, Record, approximate, find, wants_gradient
+from opteq.problems.hidden import BoundMap
+from opteq.solvers import Outcome, Solver
+from opteq.states import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unrolled(Gradient):
+    """Take ``steps`` steps of the solver with everything on the tape: the exact gradient of what was computed.
+
+    The layer is then an ordinary network of that depth, in evaluation too; its memory grows with ``steps``. SAM is
+    trained this way in the OptEq paper, and second derivatives work.
+
+    Args:
+        steps: replaces the solver's ``max_steps``.
+    """
+
+    steps: int = 20
+
+    def __post_init__(self) -> None:
+        whole(self, "steps")
+
+    def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
+        """The same number of steps where no gradient is wanted: the network does not change with the mode."""
+        return super().evaluate(hidden, replace(solver, max_steps=self.steps), start)
+
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
+        """Solve on the tape."""
+        outcome = find(hidden, replace(solver, max_steps=self.steps), start)
+        quiet = replace(outcome, residual=outcome.residual.detach(), trace=outcome.trace.detach(), inverse=None)
+        if not wants_gradient(outcome.state):
+            return outcome.state, quiet
+        report = approximate(f"{self.steps} unrolled steps of {type(solver).__name__}", outcome.state, self.steps)
+        return attach(outcome.state, outcome.state, notice=lambda: record(report)), quiet

@@ -1,0 +1,81 @@
+"""What a linear map is here: a product, its exact adjoint, and a norm that can be trusted."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+
+class LinearMap(ABC):
+    """A linear map whose weights are settled: ``A(v)`` and ``A.adjoint(u)``, with ``<A v, u> = <v, A' u>``.
+
+    A plain object, not a module. It lives for one batch: :meth:`Operator.prepare` makes it once and a solver then
+    applies it many times, so that nothing about the weights is computed twice.
+    """
+
+    @abstractmethod
+    def __call__(self, v: Tensor) -> Tensor:
+        """The product ``A v``."""
+
+    @abstractmethod
+    def adjoint(self, u: Tensor) -> Tensor:
+        """The product ``A' u`` with the exact adjoint."""
+
+
+class Operator(nn.Module, ABC):
+    """A linear map with parameters, an exact adjoint and, on request, a bounded spectral norm.
+
+    ``bound=b`` keeps the spectral norm at or below ``b`` at every moment, whatever an optimiser or a checkpoint
+    writes into the parameters: the weight that acts is ``weight * min(1, b / s(weight))``, where ``s`` is a certified
+    upper bound of the norm (see :mod:`opteq.operators.norms`). ``bound=None`` uses the weight as it is.
+
+    The bounded weight is a function of the parameters and of nothing else. No buffer remembers anything, so training,
+    evaluation, checkpoints, copies and ``torch.func`` transformations all see the same map. Nothing is cached either:
+    code that writes through ``parameter.data`` leaves no trace that a cache could notice. Call :meth:`prepare` once
+    and keep its result wherever one weight serves many products.
+    """
+
+    bound: float | None = None
+
+    @abstractmethod
+    def prepare(self) -> LinearMap:
+        """The map with its (bounded) weights computed, once; differentiable with respect to the parameters."""
+
+    @abstractmethod
+    def norm(self) -> Tensor:
+        """A certified upper bound of the spectral norm of the map that acts, for every picture size.
+
+        A scalar without gradient. It lies at most 0.5 % above the supremum over picture sizes, unless the class says
+        otherwise.
+        """
+
+    def forward(self, v: Tensor) -> Tensor:
+        """The product ``A v``."""
+        return self.prepare()(v)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """The product ``A' u``."""
+        return self.prepare().adjoint(u)
+
+
+def checked_size(name: str, value: object) -> int:
+    """``value`` if it is a positive integer; otherwise an error that names the option."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+    return value
+
+
+def checked_bound(value: object) -> float | None:
+    """``value`` as a float if it is positive and finite, or None; otherwise an error."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"bound must be a positive finite number, or None for no bound, got {value!r}.")
+    return float(value)
+
+
+def wrong_shape(who: str, expected: str, got: Tensor) -> ValueError:
+    """The error for an input of the wrong shape."""
+    return ValueError(f"{who} expects an input of shape {expected}, got {tuple(got.shape)}.")

@@ -1,0 +1,91 @@
+"""The largest eigenvalue of a positive semidefinite matrix, from above, by matrix products alone.
+
+Plain Gram iteration squares ``A`` again and again and reads ``|A^(2^t)|_F^(1/2^t) >= lambda_max``. It is safe at every
+step, but the many eigenvalues below the largest fade slowly. Squaring after a shift makes them fade twice as fast, as
+Chebyshev polynomials do compared with monomials, and stays as safe:
+
+    X_0     = A / h - 1,                h   = |A|_F^2 / (2 tr A)
+    X_{t+1} = 2 X_t^2 / k_t - 1,        k_t = |X_t^2|_F^2 / n
+
+*Safe.* Let ``x_t`` be what becomes of one eigenvalue of ``A``. If ``x_{t+1} <= u_{t+1}`` then
+``x_t <= u_t = sqrt(k_t (1 + u_{t+1}) / 2)``, whatever the positive number ``k_t``; so a bound for the last matrix
+gives one for the first, and ``lambda_max <= h (1 + u_0)``. For the last one take mean plus deviation: ``n`` real numbers
+with mean ``m`` and variance ``v`` do not exceed ``m + sqrt((n - 1) v)``.
+
+*Tight.* The shift is half of ``tr X^4 / tr X^2 <= x_max^2``, that is at most half of the largest square, so the largest
+eigenvalue stays the largest in magnitude and its relative error at least halves with every squaring: never worse than
+plain Gram iteration, ``n^(1 / 2^(T+2))`` on the norm after ``T`` squarings. With this choice every ``X_t`` has mean
+square 1: nothing overflows, and mean and variance of the last matrix follow from ``k`` alone, so it is never formed.
+A search for the worst spectrum found that ``sqrt(lambda_max)`` is overestimated by at most
+
+    ====  =======  =======  =======  =======
+     T     n = 8    n = 64  n = 256  n = 512
+    ====  =======  =======  =======  =======
+     3     0.7 %    2.4 %    4.2 %    5.3 %
+     4     0.2 %    0.8 %    1.5 %    1.9 %
+     6    0.02 %    0.1 %    0.2 %    0.3 %
+    ====  =======  =======  =======  =======
+
+and by a tenth of that for random weights.
+
+Hermitian matrices are kept in a *real form*. ``A = S + iT``, with ``S`` symmetric and ``T`` antisymmetric, is stored as
+the real matrix ``X = S + T``. Nothing is lost, trace and Frobenius norm are those of ``A``, and the square of ``A`` is
+stored as ``S X + T X'``: half the arithmetic of a complex product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gram_form(real: Tensor, imag: Tensor, difference: Tensor, total: Tensor) -> Tensor:
+    """The real form of ``K K*`` for ``K = real + i imag``, given also ``real - imag`` and ``real + imag``.
+
+    All of shape ``(batch, n, m)``; the result is ``(batch, n, n)``. The caller has the two combinations at no cost,
+    from the same transform that makes ``real`` and ``imag``.
+    """
+    return torch.baddbmm(torch.bmm(real, difference.mT), imag, total.mT)
+
+
+def eigenvalue_bound(form: Tensor, squarings: int, symmetric: bool = False) -> Tensor:
+    """Upper bounds of the largest eigenvalues of positive semidefinite matrices.
+
+    Args:
+        form: ``(batch, n, n)``, the matrices in real form.
+        squarings: number of products ``T`` of the iteration, at least 1; it fixes how tight the bound is.
+        symmetric: the matrices are real, so their square is the plain product (half the work).
+
+    Returns:
+        ``(batch,)``, differentiable as often as wanted. A zero matrix gives (nearly) zero, with a finite gradient.
+    """
+    n = form.shape[-1]
+    limits = torch.finfo(form.dtype)
+    minus_one = -torch.eye(n, dtype=form.dtype, device=form.device)
+    trace = form.diagonal(dim1=-2, dim2=-1).sum(-1)
+    # The guards matter for a zero matrix only; any positive h is valid, and with these two h does not overflow X_0.
+    half = _squared_norm(form).clamp_min(limits.tiny) / (2 * trace.clamp_min(limits.tiny**0.5))
+    x = torch.addcmul(minus_one, form, half.reciprocal()[:, None, None])
+    fourths: list[Tensor] = []
+    for step in range(squarings):
+        squared = torch.bmm(x, x) if symmetric else _square(x)
+        fourths.append(_squared_norm(squared) / n)
+        if step + 1 < squarings:
+            x = torch.addcmul(minus_one, squared, (2 / fourths[-1])[:, None, None])
+    # Mean 2/k - 1 and variance 1 - mean^2 = 4 (k - 1) / k^2. Equal eigenvalues give k = 1, where the square root
+    # has no derivative and where rounding could hide a small variance: hence the floor.
+    fourth = fourths[-1]
+    deviation = ((n - 1) * (fourth - 1).clamp_min(limits.eps)).sqrt()
+    top = (2 / fourth) * (1 + deviation) - 1
+    for fourth in reversed(fourths):
+        top = (fourth * (1 + top) / 2).sqrt()
+    return half * (1 + top)
+
+
+def _square(x: Tensor) -> Tensor:
+    transposed = x.mT
+    return torch.baddbmm(torch.bmm(x + transposed, x), x - transposed, transposed, beta=0.5, alpha=0.5)
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=(-2, -1)).square()

@@ -1,0 +1,25 @@
+"""Hidden problems: what a network minimises."""
+
+from opteq.problems.affine import AffineOptEq
+from opteq.problems.base import HiddenProblem, Problem
+from opteq.problems.branch import Branch
+from opteq.problems.certificate import Certificate
+from opteq.problems.deep import DeepOptEq
+from opteq.problems.hidden import BoundMap, Hidden
+from opteq.problems.linearisation import Structure
+from opteq.problems.opteq import OptEq
+from opteq.problems.splitting import Splitting
+
+__all__ = [
+    "AffineOptEq",
+    "BoundMap",
+    "Branch",
+    "Certificate",
+    "DeepOptEq",
+    "Hidden",
+    "HiddenProblem",
+    "OptEq",
+    "Problem",
+    "Splitting",
+    "Structure",
+]

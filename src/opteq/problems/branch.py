@@ -1,0 +1,67 @@
+"""A pair of maps: one to the features, one from the input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opteq.operators import Operator
+
+
+class Branch(nn.Module):
+    """The maps of one branch or layer: ``W`` from its features to its state, ``U`` from the input to its state.
+
+    Args:
+        W: an operator; its adjoint goes back to the features.
+        U: a module whose bias is the branch's bias; None where the problem allows a branch without input.
+        scale: whole factor by which the branch sees a smaller picture.
+    """
+
+    def __init__(self, W: Operator, U: nn.Module | None = None, scale: int = 1) -> None:
+        super().__init__()
+        if isinstance(scale, bool) or not isinstance(scale, int) or scale < 1:
+            raise ValueError(f"scale should be a whole number of at least 1; got {scale!r}")
+        self.W = check_operator(W, "W")
+        self.U = check_injection(U)
+        self.scale = scale
+
+    def extra_repr(self) -> str:
+        """The scale."""
+        return f"scale={self.scale}"
+
+
+def check_operator(W: Any, name: str) -> Operator:
+    """``W`` if it is an operator."""
+    if not isinstance(W, Operator):
+        raise TypeError(f"{name} should be one of opteq.operators, which have an exact adjoint; got {type(W).__name__}")
+    return W
+
+
+def check_injection(U: Any) -> nn.Module | None:
+    """``U`` if it is a module or nothing."""
+    if U is not None and not isinstance(U, nn.Module):
+        raise TypeError(f"U should be a torch module that carries the input into the state's space; got {U!r}")
+    return U
+
+
+def check_positive(name: str, value: float) -> float:
+    """``value`` as a float if it is positive and finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+        raise ValueError(f"{name} should be a positive finite number; got {value!r}")
+    return float(value)
+
+
+def inject(U: nn.Module | None, x: Tensor) -> Tensor:
+    """``U x + b``, with an error that shows the input's shape."""
+    if U is None:
+        return x
+    try:
+        injected = U(x)
+    except RuntimeError as error:
+        raise ValueError(f"U could not take an input of shape {tuple(x.shape)}: {error}") from error
+    if not isinstance(injected, torch.Tensor):
+        raise TypeError(f"U should return a tensor; got {type(injected).__name__}")
+    return injected

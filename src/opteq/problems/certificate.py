@@ -1,0 +1,47 @@
+"""What is guaranteed about an equilibrium, and which statement says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Guarantees computed from the weights as they are now. ``None`` means unknown, never "no".
+
+    Attributes:
+        exists: an equilibrium exists for every input.
+        unique: it is the only one, for every input.
+        contraction: a bound on the Lipschitz constant of one step; below 1 plain iteration converges at that rate.
+        lipschitz: a bound on the Lipschitz constant from the input to the features.
+        reasons: for each of the above, the statement that justifies it, or why it is unknown.
+    """
+
+    exists: bool | None = None
+    unique: bool | None = None
+    contraction: float | None = None
+    lipschitz: float | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        def line(name: str) -> str:
+            value = getattr(self, name)
+            shown = "unknown" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+            return f"{name:<12} {shown:<8} {self.reasons.get(name, '')}".rstrip()
+
+        return "\n".join(line(name) for name in ("exists", "unique", "contraction", "lipschitz"))
+
+
+BANACH = "a contraction of a complete space has exactly one fixed point (Banach)"
+BROUWER = "a continuous map of a compact convex set into itself has a fixed point (Brouwer): the activation is bounded"
+
+
+def existence(contraction: float | None, bounded: bool) -> tuple[bool | None, bool | None, dict[str, str]]:
+    """Existence and uniqueness from a contraction factor and whether the activation's range is bounded."""
+    if contraction is not None and contraction < 1:
+        return True, True, {"exists": BANACH, "unique": BANACH}
+    shown = "unknown" if contraction is None else f"bounded only by {contraction:.4g}, not below 1"
+    no_banach = f"the Lipschitz constant of a step is {shown}"
+    if bounded:
+        return True, None, {"exists": BROUWER, "unique": no_banach}
+    return None, None, {"exists": f"{no_banach}, and the activation is unbounded", "unique": no_banach}

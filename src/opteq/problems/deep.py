@@ -1,0 +1,275 @@
+"""Deep OptEq: the fixed point of several layers in a row, each with a skip connection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opteq import penalties
+from opteq.operators import Operator, Stack, module_norm
+from opteq.penalties import Penalty
+from opteq.problems.base import Problem
+from opteq.problems.block import Block, half_square
+from opteq.problems.branch import Branch, check_positive, inject
+from opteq.problems.certificate import Certificate, existence
+from opteq.problems.feedforward import by_gram, by_slots, read_mlp
+from opteq.problems.hidden import BoundMap
+from opteq.problems.linearisation import Linearisation
+from opteq.problems.opteq import OptEq
+from opteq.states import State, single
+
+
+class DeepOptEq(Problem):
+    """The fixed point of ``T = f_L o ... o f_1`` with ``f(z) = alpha W' sigma(W z + U x + b) / mu + (1 - alpha) z``.
+
+    Each layer is the prox of alpha times a Moreau envelope, ``M_l`` below with parameter ``1 - alpha``, so
+    the states between layers satisfy ``alpha grad M_l(z_l) + z_l - z_{l-1} = 0`` on a ring (Theorem 2). One layer is
+    OptEq with a skip connection; two minimise a joint objective (Corollary 1); more minimise nothing in general.
+
+    Args:
+        layers: pairs ``(W, U)`` or :class:`Branch` objects, all with features of one shape. A layer with ``U=None``
+            gets no input; at least one layer needs one.
+        alpha: weight of the new value, in (0, 1]; one number or one a layer.
+        activation: name or :class:`~opteq.penalties.Penalty`, the same in all layers.
+        mu: divides every ``W'``.
+        learn_alpha: make the alphas parameters, kept inside (0, 1).
+        readout: applied to the fixed point to give the features; None hands on the fixed point.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[Operator, nn.Module | None] | Branch],
+        alpha: float | Sequence[float] = 0.8,
+        activation: str | Penalty = "relu",
+        mu: float = 1.0,
+        learn_alpha: bool = False,
+        readout: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        branches = [_branch(layer, index) for index, layer in enumerate(layers)]
+        if not branches or all(branch.U is None for branch in branches):
+            raise ValueError("DeepOptEq needs at least one layer with U, which is how the input comes in")
+        self.layers = nn.ModuleList(branches)
+        self.penalty = penalties.get(activation)
+        self.mu = check_positive("mu", mu)
+        self.readout = readout
+        given = _alphas(alpha, len(branches))
+        self.learn_alpha = learn_alpha
+        if learn_alpha:
+            if max(given) >= 1:
+                raise ValueError(f"a learnable alpha starts strictly inside (0, 1); got {max(given)}")
+            self.alpha_logit = nn.Parameter(torch.logit(torch.tensor(given)))
+        self._given = given
+
+    def branch(self, index: int) -> Branch:
+        """Layer ``index``."""
+        layer = self.layers[index]
+        assert isinstance(layer, Branch)
+        return layer
+
+    def branches(self) -> list[Branch]:
+        """All layers."""
+        return [self.branch(index) for index in range(len(self.layers))]
+
+    def alphas(self) -> list[float] | list[Tensor]:
+        """The weight of each layer's new value."""
+        return list(torch.sigmoid(self.alpha_logit).unbind()) if self.learn_alpha else list(self._given)
+
+    def bind(self, x: Tensor) -> BoundDeepOptEq:
+        """Every ``U x + b`` and bounded W, computed once."""
+        blocks = []
+        for branch in self.branches():
+            c = inject(branch.U, x) if branch.U is not None else x.new_zeros(())
+            blocks.append(Block(branch.W.prepare(), c, self.penalty, self.mu))
+        return BoundDeepOptEq(blocks, self.alphas(), self.readout)
+
+    def certificate(self) -> Certificate:
+        """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``."""
+        slope = self.penalty.lipschitz
+        norms = [float(branch.W.norm()) for branch in self.branches()]
+        alphas = [float(alpha) for alpha in self.alphas()]
+        factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
+        contraction = math.prod(factors)
+        exists, unique, reasons = existence(contraction, bounded=False)
+        reasons["contraction"] = "product over layers of 1 - alpha + alpha L |W|^2 / mu"
+        lipschitz, why = self._lipschitz(contraction, factors, alphas, norms)
+        return Certificate(exists, unique, contraction, lipschitz, {**reasons, "lipschitz": why})
+
+    def _lipschitz(
+        self, contraction: float, factors: list[float], alphas: list[float], norms: list[float]
+    ) -> tuple[float | None, str]:
+        if contraction >= 1:
+            return None, "needs a contraction"
+        outer = 1.0 if self.readout is None else module_norm(self.readout)
+        if outer is None:
+            return None, "the norm of the read-out is not known"
+        total = 0.0
+        for index, branch in enumerate(self.branches()):
+            carried = 0.0 if branch.U is None else module_norm(branch.U)
+            if carried is None:
+                return None, f"the norm of U in layer {index} is not known"
+            later = math.prod(factors[index + 1 :])
+            total += later * alphas[index] * self.penalty.lipschitz * norms[index] / self.mu * float(carried)
+        return float(outer) * total / (1 - contraction), "what layers add, carried through the later ones, / (1 - k)"
+
+    def wide_limit(self) -> OptEq:
+        """The OptEq that this network tends to as every alpha goes to 0: all layers side by side.
+
+        Theorem 3, with mu times the number of layers: the limit minimises the sum of the layers' Moreau envelopes.
+        The weights are shared with this network.
+        """
+        branches = self.branches()
+        injections = [branch.U for branch in branches if branch.U is not None]
+        if len(injections) < len(branches):
+            raise ValueError("the wide limit needs a U in every layer")
+        stack = Stack([branch.W for branch in branches])
+        return OptEq(stack, _SideBySide(injections), self.penalty, mu=self.mu * len(branches))
+
+    @classmethod
+    def from_feedforward(cls, mlp: nn.Sequential, alpha: float = 1.0, nonexpansive: bool = False) -> DeepOptEq:
+        """A Deep OptEq whose features equal the outputs of a feed-forward network.
+
+        Args:
+            mlp: linear layers with one activation between them, e.g. Linear, ReLU, Linear.
+            alpha: 1 gives a chain with a leading zero layer that cuts the loop, reached in one sweep (Lemmas 1 and 2,
+                corrected). Below 1, the hidden layers appear twice and their feedback cancels exactly; that is an
+                equilibrium, but plain iteration is not sure to find it.
+            nonexpansive: with alpha 1 and a positively homogeneous activation (ReLU and the like), scale every W to
+                norm 1 at most, so that each layer is a prox.
+        """
+        network = read_mlp(mlp)
+        (alpha_value,) = _alphas(alpha, 1)
+        if alpha_value == 1:
+            layers, readout = by_slots(network, nonexpansive)
+        elif nonexpansive:
+            raise ValueError(f"nonexpansive=True needs alpha=1; got alpha={alpha}")
+        else:
+            layers, readout = by_gram(network, alpha_value)
+        return cls(layers, alpha_value, network.activation, readout=readout)
+
+
+class BoundDeepOptEq(BoundMap):
+    """Deep OptEq with its input bound. The state is ``z_0 = z_L``, the features that close the ring."""
+
+    def __init__(
+        self, layers: list[Block], alphas: list[float] | list[Tensor], readout: nn.Module | None = None
+    ) -> None:
+        self.layers = layers
+        self.alphas = alphas
+        self.readout = readout
+
+    def start(self) -> Tensor:
+        """Zeros."""
+        block = next(block for block in self.layers if block.c.ndim > 0)
+        return torch.zeros_like(block.back(block.c))
+
+    def features(self, y: State) -> State:
+        """The fixed point, or its read-out."""
+        return y if self.readout is None else self.readout(y)  # type: ignore[no-any-return]
+
+    def trajectory(self, z: State) -> list[Tensor]:
+        """``z_0, z_1, ..., z_L``: the state and what each layer makes of it."""
+        points = [single(z)]
+        for block, alpha in zip(self.layers, self.alphas, strict=True):
+            points.append(_towards(points[-1], block(points[-1]), alpha))
+        return points
+
+    def step(self, y: State) -> Tensor:
+        """All layers once."""
+        return self.trajectory(y)[-1]
+
+    def linearise(self, y: State) -> Linearisation:
+        """``J`` is the product of the layers' symmetric Jacobians ``(1 - alpha) I + alpha W' D W / mu``."""
+        parts = [
+            (block.jacobian_at(point), alpha)
+            for block, point, alpha in zip(self.layers, self.trajectory(y)[:-1], self.alphas, strict=True)
+        ]
+
+        def through(order: list[Any]) -> Any:
+            def apply(v: State) -> State:
+                u = single(v)
+                for jacobian, alpha in order:
+                    u = _towards(u, jacobian(u), alpha)
+                return u
+
+            return apply
+
+        return Linearisation(through(parts), through(parts[::-1]))
+
+    def inclusion_residual(self, z: State) -> Tensor:
+        """How far each layer is from ``alpha grad M_l(z_l) + z_l - z_{l-1} = 0`` (Theorem 2), shape ``(L, B)``.
+
+        The points are those of :meth:`trajectory` with the ring closed, ``z_L := z_0``. The envelope's gradient is
+        found by its own solve, not read off the layer; for alpha = 1 the envelope is phi and the inclusion says
+        ``z_l = T(z_{l-1})``.
+        """
+        points = self.trajectory(z)
+        points[-1] = points[0]
+        rows = []
+        for index, (block, alpha) in enumerate(zip(self.layers, self.alphas, strict=True)):
+            before, after = points[index], points[index + 1]
+            weight = float(alpha)
+            if weight == 1:
+                gap = after - block(before)
+            else:
+                u = block.preimage(after, weight)
+                gap = weight * (u - block(u)) + after - before
+            rows.append((2 * half_square(gap)).sqrt())
+        return torch.stack(rows)
+
+    def objective(self, z: State) -> Tensor:
+        """The joint objective of Corollary 1 at ``z_0 = z`` and ``z_1 = f_1(z_0)``, one number a sample.
+
+        For two layers ``alpha M_1(z_1) + alpha M_2(z_0) + 1/2 |z_1 - z_0|^2``, for one ``alpha M(z)``.
+        """
+        count = len(self.layers)
+        if count > 2:
+            raise ValueError(f"only one or two layers have a joint objective; this has {count}: see inclusion_residual")
+        points = self.trajectory(z)
+        last, weight = self.layers[-1], float(self.alphas[-1])
+        if weight == 1:  # the envelope is phi, known at images: equal to the value at z where z is a fixed point
+            total = last.envelope(points[-2], 1.0)
+        else:
+            total = weight * last.envelope(last.preimage(points[0], weight), weight)
+        if count == 2:
+            first = float(self.alphas[0])
+            total = total + first * self.layers[0].envelope(points[0], first)
+            total = total + half_square(points[1] - points[0])
+        return total
+
+
+class _SideBySide(nn.Module):
+    """Several injections of one input, joined along the channels."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)
+
+
+def _towards(old: Tensor, new: Tensor, alpha: float | Tensor) -> Tensor:
+    return new if isinstance(alpha, float) and alpha == 1 else alpha * new + (1 - alpha) * old
+
+
+def _branch(layer: Any, index: int) -> Branch:
+    if isinstance(layer, Branch):
+        return layer
+    if not isinstance(layer, tuple) or len(layer) != 2:
+        raise TypeError(f"layer {index} should be a pair (W, U) or a Branch; got {layer!r}")
+    return Branch(*layer)
+
+
+def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
+    values = list(alpha) if isinstance(alpha, Sequence) else [alpha] * count
+    if len(values) != count:
+        raise ValueError(f"alpha should be one number or one a layer ({count}); got {len(values)}")
+    for value in values:
+        if check_positive("alpha", value) > 1:
+            raise ValueError(f"alpha should lie in (0, 1]; got {value!r}")
+    return [float(value) for value in values]

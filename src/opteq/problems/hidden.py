@@ -1,0 +1,178 @@
+"""A problem with its input bound: what a solver iterates, what a gradient differentiates, what a person reads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq.penalties import Penalty
+from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
+from opteq.states import State, blocks, inner, map_state
+
+
+@dataclass(frozen=True)
+class FeatureForm:
+    """The same fixed-point problem written for the features instead of the state.
+
+    Attributes:
+        step: one step on features.
+        start: where to begin.
+        state: the state that belongs to given features.
+    """
+
+    step: Callable[[State], State]
+    start: State
+    state: Callable[[State], State]
+
+
+class BoundMap(ABC):
+    """A map with its input bound, whose fixed point is sought. Weights and input terms were computed once, already."""
+
+    structure: Structure = Structure.GENERAL
+    """What is known of the Jacobian; see :class:`~opteq.problems.linearisation.Structure`."""
+
+    coupled: bool = False
+    """Whether samples depend on each other, so that a batch is one system."""
+
+    damping: float = 1.0
+    """The damping that makes plain iteration converge, where that is known."""
+
+    measured: Callable[[State], tuple[State, Tensor]] | None = None
+    """The step together with a merit that plain steps decrease, where the problem has one."""
+
+    @abstractmethod
+    def start(self) -> State:
+        """Where solvers begin."""
+
+    @abstractmethod
+    def step(self, y: State) -> State:
+        """One application of the map."""
+
+    def features(self, y: State) -> State:
+        """What the network hands on: the state itself unless the problem says otherwise."""
+        return y
+
+    def project(self, y: State) -> State:
+        """The nearest state at which the objective is finite; extrapolating solvers may step outside."""
+        return y
+
+    def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
+        """The Jacobian of :meth:`step` at ``y``."""
+        _, pull = torch.func.vjp(self.step, y)
+
+        def product(v: State) -> State:
+            return torch.func.jvp(self.step, (y,), (v,))[1]  # type: ignore[no-any-return]
+
+        return Linearisation(product, lambda v: pull(v)[0])
+
+    def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
+        """The status codes of an unfinished solve, told more precisely where the problem knows its own troubles.
+
+        Called only where a sample did not converge; it may spend a few steps to find out why.
+        """
+        return codes
+
+    def feature_form(self) -> FeatureForm:
+        """The problem written for the features, for solvers that work there."""
+        return FeatureForm(self.step, self.start(), lambda z: z)
+
+
+class Hidden(BoundMap):
+    """``G(y) = sum f(y) + 1/2 |y|^2 + g(y)`` with its input bound, and the step ``T(y) = sigma(-grad g(y))``.
+
+    Subclasses give ``smooth``; everything else follows by autograd. Those that know closed forms override
+    :meth:`preactivation` and :meth:`curvature_at`, and tests hold these against the ones here.
+    """
+
+    structure = Structure.SYMMETRIC
+    penalty: Penalty
+
+    @abstractmethod
+    def smooth(self, y: State) -> Tensor:
+        """g, one number a sample."""
+
+    def preactivation(self, y: State) -> State:
+        """``-grad g(y)``: what the activation is applied to."""
+        slope: State = torch.func.grad(lambda state: self.smooth(state).sum())(y)
+        return map_state(torch.neg, slope)
+
+    def step(self, y: State) -> State:
+        """``sigma(-grad g(y))``."""
+        return map_state(self.penalty.prox, self.preactivation(y))
+
+    def project(self, y: State) -> State:
+        """The nearest point of the penalty's domain."""
+        return map_state(self.penalty.project, y)
+
+    def terms(self, y: State) -> dict[str, Tensor]:
+        """The objective term by term, each one number a sample."""
+        penalties = torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
+        return {"penalty": penalties, "quadratic": inner(y, y) / 2, **self.smooth_terms(y)}
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """The terms whose sum is g."""
+        return {"smooth": self.smooth(y)}
+
+    def objective(self, y: State) -> Tensor:
+        """``G(y)``, one number a sample; infinite where the penalty is."""
+        return torch.stack(list(self.terms(y).values())).sum(dim=0)
+
+    def curvature_at(self, y: State) -> Callable[[State], State]:
+        """``v -> M v`` with ``M = -hess g(y)``; what can be computed once for all products is."""
+        _, pull = torch.func.vjp(self.preactivation, y)  # M is symmetric, so its transpose will do
+        return lambda v: pull(v)[0]  # type: ignore[no-any-return]
+
+    def curvature(self, y: State, v: State) -> State:
+        """``M v``: minus the Hessian of g at ``y``, applied to ``v``."""
+        return self.curvature_at(y)(v)
+
+    def linearise(self, y: State) -> SymmetricLinearisation:
+        """``J = F F' M``."""
+        local = [self.penalty.linearise(block) for block in blocks(self.preactivation(y))]
+
+        def each(name: str) -> Callable[[State], State]:
+            parts = [getattr(one, name) for one in local]
+
+            def apply(v: State) -> State:
+                pieces = tuple(part(block) for part, block in zip(parts, blocks(v), strict=True))
+                return pieces if isinstance(v, tuple) else pieces[0]
+
+            return apply
+
+        return SymmetricLinearisation(self.curvature_at(y), each("factor"), each("factor_adjoint"))
+
+
+class WrittenHidden(Hidden):
+    """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's."""
+
+    def __init__(
+        self,
+        penalty: Penalty,
+        smooth: Callable[[State], Tensor],
+        start: State,
+        features: Callable[[State], State],
+    ) -> None:
+        self.penalty = penalty
+        self._smooth = smooth
+        self._start = start
+        self._features = features
+
+    def start(self) -> State:
+        return self._start
+
+    def smooth(self, y: State) -> Tensor:
+        values = self._smooth(y)
+        batch = blocks(y)[0].shape[0]
+        if values.shape != (batch,):
+            raise ValueError(
+                f"smooth(y, x) should return one number a sample, shape ({batch},); got shape {tuple(values.shape)}. "
+                "Sum over every dimension but the first"
+            )
+        return values
+
+    def features(self, y: State) -> State:
+        return self._features(y)

@@ -1,0 +1,200 @@
+"""OptEq: the network whose state minimises a convex quadratic under a penalty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from opteq import penalties
+from opteq.operators import Operator, module_norm
+from opteq.penalties import Penalty
+from opteq.problems.base import Problem
+from opteq.problems.block import Block, half_square
+from opteq.problems.branch import check_injection, check_operator, check_positive, inject
+from opteq.problems.certificate import Certificate, existence
+from opteq.problems.hidden import FeatureForm, Hidden
+from opteq.problems.linearisation import Structure
+from opteq.regularizers import Regularizer
+from opteq.states import State, inner, single
+
+
+class OptEq(Problem):
+    """``min sum f(y) + 1/2 |y|^2 - |W'y|^2 / (2 mu) - <U x + b, y>``, with features ``z = W'y / mu``.
+
+    The step is ``y <- sigma(W W'y / mu + U x + b)``; for the features it is ``z <- W' sigma(W z + U x + b) / mu``, the
+    form of the paper. It contracts when ``L |W|^2 < mu``, with L the largest slope of sigma.
+
+    Args:
+        W: operator from features to state; its adjoint goes back.
+        U: what carries the input into the state's space (its bias is b); None takes the input as it is.
+        activation: name or :class:`~opteq.penalties.Penalty`. A :class:`~opteq.penalties.LinearActivation` gives the
+            variant with a symmetric positive definite S.
+        mu: divides the coupling; ``mu >= L |W|^2`` makes the step a prox (Theorem 1).
+        regularizer: a smooth R on the features; the objective gains ``mu gamma R(z)``, so that the features minimise
+            ``phi + gamma R`` (Theorem 4). A non-smooth R enters as its envelope,
+            ``regularizers.Envelope(R, gamma)``, or exactly, by :class:`~opteq.problems.splitting.Splitting`.
+        gamma: weight of the regulariser.
+
+    >>> import torch, opteq
+    >>> problem = opteq.OptEq(opteq.operators.Dense(1, 1), activation="relu")
+    >>> _ = problem.W.weight.data.fill_(0.5)
+    >>> layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6))
+    >>> round(float(layer(torch.ones(1, 1))), 4)
+    0.6667
+    """
+
+    def __init__(
+        self,
+        W: Operator,
+        U: nn.Module | None = None,
+        activation: str | Penalty = "relu",
+        mu: float = 1.0,
+        regularizer: Regularizer | None = None,
+        gamma: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.W = check_operator(W, "W")
+        self.U = check_injection(U)
+        self.penalty = penalties.get(activation)
+        self.mu = check_positive("mu", mu)
+        self.gamma = check_positive("gamma", gamma)
+        self.regularizer = _check_regularizer(regularizer)
+
+    def bind(self, x: Tensor) -> BoundOptEq:
+        """``U x + b`` and the bounded W, computed once."""
+        return BoundOptEq(self, Block(self.W.prepare(), inject(self.U, x), self.penalty, self.mu))
+
+    def known_contraction(self) -> bool:
+        """Whether the bound on W alone, whatever the weights, makes a step contract."""
+        bound = self.W.bound
+        return bound is not None and self.penalty.lipschitz * bound**2 < self.mu
+
+    def certificate(self) -> Certificate:
+        """Theorem 1, with existence put right: strict convexity alone does not give a minimiser."""
+        norm = float(self.W.norm())
+        factor = self.penalty.lipschitz * norm**2 / self.mu
+        if self.regularizer is not None:
+            return self._regularized_certificate(factor)
+        exists, unique, reasons = existence(factor, self.penalty.bounded)
+        reasons["contraction"] = f"L |W|^2 / mu with L = {self.penalty.lipschitz:.4g} and |W| <= {norm:.4g}"
+        carried = 1.0 if self.U is None else module_norm(self.U)
+        lipschitz = None
+        if factor >= 1:
+            reasons["lipschitz"] = "needs a contraction"
+        elif carried is None:
+            reasons["lipschitz"] = f"the norm of U, a {type(self.U).__name__}, is not known"
+        else:
+            lipschitz = float(carried) * self.penalty.lipschitz * norm / self.mu / (1 - factor)
+            reasons["lipschitz"] = "|U| L |W| / mu / (1 - L |W|^2 / mu), from (I - W'DW/mu)^-1 W'D U / mu"
+        return Certificate(exists, unique, factor, lipschitz, reasons)
+
+    def _regularized_certificate(self, factor: float) -> Certificate:
+        assert self.regularizer is not None
+        curvature = self.regularizer.gradient_lipschitz
+        unknown = "the regulariser's gradient has no known Lipschitz constant"
+        if curvature is None:
+            exists, unique, reasons = existence(None, self.penalty.bounded)
+            return Certificate(exists, unique, None, None, {**reasons, "contraction": unknown, "lipschitz": unknown})
+        pull = self.gamma * curvature
+        # I - gamma hess R lies in [1 - pull, 1] for convex R, in [1 - pull, 1 + pull] otherwise.
+        spread = max(1.0, abs(1 - pull)) if self.regularizer.convex else 1 + pull
+        exists, unique, reasons = existence(factor * spread, self.penalty.bounded)
+        reasons["contraction"] = f"L |W|^2 / mu times |I - gamma hess R| <= {spread:.4g}"
+        reasons["lipschitz"] = "not derived for a regularised objective"
+        return Certificate(exists, unique, factor * spread, None, reasons)
+
+
+class BoundOptEq(Hidden):
+    """OptEq with its input bound, in closed form."""
+
+    def __init__(self, problem: OptEq, block: Block) -> None:
+        self.block = block
+        self.penalty = problem.penalty
+        self.mu = problem.mu
+        self.regularizer = problem.regularizer
+        self.gamma = problem.gamma
+        if self.regularizer is None:
+            self.structure = Structure.POSITIVE if problem.known_contraction() else Structure.SYMMETRIC
+            self.measured = self._measured
+        else:
+            self.coupled = self.regularizer.couples_batch
+
+    def start(self) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(self.block.c)
+
+    def features(self, y: State) -> Tensor:
+        """``z = W'y / mu``."""
+        return self.block.back(single(y))
+
+    def smooth(self, y: State) -> Tensor:
+        """``-|W'y|^2 / (2 mu) - <c, y> + mu gamma R(z)``."""
+        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """Coupling, input and, where there is one, the regulariser."""
+        z = self.features(y)
+        terms = {"coupling": -self.mu * half_square(z), "input": -inner(self.block.c, y)}
+        if self.regularizer is not None:
+            terms["regularizer"] = self.mu * self.gamma * self.regularizer.value(z)
+        return terms
+
+    def preactivation(self, y: State) -> Tensor:
+        """``W (z - gamma grad R(z)) + c``."""
+        z = self.features(y)
+        if self.regularizer is not None:
+            z = z - self.gamma * self.regularizer.gradient(z)
+        return self.block.preactivation(z)
+
+    def curvature_at(self, y: State) -> Callable[[State], State]:
+        """``v -> W (I - gamma hess R(z)) W'v / mu``."""
+        block, regularizer, gamma = self.block, self.regularizer, self.gamma
+        if regularizer is None:
+            return lambda v: block.W(block.back(single(v)))
+        z = self.features(y).detach()
+
+        def product(v: State) -> Tensor:
+            u = block.back(single(v))
+            return block.W(u - gamma * regularizer.curvature(z, u))
+
+        return product
+
+    def feature_objective(self, y: State) -> Tensor:
+        """``phi(z) + gamma R(z)`` at ``z = W'y / mu``: the objective in the paper's variable, with no inverse of W.
+
+        It is ``(G(y) - k n) / mu`` for n units; equal to phi where y is the least state with these features, as an
+        equilibrium is.
+        """
+        units = math.prod(self.block.c.shape[1:])
+        return (self.objective(y) - self.penalty.offset * units) / self.mu
+
+    def feature_form(self) -> FeatureForm:
+        """``z <- W' sigma(W z + c) / mu``, begun at zero features."""
+        if self.regularizer is not None:
+            raise ValueError("a solver that works on features needs OptEq without a regulariser of its own")
+        return FeatureForm(
+            lambda z: self.block(single(z)),
+            torch.zeros_like(self.features(self.start())),
+            lambda z: self.block.activation(single(z)),
+        )
+
+    def _measured(self, y: State) -> tuple[State, Tensor]:
+        """The step, and the merit ``1/2 |z|^2 - psi(z)`` that plain steps decrease, from the same pre-activation."""
+        z = self.features(y)
+        inside = self.block.preactivation(z)
+        merit = half_square(z) - self.penalty.potential(inside) / self.mu
+        return self.penalty.prox(inside), merit
+
+
+def _check_regularizer(regularizer: Regularizer | None) -> Regularizer | None:
+    if regularizer is not None and not isinstance(regularizer, Regularizer):
+        raise TypeError(f"regularizer should be one of opteq.regularizers; got {regularizer!r}")
+    if regularizer is not None and not regularizer.smooth:
+        raise ValueError(
+            f"{type(regularizer).__name__} is not smooth, so T(z - gamma grad R(z)) has no meaning at its kinks. "
+            "Use regularizers.Envelope(R, weight), which is what T o prox minimises, or opteq.Splitting for R itself"
+        )
+    return regularizer

@@ -1,0 +1,172 @@
+"""What a prior on features has to answer, and the arithmetic that all of them share."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+# How many numbers the largest temporary of a batch-coupled regulariser may hold: 64 MiB in float32, enough to
+# keep a GPU busy and little beside the activations of a network.
+CHUNK = 2**24
+
+
+class Regularizer(ABC):
+    """A prior R on features z: it says which features are preferred, before any input is seen.
+
+    A hidden problem ``phi`` becomes ``phi + weight * R`` with the layer ``T(z - weight * grad R(z))``. Where R is
+    not smooth there is ``T(prox_{weight R}(z))``, which minimises something slightly different:
+    :class:`~opteq.regularizers.Envelope` says what. The weight is given where R is used, never here.
+
+    ``z`` has any shape; its first dimension is the batch. Half-precision features are computed with in
+    float32: ``value`` is float32 or better, all other answers come back in the dtype of ``z``.
+
+    To write your own, give the four flags and ``value``; the derivatives then follow by automatic
+    differentiation:
+
+    >>> class Quartic(Regularizer):
+    ...     name, convex, smooth, couples_batch = "quartic", True, True, False
+    ...     def value(self, z):
+    ...         return z.pow(4).sum(1) / 4
+    >>> Quartic().gradient(torch.tensor([[1.0, 2.0]]))
+    tensor([[1., 8.]])
+    """
+
+    name: ClassVar[str]
+    """A short name, by which :func:`opteq.regularizers.get` finds the ones that need no arguments."""
+    convex: ClassVar[bool]
+    """Whether R is convex: only then is a fixed point of the regularised layer a minimiser."""
+    smooth: ClassVar[bool]
+    """Whether R has a gradient, so that the layer ``I - weight * grad R`` makes sense; else use ``prox``."""
+    couples_batch: ClassVar[bool]
+    """Whether a sample's share of R depends on its batch mates (correlations do, norms do not)."""
+
+    @abstractmethod
+    def value(self, z: Tensor) -> Tensor:
+        """One number a sample, shape ``(B,)``, whose sum is R.
+
+        Where R is a property of the whole batch, every entry is R / B.
+        """
+
+    def gradient(self, z: Tensor) -> Tensor:
+        """The gradient of ``value(z).sum()``, in the shape of ``z``; a subgradient where R is not smooth."""
+        return _pullback(lambda point: self.value(point).sum(), z, None)
+
+    def curvature(self, z: Tensor, v: Tensor) -> Tensor:
+        """The Hessian of ``value(z).sum()`` at ``z`` times ``v``, in the shape of ``z``."""
+        check_direction(z, v)
+        # A Hessian is symmetric, so one reverse pass through the gradient is the product that is wanted.
+        return _pullback(self.gradient, z, v.to(z.dtype))
+
+    def prox(self, z: Tensor, weight: float) -> Tensor:
+        """``argmin_p weight * R(p) + 1/2 |p - z|^2``, for ``weight >= 0``.
+
+        Raises:
+            NotImplementedError: R has no proximal operator that could be computed; use ``gradient``.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no proximal operator that can be computed in closed form; "
+            "use its gradient, z - weight * gradient(z), instead."
+        )
+
+    @property
+    def gradient_lipschitz(self) -> float | None:
+        """The Lipschitz constant of ``gradient``, or None where it is unknown or there is none.
+
+        For a convex R the iteration of ``T(z - weight * grad R(z))`` converges if ``weight`` times this is
+        below 2.
+        """
+        return None
+
+
+def working_copy(z: Tensor, *, least_dims: int = 1) -> Tensor:
+    """``z`` in the precision to compute with: float32 for the half types, otherwise as it is."""
+    if not z.is_floating_point():
+        raise TypeError(f"features must be real floating-point numbers, not {z.dtype}.")
+    if z.dim() < least_dims:
+        wanted = "a batch dimension" if least_dims == 1 else "a batch and a feature dimension, (B, m, ...)"
+        raise ValueError(f"features need {wanted}; got shape {tuple(z.shape)}.")
+    return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+
+
+def exact_products(z: Tensor) -> AbstractContextManager[object]:
+    """A context in which products of matrices keep their precision, which autocast would halve."""
+    kind = z.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def per_sample_sum(z: Tensor) -> Tensor:
+    """The sum over everything but the batch, shape ``(B,)``."""
+    return z.flatten(1).sum(1) if z.dim() > 1 else z
+
+
+def per_sample_factor(factor: Tensor, z: Tensor) -> Tensor:
+    """``factor``, shape ``(B,)``, in a shape that broadcasts against ``z``."""
+    return factor.reshape(factor.shape + (1,) * (z.dim() - 1))
+
+
+def batch_shares(total: Tensor, z: Tensor) -> Tensor:
+    """The value ``total`` of a whole batch as equal shares of its samples, shape ``(B,)``."""
+    return (total / max(z.shape[0], 1)).expand(z.shape[0])
+
+
+def chunk_size(numbers_each: int) -> int:
+    """How many things of that many numbers to hold at once; at least one."""
+    return max(1, CHUNK // max(numbers_each, 1))
+
+
+def without_diagonal(matrix: Tensor) -> Tensor:
+    """The square matrices ``(..., m, m)`` with zeros on the diagonal."""
+    return matrix - torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
+
+
+def check_direction(z: Tensor, v: Tensor) -> None:
+    """Refuse a direction ``v`` that would broadcast against ``z`` instead of matching it."""
+    if v.shape != z.shape:
+        raise ValueError(f"v must have the shape of z, {tuple(z.shape)}; got {tuple(v.shape)}.")
+
+
+def check_number(owner: str, option: str, value: object, *, zero_allowed: bool = False) -> None:
+    """Refuse a value of ``option`` that is not a finite number above (or, if allowed, at) zero."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{owner}: {option} must be a number, not {value!r} ({type(value).__name__}).")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed):
+        sign = "zero or positive" if zero_allowed else "positive"
+        raise ValueError(f"{owner}: {option} must be {sign} and finite, not {value!r}.")
+
+
+def check_whole_number(owner: str, option: str, value: object, *, least: int) -> None:
+    """Refuse a value of ``option`` that is not a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}: {option} must be a whole number, not {value!r} ({type(value).__name__}).")
+    if value < least:
+        raise ValueError(f"{owner}: {option} must be at least {least}, not {value!r}.")
+
+
+def _pullback(function: Callable[[Tensor], Tensor], z: Tensor, cotangent: Tensor | None) -> Tensor:
+    """The transposed Jacobian of ``function`` at ``z`` times ``cotangent``, also where autograd is off.
+
+    It stays part of the graph if ``z`` or ``cotangent`` is itself being differentiated.
+    """
+    inputs = (z,) if cotangent is None else (z, cotangent)
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    with torch.inference_mode(False), torch.enable_grad():
+        if tracked and z.requires_grad:
+            point = z
+        else:
+            # A tensor made in inference mode can never take part in a graph; a copy of it made outside can.
+            point = (z.clone() if z.is_inference() else z.detach()).requires_grad_()
+        output = function(point)
+        if not output.requires_grad:
+            return torch.zeros_like(z)
+        (answer,) = torch.autograd.grad(
+            output, point, cotangent, create_graph=tracked, allow_unused=True, materialize_grads=True
+        )
+    return answer

@@ -1,0 +1,113 @@
+"""Uncorrelated features: the squared cosines between all pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from opteq.regularizers.base import (
+    Regularizer,
+    batch_shares,
+    check_direction,
+    check_number,
+    exact_products,
+    without_diagonal,
+    working_copy,
+)
+
+
+@dataclass(frozen=True)
+class Decorrelation(Regularizer):
+    """``R(Z) = 1/2 |D Z Z' D - I|_F^2 = 1/2 sum_{i != j} cos^2(z_i, z_j)``: features at right angles.
+
+    ``Z`` has one row ``z_i`` a feature (dimension 1 of ``z``), which runs over the batch and, for images
+    ``(B, C, H, W)``, over the pixels; ``D`` divides each row by its length. With ``Zh = D Z``,
+    ``K = Zh Zh' - I`` and ``Q = 2 K Zh``::
+
+        grad R = D (Q - rowsum(Q * Zh) Zh)
+
+    which is at right angles to each row, because R does not see how long a row is. (Table 2 of OptEq prints
+    ``I + Proj_i`` for ``I - Proj_i`` and drops the factor 2 and the weight.)
+
+    A feature that is zero throughout, such as a dead ReLU, has no direction: it adds nothing to R, not even
+    to the diagonal, and its gradient is zero. R is not convex.
+
+    Args:
+        eps: A row is divided by ``sqrt(|z_i|^2 + eps)``. R jumps where a row vanishes, and the gradient grows
+            like ``1 / |z_i|`` next to it; any ``eps > 0`` removes both, at the price of a scale (that of
+            ``|z_i|^2``, a sum over the whole batch) below which features are let alone. The default 0 is the
+            prior as defined, free of scale.
+
+    >>> z = torch.tensor([[1.0, 2.0, 1.0], [2.0, -1.0, 1.0]])  # two samples of three features
+    >>> Decorrelation().value(z)  # only the third is not at right angles to the others; R is the sum, 1
+    tensor([0.5000, 0.5000])
+    """
+
+    eps: float = 0.0
+
+    name: ClassVar[str] = "decorrelation"
+    convex: ClassVar[bool] = False
+    smooth: ClassVar[bool] = True  # with eps = 0, wherever no feature is exactly zero throughout
+    couples_batch: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number("Decorrelation", "eps", self.eps, zero_allowed=True)
+
+    def value(self, z: Tensor) -> Tensor:  # noqa: D102  (documented once, in the base class)
+        with exact_products(z):
+            unit, _ = self._unit_rows(_rows(z))
+            return batch_shares(_cosines(unit).square().sum() / 2, z)
+
+    def gradient(self, z: Tensor) -> Tensor:  # noqa: D102
+        with exact_products(z):
+            unit, inverse_length = self._unit_rows(_rows(z))
+            pull = 2 * _cosines(unit) @ unit
+            return _unrows(inverse_length * (pull - _row_dot(pull, unit) * unit), z)
+
+    def curvature(self, z: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+        check_direction(z, v)
+        with exact_products(z):
+            unit, inverse_length = self._unit_rows(_rows(z))
+            direction = _rows(v)
+            cosines = _cosines(unit)
+            pull = 2 * cosines @ unit
+            radial = _row_dot(pull, unit)
+            # From here on, `d_...` is the derivative of the quantity of that name along v.
+            along = _row_dot(unit, direction)
+            d_unit = inverse_length * (direction - along * unit)
+            half = without_diagonal(d_unit @ unit.mT)
+            d_pull = 2 * ((half + half.mT) @ unit + cosines @ d_unit)
+            d_radial = _row_dot(d_pull, unit) + _row_dot(pull, d_unit)
+            tangential = pull - radial * unit
+            d_tangential = d_pull - d_radial * unit - radial * d_unit
+            return _unrows(inverse_length * (d_tangential - inverse_length * along * tangential), z)
+
+    def _unit_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows over their lengths, and one over the lengths, ``(m, 1)``; zeros for a row that vanishes."""
+        square = rows.square().sum(1, keepdim=True) + self.eps
+        alive = square > 0
+        # The inner `where` keeps infinity out of the branch not taken: its derivative would be NaN there.
+        inverse_length = torch.where(alive, torch.where(alive, square, 1).rsqrt(), 0)
+        return inverse_length * rows, inverse_length
+
+
+def _rows(z: Tensor) -> Tensor:
+    """``(B, m, ...)`` as ``(m, B * ...)``."""
+    return working_copy(z, least_dims=2).transpose(0, 1).flatten(1)
+
+
+def _unrows(rows: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`_rows`, in the shape and dtype of ``like``."""
+    return rows.reshape(like.transpose(0, 1).shape).transpose(0, 1).to(like.dtype)
+
+
+def _cosines(unit: Tensor) -> Tensor:
+    # The diagonal is 1 for a living row and 0 for a dead one; either way it is not a correlation.
+    return without_diagonal(unit @ unit.mT)
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(1, keepdim=True)

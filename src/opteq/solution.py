@@ -1,0 +1,114 @@
+"""What a solve tells: one report for the way forward, one for the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from opteq.solvers.status import Status
+from opteq.states import State
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a solve went, sample by sample.
+
+    Attributes:
+        method: what was used, in words.
+        residual: relative residual of the answer, ``(B,)``; NaN where no system was solved.
+        steps: steps taken, ``(B,)``.
+        codes: a :class:`~opteq.solvers.status.Status` as an integer, ``(B,)``.
+        tol: the tolerance that was applied.
+        trace: residual after every step, ``(steps + 1, B)``.
+    """
+
+    method: str
+    residual: Tensor
+    steps: Tensor
+    codes: Tensor
+    tol: float
+    trace: Tensor | None = None
+
+    @property
+    def converged(self) -> Tensor:
+        """Which samples reached the tolerance, ``(B,)``."""
+        return self.codes == int(Status.CONVERGED)
+
+    @property
+    def status(self) -> tuple[Status, ...]:
+        """A status a sample; :attr:`Status.message` says what to try."""
+        return tuple(Status(code) for code in self.codes.tolist())
+
+    def failures(self) -> Tensor:
+        """Which samples ended without what was asked for."""
+        return (self.codes != int(Status.CONVERGED)) & (self.codes != int(Status.APPROXIMATE))
+
+    def describe_failures(self, what: str) -> str:
+        """One message about all samples that failed: how many, how far off, and what to try."""
+        failed = self.failures()
+        residuals = self.residual[failed]
+        finite = residuals[torch.isfinite(residuals)]
+        worst = f"worst relative residual {float(finite.max()):.1e}" if finite.numel() else "no finite residual"
+        lines = [
+            f"{int(failed.sum())} of {failed.numel()} samples: {what} "
+            f"({self.method}, {worst}, tolerance {self.tol:.1e}, at most {int(self.steps.max())} steps taken)"
+        ]
+        for code in sorted(set(self.codes[failed].tolist())):
+            count = int((self.codes == code).sum())
+            lines.append(f"  {count}x {Status(code).name}: {Status(code).message}.")
+        return "\n".join(lines)
+
+
+@dataclass
+class BackwardSlot:
+    """Where the backward pass leaves its report: it runs after the solution was handed out."""
+
+    report: Report | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The equilibrium of a batch.
+
+    Attributes:
+        features: what the network hands on, with its gradient attached.
+        state: the equilibrium itself, with its gradient attached.
+        report: how the solve went; its fields can be read here directly.
+    """
+
+    features: State
+    state: State
+    report: Report
+    slot: BackwardSlot = field(default_factory=BackwardSlot, repr=False)
+
+    @property
+    def residual(self) -> Tensor:
+        """Relative residual of the state, ``(B,)``."""
+        return self.report.residual
+
+    @property
+    def steps(self) -> Tensor:
+        """Steps taken, ``(B,)``."""
+        return self.report.steps
+
+    @property
+    def converged(self) -> Tensor:
+        """Which samples reached the tolerance, ``(B,)``."""
+        return self.report.converged
+
+    @property
+    def status(self) -> tuple[Status, ...]:
+        """A status a sample."""
+        return self.report.status
+
+    @property
+    def trace(self) -> Tensor | None:
+        """Residual after every step, ``(steps + 1, B)``."""
+        return self.report.trace
+
+    @property
+    def backward(self) -> Report | None:
+        """How the backward pass went; None until it has run."""
+        return self.slot.report

@@ -1,0 +1,141 @@
+"""Anderson acceleration: the combination of recent steps whose residuals cancel best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq._validate import share, whole
+from opteq.solvers.base import Solver
+from opteq.solvers.history import History
+from opteq.solvers.method import InverseEstimate, Method, Task
+from opteq.states import row_norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anderson(Solver):
+    """Anderson acceleration (type II) with a memory of a few steps.
+
+    With ``g = T(y) - y`` and the last differences ``dY``, ``dG``, the weights ``w`` minimise ``|g - dG w|`` and
+    ``y <- y - dY w + damping (g - dG w)``. Differences are stored divided by ``|dG|``, so the Gram matrix holds
+    cosines, whatever the scale of the problem; it is solved in float64 with a ridge at its rounding level. A row
+    whose columns have become dependent keeps only the newest one. Nothing here can raise a singular-matrix error.
+
+    Args:
+        memory: number of differences. Five is where most of the gain is; more costs memory and conditioning.
+        damping: share of the residual that is added; None takes what the problem recommends, else 1.
+
+    >>> import torch
+    >>> outcome = Anderson(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
+    >>> round(float(outcome.state), 4), int(outcome.steps)
+    (2.0, 2)
+    """
+
+    memory: int = 5
+    damping: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "memory")
+        if self.damping is not None:
+            share(self, "damping")
+
+    def _method(self, task: Task) -> Method:
+        return _AndersonMixing(
+            task.start, self.memory, task.damping if self.damping is None else self.damping, task.eps
+        )
+
+
+class _AndersonMixing(Method):
+    def __init__(self, start: Tensor, memory: int, damping: float, eps: float) -> None:
+        rows = start.shape[0]
+        self.damping = damping
+        self.residuals = History(start, memory)  # dG / |dG|
+        self.moves = History(start, memory)  # (dY + damping dG) / |dG|
+        small = torch.float32 if start.device.type == "mps" else torch.float64
+        self.gram = torch.zeros(rows, memory, memory, dtype=small, device=start.device)
+        self.used = torch.zeros(rows, memory, dtype=torch.bool, device=start.device)
+        self.fresh = torch.ones(rows, dtype=torch.bool, device=start.device)
+        self.last: tuple[Tensor, Tensor] | None = None
+        # Inner products carry the rounding of the matrix, differences that of the map.
+        self.ridge = max(50 * torch.finfo(start.dtype).eps, 0.1 * eps)
+
+    def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
+        change = image - point
+        if self.last is not None:
+            self._learn(point - self.last[0], change - self.last[1], active)
+        self.last = (point, change)
+        self.fresh = self.fresh & ~active
+        plain_step = point + self.damping * change
+        return plain_step - self.moves.combine(self._weights(change))
+
+    def plain(self) -> Tensor:
+        return ~self.used.any(dim=1)
+
+    def restart(self, rows: Tensor) -> None:
+        # Unused columns get weight zero, so there is no need to clear them.
+        self.used = self.used & ~rows[:, None]
+        self.fresh = self.fresh | rows
+
+    def inverse(self) -> InverseEstimate:
+        return _MultisecantInverse(self)
+
+    def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
+        length = row_norms(turn)
+        known = active & ~self.fresh & torch.isfinite(length) & (length > 0)
+        scale = torch.where(known, length, 1.0).to(turn.dtype)[:, None]
+        unit = turn / scale
+        self.residuals.push(unit, active)
+        self.moves.push(move / scale + self.damping * unit, active)
+        slot = self.residuals.slot
+        self.used = _with_column(self.used, slot, torch.where(active, known, self.used[:, slot]))
+        cosines = self.residuals.products(unit)[:, :, 0].to(self.gram.dtype)
+        line = torch.where(active[:, None], cosines, self.gram[:, slot])
+        self.gram = _with_column(_with_column(self.gram, slot, line).mT, slot, line)
+
+    def _weights(self, change: Tensor) -> Tensor:
+        length = row_norms(change).clamp(min=torch.finfo(torch.float32).tiny)
+        unit = change / length.to(change.dtype)[:, None]
+        target = self.residuals.products(unit)[:, :, 0].to(self.gram.dtype)
+        return self._solve(target) * length.to(self.gram.dtype)[:, None]
+
+    def _solve(self, target: Tensor) -> Tensor:
+        """Weights for unit targets: ``(Gram + ridge I) w = target`` over the columns in use."""
+        memory = self.gram.shape[1]
+        pairs = self.used[:, :, None] & self.used[:, None, :]
+        eye = torch.eye(memory, dtype=self.gram.dtype, device=self.gram.device)
+        system = torch.where(pairs & torch.isfinite(self.gram), self.gram, 0.0)
+        # A column outside use has an empty line: one on its diagonal makes its weight zero.
+        system = system + torch.where(self.used, self.ridge, 1.0)[:, :, None] * eye
+        target = torch.where(self.used & torch.isfinite(target), target, 0.0)
+        factor, failure = torch.linalg.cholesky_ex(system)
+        pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+        sound = (failure == 0) & (pivots.amin(dim=1) > 3 * self.ridge)
+        # Rows with dependent columns fall back on the newest one, whose system is a single number.
+        newest = torch.zeros_like(self.used)
+        newest[:, self.residuals.slot] = True
+        self.used = self.used & (sound[:, None] | newest)
+        single = torch.where(self.used, target, 0.0) / (1 + self.ridge)
+        factor = torch.where(sound[:, None, None], factor, eye)
+        return torch.where(sound[:, None], torch.cholesky_solve(target[:, :, None], factor)[:, :, 0], single)
+
+
+class _MultisecantInverse(InverseEstimate):
+    """``(I - J)^-1 ~ damping I - moves (Gram)^-1 residuals'``: what the last proposal used, transposed."""
+
+    def __init__(self, method: _AndersonMixing) -> None:
+        self.method = method
+
+    def adjoint(self, rows: Tensor) -> Tensor:
+        method = self.method
+        shares = method.moves.products(rows)[:, :, 0].to(method.gram.dtype)
+        return method.damping * rows - method.residuals.combine(method._solve(shares))
+
+
+def _with_column(matrix: Tensor, slot: int, values: Tensor) -> Tensor:
+    """A copy with ``[:, slot]`` replaced; the copy is small, and a tape may still need the original."""
+    matrix = matrix.clone()
+    matrix[:, slot] = values
+    return matrix

@@ -1,0 +1,151 @@
+"""What every fixed-point solver is: a frozen set of options, and one entry, :meth:`Solver.solve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from opteq._autocast import Autocast
+from opteq._validate import positive, whole
+from opteq.solvers.guarded import GuardedIteration
+from opteq.solvers.loop import Finish, Process, Rule, iterate
+from opteq.solvers.method import InverseEstimate, Method, Task
+from opteq.states import Layout, State, blocks
+
+Step = Callable[[State], State]
+MeasuredStep = Callable[[State], tuple[State, Tensor]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer of a solver.
+
+    Attributes:
+        state: the best state found, shaped like the start.
+        residual: its relative residual, one number a sample.
+        steps: updates taken, a sample.
+        codes: a :class:`~opteq.solvers.status.Status` a sample, as integers.
+        trace: residual after each step, ``(steps + 1, B)``.
+        tol: the tolerance that was applied: the one asked for, or the rounding of the map's dtype where that is larger.
+        inverse: the solver's estimate of the inverse Jacobian, where it keeps one.
+    """
+
+    state: State
+    residual: Tensor
+    steps: Tensor
+    codes: Tensor
+    trace: Tensor
+    tol: float
+    inverse: InverseEstimate | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """Finds ``y = T(y)`` for a batch at once, each sample by itself.
+
+    Args:
+        tol: relative residual ``|T(y) - y| / max(|T(y)|, floor)`` at which a sample is finished.
+        max_steps: updates at most. Each costs one evaluation of the map, and one more is spent on the start.
+        floor: norm below which a state counts as zero, so that a fixed point at zero can be reached.
+        check_every: steps between two looks of the host at the residuals; None means every step on a CPU and
+            every fourth on an accelerator, where looking makes the device wait.
+    """
+
+    tol: float = 1e-4
+    max_steps: int = 50
+    floor: float = 1e-12
+    check_every: int | None = None
+
+    works_on_features: ClassVar[bool] = False
+    """Whether the solver iterates on a problem's features instead of its state."""
+
+    def __post_init__(self) -> None:
+        positive(self, "tol")
+        positive(self, "floor")
+        whole(self, "max_steps")
+        if self.check_every is not None:
+            whole(self, "check_every")
+
+    def solve(
+        self,
+        step: Step,
+        start: State,
+        *,
+        measured: MeasuredStep | None = None,
+        project: Step | None = None,
+        damping: float = 1.0,
+        coupled: bool = False,
+    ) -> Outcome:
+        """Solve ``y = step(y)`` from ``start``.
+
+        Args:
+            step: the map; it keeps the shape of its argument.
+            start: a tensor or a tuple of tensors, batch first.
+            measured: the same map together with a merit, one number a sample that plain steps decrease.
+                It guards methods that extrapolate.
+            project: brings a state to where it makes sense, for methods that extrapolate.
+            damping: the damping that the problem recommends, for solvers that were not told one.
+            coupled: whether samples depend on each other, so that the batch is solved as one.
+        """
+        coupled = coupled or self.couples_batch
+        layout = Layout.of(start, coupled)
+        device = blocks(start)[0].device
+        caller = Autocast.current(device)
+        eps = torch.finfo(caller.dtype).eps if caller.enabled and caller.dtype else 0.0
+
+        def evaluate(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+            nonlocal eps
+            with caller.entered():
+                if measured is None:
+                    image, merit = step(layout.unpack(rows)), None
+                else:
+                    image, merit = measured(layout.unpack(rows))
+            layout.check(image, "what the map returns")
+            eps = max(eps, *(torch.finfo(part.dtype).eps for part in blocks(image)))
+            if merit is not None and coupled:
+                merit = merit.sum(dim=0, keepdim=True)
+            return layout.pack(image), merit
+
+        def admissible(rows: Tensor) -> Tensor:
+            return rows if project is None else layout.pack(project(layout.unpack(rows)))
+
+        with caller.off():
+            first = layout.pack(start)
+            known = evaluate(first)
+            tol = max(self.tol, eps)
+            method, process = self._process(Task(evaluate, admissible, first, known, layout, damping, eps))
+            finish = iterate(process, self._rule(tol, device))
+        return _outcome(layout, finish, tol, method)
+
+    @property
+    def couples_batch(self) -> bool:
+        """Whether the solver itself ties samples together."""
+        return False
+
+    def _rule(self, tol: float, device: torch.device) -> Rule:
+        every = self.check_every or (1 if device.type == "cpu" else 4)
+        return Rule(tol, self.max_steps, every)
+
+    def _process(self, task: Task) -> tuple[Method | None, Process]:
+        method = self._method(task)
+        return method, GuardedIteration(task, method, self.floor)
+
+    def _method(self, task: Task) -> Method:
+        """A fresh method for one solve."""
+        raise NotImplementedError(f"{type(self).__name__} should define _method or _process")
+
+
+def _outcome(layout: Layout, finish: Finish, tol: float, method: Method | None) -> Outcome:
+    return Outcome(
+        state=layout.unpack(finish.point),
+        residual=layout.per_sample(finish.residual),
+        steps=layout.per_sample(finish.steps),
+        codes=layout.per_sample(finish.codes),
+        trace=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
+        tol=tol,
+        inverse=None if method is None else method.inverse(),
+    )

@@ -1,0 +1,108 @@
+"""Broyden's method with limited memory: a Newton step whose Jacobian is learned from the steps taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq._validate import share, whole
+from opteq.solvers.base import Solver
+from opteq.solvers.history import History
+from opteq.solvers.method import InverseEstimate, Method, Task
+from opteq.states import row_norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broyden(Solver):
+    """Good Broyden updates of an inverse Jacobian, kept as a sum of ``memory`` rank-one terms.
+
+    With ``g = T(y) - y`` the step is ``y <- y + H g``, where ``H ~ (I - J)^-1`` starts as ``damping I`` and after a
+    move ``s`` with change of residual ``-t`` becomes ``H + (s - H t) (H's)' / <H's, t>``, so that ``H t = s``.
+    When the memory is full the oldest term goes first, so the newest secant always holds.
+
+    Args:
+        memory: number of terms.
+        damping: scale of the first estimate; None takes what the problem recommends, else 1.
+
+    >>> import torch
+    >>> outcome = Broyden(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
+    >>> round(float(outcome.state), 4), int(outcome.steps)
+    (2.0, 2)
+    """
+
+    memory: int = 16
+    damping: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "memory")
+        if self.damping is not None:
+            share(self, "damping")
+
+    def _method(self, task: Task) -> Method:
+        return _BroydenUpdates(task.start, self.memory, task.damping if self.damping is None else self.damping)
+
+
+class _BroydenUpdates(Method, InverseEstimate):
+    """``H = damping I + sum of left_i right_i'``."""
+
+    def __init__(self, start: Tensor, memory: int, damping: float) -> None:
+        self.damping = damping
+        self.left = History(start, memory)
+        self.right = History(start, memory)
+        self.terms = torch.zeros(start.shape[0], dtype=torch.int64, device=start.device)
+        self.fresh = torch.ones(start.shape[0], dtype=torch.bool, device=start.device)
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
+        change = image - point
+        if self.last is not None:
+            self._learn(point - self.last[0], self.last[1] - change, active)
+        self.last = (point, change)
+        self.fresh = self.fresh & ~active
+        return point + self.apply(change)
+
+    def plain(self) -> Tensor:
+        return self.terms == 0
+
+    def restart(self, rows: Tensor) -> None:
+        self.left.forget(rows)
+        self.right.forget(rows)
+        self.terms = torch.where(rows, 0, self.terms)
+        self.fresh = self.fresh | rows
+
+    def inverse(self) -> InverseEstimate:
+        return self
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """``H`` times each row."""
+        return self.damping * rows + self.left.combine(self.right.products(rows)[:, :, 0])
+
+    def adjoint(self, rows: Tensor) -> Tensor:
+        return self.damping * rows + self.right.combine(self.left.products(rows)[:, :, 0])
+
+    def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
+        length = row_norms(move)
+        known = active & ~self.fresh & torch.isfinite(length) & (length > 0)
+        scale = torch.where(known, length, 1.0).to(move.dtype)[:, None]
+        move, turn = move / scale, turn / scale  # of length one, so that products neither overflow nor vanish
+        nothing = torch.zeros_like(move)
+        self.left.push(nothing, active)  # the oldest term goes before the new one is made
+        self.right.push(nothing, active)
+        back = self.adjoint(move)
+        ahead = self.apply(turn)
+        slope = (back * turn).sum(dim=1)
+        # A slope lost in rounding would make the update arbitrary large: such a step teaches nothing.
+        least = 1e3 * torch.finfo(move.dtype).eps * row_norms(back) * row_norms(turn)
+        sound = known & torch.isfinite(slope) & (slope.abs() > least)
+        left = (move - ahead) / torch.where(sound, slope, 1.0)[:, None]
+        self._replace(self.left, left, sound)
+        self._replace(self.right, back, sound)
+        self.terms = self.terms + sound
+
+    @staticmethod
+    def _replace(history: History, column: Tensor, rows: Tensor) -> None:
+        history.slot -= 1
+        history.push(column, rows)

@@ -1,0 +1,74 @@
+"""The fixed-point iteration that all methods share: propose, evaluate, and refuse what makes things worse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opteq.solvers.loop import relative
+from opteq.solvers.method import Method, Task
+from opteq.solvers.status import Status
+from opteq.states import row_norms
+
+GROWTH = 2.0
+"""How far a proposal's residual may rise above the best one where the problem has no merit to judge by."""
+
+
+class GuardedIteration:
+    """A :class:`~opteq.solvers.loop.Process` that moves a batch of points towards ``y = T(y)``.
+
+    Extrapolating methods can overshoot. A proposal is taken where it is a plain step, or sets a new least
+    residual, or does not raise the merit; without a merit, where its residual is at most twice the least one.
+    A refused row stays where it is and forgets its history, so that its next step is plain. Plain steps always
+    count: they decrease a merit by its definition, and without one there is nothing better to do.
+    """
+
+    def __init__(self, task: Task, method: Method, floor: float) -> None:
+        self.evaluate = task.evaluate
+        self.admissible = task.admissible
+        self.point = task.start
+        self.image, self.merit = task.known
+        self.method = method
+        self.floor = floor
+        self.eps = task.eps
+        self.codes: Tensor | None = None
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        """The start and its residual."""
+        residual = self._residual(self.point, self.image)
+        self.least = residual
+        return self.point, residual
+
+    def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
+        """One proposal, judged."""
+        proposal = self.admissible(self.method.propose(self.point, self.image, active))
+        image, merit = self.evaluate(proposal)
+        residual = self._residual(proposal, image)
+        finite = torch.isfinite(residual)
+        plain = self.method.plain()
+        self.codes = torch.where(finite if plain is None else finite | ~plain, 0, int(Status.NON_FINITE))
+        if plain is None:
+            self.point, self.image, self.merit = proposal, image, merit
+        else:
+            taken = active & finite & (plain | (residual < self.least) | self._harmless(residual, merit))
+            self.method.restart(active & ~taken)
+            self.point = torch.where(taken[:, None], proposal, self.point)
+            self.image = torch.where(taken[:, None], image, self.image)
+            if merit is not None and self.merit is not None:
+                self.merit = torch.where(taken, merit, self.merit)
+        self.least = torch.fmin(self.least, residual)
+        return proposal, residual
+
+    def dead_ends(self) -> Tensor | None:
+        """Rows where even a plain step is not finite."""
+        return self.codes
+
+    def _harmless(self, residual: Tensor, merit: Tensor | None) -> Tensor:
+        if merit is None or self.merit is None:
+            return residual <= GROWTH * self.least
+        # Close to the solution the merit changes by less than it is rounded; that is no reason to refuse.
+        rounding = 64 * self.eps * self.merit.abs()
+        return merit <= self.merit + rounding
+
+    def _residual(self, point: Tensor, image: Tensor) -> Tensor:
+        return relative(row_norms(image - point), row_norms(image), self.floor)

@@ -1,0 +1,43 @@
+"""The last few differences that a quasi-Newton method remembers, a ring of columns for every row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class History:
+    """``memory`` vectors a row, written round and round: a tensor ``(R, memory, N)`` that starts at zero.
+
+    A vector of zeros says nothing, so an empty or forgotten slot needs no special care in products.
+    """
+
+    def __init__(self, like: Tensor, memory: int) -> None:
+        self.columns = like.new_zeros(like.shape[0], memory, like.shape[1])
+        self.slot = -1
+
+    def push(self, column: Tensor, rows: Tensor) -> None:
+        """Write ``column`` over the oldest one in ``rows``; other rows keep theirs."""
+        self.slot = (self.slot + 1) % self.columns.shape[1]
+        new = torch.where(rows[:, None], column, self.columns[:, self.slot])
+        self._write(self.slot, new)
+
+    def forget(self, rows: Tensor) -> None:
+        """Zero every column of ``rows``."""
+        self.columns = torch.where(rows[:, None, None], 0.0, self.columns)
+
+    def products(self, *vectors: Tensor) -> Tensor:
+        """Inner products of every column with each vector ``(R, N)``: ``(R, memory, len(vectors))``."""
+        return self.columns @ torch.stack(vectors, dim=2)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """The sum of the columns with ``weights`` ``(R, memory)``: ``(R, N)``."""
+        return (weights.to(self.columns.dtype)[:, None, :] @ self.columns)[:, 0]
+
+    def _write(self, slot: int, column: Tensor) -> None:
+        if torch.is_grad_enabled() and (column.requires_grad or self.columns.requires_grad):
+            # On a tape the old columns are still needed as they were.
+            before, after = self.columns[:, :slot], self.columns[:, slot + 1 :]
+            self.columns = torch.cat([before, column[:, None], after], dim=1)
+        else:
+            self.columns[:, slot] = column

@@ -1,0 +1,78 @@
+"""What every linear solver is: a frozen set of options and one entry, on matrices with a row a sample."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from opteq._validate import positive, whole
+from opteq.solvers.loop import Finish, Process, Rule, iterate
+from opteq.states import row_norms
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSolver(ABC):
+    """Solves ``A_b v_b = rhs_b`` for every sample b at once; A is only ever applied.
+
+    Args:
+        tol: residual relative to the right side, so that scaling a loss changes no gradient's direction.
+        max_steps: applications of A at most.
+        check_every: as for :class:`~opteq.solvers.base.Solver`.
+    """
+
+    tol: float = 1e-6
+    max_steps: int = 100
+    check_every: int | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "tol")
+        whole(self, "max_steps")
+        if self.check_every is not None:
+            whole(self, "check_every")
+
+    def solve(self, product: Product, rhs: Tensor, eps: float = 0.0) -> Finish:
+        """Solve from zero.
+
+        Args:
+            product: applies A to ``(R, N)``, every row by itself.
+            rhs: right sides ``(R, N)`` in float32 or float64.
+            eps: rounding of ``product``, below which no residual is asked for.
+        """
+        # Unit right sides, by way of their largest entry: then neither norms nor recurrences overflow or vanish.
+        largest = _nonzero(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
+        length = _nonzero(row_norms(rhs / largest).to(rhs.dtype)[:, None])
+        every = self.check_every or (1 if rhs.device.type == "cpu" else 4)
+        rule = Rule(max(self.tol, eps, torch.finfo(rhs.dtype).eps), self.max_steps, every)
+        finish = iterate(self._process(product, rhs / largest / length), rule)
+        return replace(finish, point=finish.point * length * largest)
+
+    @abstractmethod
+    def _process(self, product: Product, rhs: Tensor) -> Process:
+        """The iteration for right sides of length one or zero."""
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product of each pair of rows, accumulated in float64 where the device has it."""
+    dtype = torch.float32 if a.device.type == "mps" else torch.float64
+    return (a * b).sum(dim=1, dtype=dtype)
+
+
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """``numerator / denominator``, and zero where the denominator is zero."""
+    safe = torch.where(denominator == 0, 1.0, denominator)
+    return torch.where(denominator == 0, 0.0, numerator / safe)
+
+
+def columns(scalars: Tensor, like: Tensor) -> Tensor:
+    """Numbers a row ``(R,)`` shaped to multiply rows ``(R, N)``, in their dtype."""
+    return scalars.to(like.dtype)[:, None]

@@ -1,0 +1,103 @@
+"""GMRES: the least residual in a Krylov space, for any system."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq._validate import whole
+from opteq.solvers.linear.base import LinearSolver, Product, columns, ratio
+from opteq.solvers.loop import Process
+from opteq.solvers.status import Status
+from opteq.states import row_norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMRES(LinearSolver):
+    """Generalised minimal residuals with restarts: for systems without symmetry.
+
+    Args:
+        restart: vectors kept before the method begins again from its last answer; memory grows with it.
+    """
+
+    restart: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "restart")
+
+    def _process(self, product: Product, rhs: Tensor) -> Process:
+        return _ArnoldiCycle(product, rhs, self.restart)
+
+
+class _ArnoldiCycle:
+    """An orthonormal basis of the Krylov space, grown by one vector a step, and the best combination of it.
+
+    Orthogonalisation is classical Gram-Schmidt done twice: two matrix products a pass instead of one a vector,
+    and as orthogonal as rounding allows. The small least squares is a QR factorisation in float64.
+    """
+
+    def __init__(self, product: Product, rhs: Tensor, restart: int) -> None:
+        self.product, self.rhs, self.restart = product, rhs, restart
+        self.point = torch.zeros_like(rhs)
+        self.codes: Tensor | None = None
+        self.base: Tensor
+        self.basis: Tensor
+        self.hessenberg: Tensor
+        self.length: Tensor
+        self.size: int
+        self._begin(rhs)
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        return self.point, row_norms(self.rhs)
+
+    def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        if self.size == self.restart:
+            self._begin(self.rhs - self.product(self.point))
+        image = self.product(self.basis[:, self.size])
+        known = self.basis[:, : self.size + 1]
+        shares = torch.zeros_like(self.hessenberg[:, : self.size + 1, 0])
+        for _ in range(2):
+            overlap = known @ image[:, :, None]
+            image = image - (known.mT @ overlap)[:, :, 0]
+            shares = shares + overlap[:, :, 0]
+        length = row_norms(image)
+        self.hessenberg[:, : self.size + 1, self.size] = shares
+        self.hessenberg[:, self.size + 1, self.size] = length
+        self.basis[:, self.size + 1] = image * columns(ratio(torch.ones_like(length), length), image)
+        self.size += 1
+        weights, residual = self._least_squares()
+        self.point = self.base + (self.basis[:, : self.size].mT @ weights.to(image.dtype))[:, :, 0]
+        self.codes = torch.where(torch.isfinite(residual), 0, int(Status.NON_FINITE))
+        return self.point, residual
+
+    def dead_ends(self) -> Tensor | None:
+        return self.codes
+
+    def _begin(self, residual: Tensor) -> None:
+        rows, width = residual.shape
+        small = torch.float32 if residual.device.type == "mps" else torch.float64
+        self.base = self.point
+        self.length = row_norms(residual).to(small)
+        self.basis = residual.new_zeros(rows, self.restart + 1, width)
+        self.basis[:, 0] = residual * columns(ratio(torch.ones_like(self.length), self.length), residual)
+        self.hessenberg = torch.zeros(rows, self.restart + 1, self.restart, dtype=small, device=residual.device)
+        self.size = 0
+
+    def _least_squares(self) -> tuple[Tensor, Tensor]:
+        matrix = self.hessenberg[:, : self.size + 1, : self.size]
+        finite = torch.isfinite(matrix).all(dim=2).all(dim=1)
+        q, r = torch.linalg.qr(torch.where(finite[:, None, None], matrix, 0.0))
+        target = self.length[:, None, None] * q[:, :1].mT
+        diagonal = r.diagonal(dim1=-2, dim2=-1)
+        # A pivot of zero means that the space is exhausted: what cannot be reached gets weight zero.
+        largest = diagonal.abs().amax(dim=1, keepdim=True)
+        sound = diagonal.abs() > torch.finfo(r.dtype).eps * largest
+        guarded = torch.where(sound, 0.0, 1.0).diag_embed() + torch.where(sound[:, :, None], r, 0.0)
+        weights = torch.linalg.solve_triangular(guarded, torch.where(sound[:, :, None], target, 0.0), upper=True)
+        goal = torch.zeros_like(matrix[:, :, :1])
+        goal[:, 0, 0] = self.length
+        residual = torch.linalg.vector_norm(goal - matrix @ weights, dim=(1, 2))
+        return weights, torch.where(finite, residual, torch.nan)

@@ -1,0 +1,67 @@
+"""MINRES: the least residual in a Krylov space, for symmetric systems of any sign."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq.solvers.linear.base import LinearSolver, Product, columns, dots, ratio
+from opteq.solvers.loop import Process
+from opteq.solvers.status import Status
+from opteq.states import row_norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class MINRES(LinearSolver):
+    """Minimal residuals by the Lanczos recurrence: for symmetric A, definite or not; its residual never rises."""
+
+    def _process(self, product: Product, rhs: Tensor) -> Process:
+        return _MinimalResiduals(product, rhs)
+
+
+class _MinimalResiduals:
+    """Lanczos vectors, their tridiagonal matrix reduced by one plane rotation a step, and the short update of x."""
+
+    def __init__(self, product: Product, rhs: Tensor) -> None:
+        self.product = product
+        nothing = torch.zeros_like(rhs)
+        self.point = nothing
+        self.older, self.newer = nothing, rhs  # Lanczos vectors (rhs has length one)
+        self.path_older, self.path_newer = nothing, nothing  # directions in which x moves
+        self.rest = row_norms(rhs)  # signed length of the residual
+        one, zero = torch.ones_like(self.rest), torch.zeros_like(self.rest)
+        self.link = zero  # off-diagonal entry that joins the two Lanczos vectors
+        self.cos_older, self.cos_newer = one, one
+        self.sin_older, self.sin_newer = zero, zero
+        self.codes: Tensor | None = None
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        return self.point, self.rest.abs()
+
+    def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        image = self.product(self.newer)
+        diagonal = dots(self.newer, image)
+        image = image - columns(diagonal, image) * self.newer - columns(self.link, image) * self.older
+        link = row_norms(image)
+        # Two earlier rotations act on the new column of the tridiagonal matrix, then one more clears `link`.
+        far = self.sin_older * self.link
+        near = self.sin_newer * diagonal + self.cos_older * self.cos_newer * self.link
+        pivot = self.cos_newer * diagonal - self.cos_older * self.sin_newer * self.link
+        length = torch.hypot(pivot, link)
+        cos, sin = ratio(pivot, length), ratio(link, length)
+        path = self.newer - columns(far, image) * self.path_older - columns(near, image) * self.path_newer
+        path = path * columns(ratio(torch.ones_like(length), length), image)
+        self.point = self.point + columns(cos * self.rest, image) * path
+        self.rest = torch.where(length == 0, self.rest, -sin * self.rest)
+        self.older, self.newer = self.newer, image * columns(ratio(torch.ones_like(link), link), image)
+        self.path_older, self.path_newer = self.path_newer, path
+        self.link = link
+        self.cos_older, self.cos_newer = self.cos_newer, cos
+        self.sin_older, self.sin_newer = self.sin_newer, sin
+        self.codes = torch.where(torch.isfinite(self.rest), 0, int(Status.NON_FINITE))
+        return self.point, self.rest.abs()
+
+    def dead_ends(self) -> Tensor | None:
+        return self.codes

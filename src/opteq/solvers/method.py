@@ -1,0 +1,64 @@
+"""The part of a fixed-point solver that differs from one to the next: how it proposes the next point."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from opteq.states import Layout
+
+Map = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""A map on matrices with a row a sample: its image, and a merit a row where the problem has one."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A fixed-point problem as solvers see it: matrices with a row a sample.
+
+    Attributes:
+        evaluate: the map.
+        admissible: brings proposals to where the problem makes sense.
+        start: the first point.
+        known: the map at ``start``, which had to be evaluated to learn its dtype.
+        layout: how rows are states.
+        damping: what the problem recommends.
+        eps: rounding of the map.
+    """
+
+    evaluate: Map
+    admissible: Callable[[Tensor], Tensor]
+    start: Tensor
+    known: tuple[Tensor, Tensor | None]
+    layout: Layout
+    damping: float
+    eps: float
+
+
+class InverseEstimate(ABC):
+    """An estimate of ``(I - J)^-1`` gathered on the way to the fixed point."""
+
+    @abstractmethod
+    def adjoint(self, rows: Tensor) -> Tensor:
+        """The transposed estimate applied to a matrix with a row a sample."""
+
+
+class Method(ABC):
+    """The part of a solver that differs: how the next point is proposed from what was seen."""
+
+    @abstractmethod
+    def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
+        """The next point, from a point and ``image = T(point)``; rows outside ``active`` are finished."""
+
+    def plain(self) -> Tensor | None:
+        """Rows whose last proposal was a plain step (None: all)."""
+        return None
+
+    def restart(self, rows: Tensor) -> None:  # noqa: B027 - a method without memory has nothing to forget
+        """Forget what was seen in these rows."""
+
+    def inverse(self) -> InverseEstimate | None:
+        """The estimate of ``(I - J)^-1``, where the method has one."""
+        return None

@@ -1,0 +1,44 @@
+"""Plain iteration, with damping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq._validate import share
+from opteq.solvers.base import Solver
+from opteq.solvers.method import Method, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picard(Solver):
+    """``y <- (1 - damping) y + damping T(y)``: slow, without memory, and sure to converge where T contracts.
+
+    Args:
+        damping: share of the new value; None takes what the problem recommends, and 1 where it says nothing.
+
+    >>> import torch
+    >>> outcome = Picard(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
+    >>> round(float(outcome.state), 4), int(outcome.steps)
+    (2.0, 20)
+    """
+
+    damping: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.damping is not None:
+            share(self, "damping")
+
+    def _method(self, task: Task) -> Method:
+        return _PlainStep(task.damping if self.damping is None else self.damping)
+
+
+class _PlainStep(Method):
+    def __init__(self, damping: float) -> None:
+        self.damping = damping
+
+    def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:  # noqa: ARG002
+        return image if self.damping == 1 else torch.lerp(point, image, self.damping)

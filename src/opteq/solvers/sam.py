@@ -1,0 +1,142 @@
+"""SAM: among several equilibria, the one that a regulariser likes best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from opteq._validate import positive, whole
+from opteq.solvers.base import Solver
+from opteq.solvers.loop import Process, Rule, relative
+from opteq.solvers.method import Method, Task
+from opteq.solvers.status import Status
+from opteq.states import map_state, row_norms
+
+
+class Prior(Protocol):
+    """What SAM needs of a regulariser R."""
+
+    @property
+    def couples_batch(self) -> bool:
+        """Whether R ties the samples of a batch together."""
+        ...
+
+    @property
+    def gradient_lipschitz(self) -> float | None:
+        """Lipschitz constant of the gradient of R, None where unknown."""
+        ...
+
+    def gradient(self, z: Tensor) -> Tensor:
+        """Gradient of R, shaped like ``z``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAM(Solver):
+    """Sequential averaging: ``z <- b_k S(z) + (1 - b_k) T(z)`` with ``S(z) = z - gamma (grad R(z) + l_k z)``.
+
+    For a convex regulariser R and a map T that does not expand, the iterates approach the fixed point of T at which R
+    is least (Theorem 5 of OptEq, with the schedule put right: ``b_k = eta / k^rho``, ``l_k = eta / k^c``). The distance
+    shrinks only like ``b_k + l_k``, so a few dozen steps lean towards that point and do not reach it; the residual of T
+    is reported as it is. All ``max_steps`` are taken, since a start that happens to be a fixed point is not yet the
+    chosen one. It runs on a problem's features, where R lives.
+
+    Args:
+        regularizer: R, from :mod:`opteq.regularizers` or anything with its ``gradient``.
+        gamma: step on R; None takes ``1 / (2 L)`` with L the Lipschitz constant of grad R.
+        eta: scale of both schedules; None takes ``min(sqrt(2 L), L / 2, 1 / 2)``.
+        rho: decay of ``b_k``.
+        c: decay of ``l_k``. ``rho + 2 c < 1`` makes the averaged maps contract faster than they drift.
+        polish: how many of the last steps are plain ones, which bring the answer onto the set of fixed points.
+    """
+
+    regularizer: Prior
+    gamma: float | None = None
+    eta: float | None = None
+    rho: float = 0.33
+    c: float = 0.33
+    polish: int = 0
+
+    works_on_features: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(getattr(self.regularizer, "gradient", None)):
+            raise TypeError(
+                f"SAM.regularizer should have a gradient, as those of opteq.regularizers do; got {self.regularizer!r}"
+            )
+        for field in ("rho", "c"):
+            positive(self, field)
+        if self.rho + 2 * self.c >= 1:
+            raise ValueError(f"SAM needs rho + 2 c < 1; got rho={self.rho}, c={self.c}")
+        whole(self, "polish", least=0)
+        if self.polish > self.max_steps:
+            raise ValueError(f"SAM.polish should be at most max_steps={self.max_steps}; got {self.polish}")
+        lipschitz = self.regularizer.gradient_lipschitz
+        for field in ("gamma", "eta"):
+            if getattr(self, field) is not None:
+                positive(self, field)
+            elif lipschitz is None:
+                raise ValueError(
+                    f"SAM.{field} must be given: the gradient of {type(self.regularizer).__name__} has no known "
+                    "Lipschitz constant to choose it by"
+                )
+
+    def schedule(self) -> tuple[float, float]:
+        """``gamma`` and ``eta``, chosen by the regulariser's Lipschitz constant where they were not given."""
+        lipschitz = self.regularizer.gradient_lipschitz or 1.0
+        gamma = 1 / (2 * lipschitz) if self.gamma is None else self.gamma
+        eta = min(math.sqrt(2 * lipschitz), lipschitz / 2, 0.5) if self.eta is None else self.eta
+        return gamma, eta
+
+    @property
+    def couples_batch(self) -> bool:
+        """Whether the regulariser ties samples together."""
+        return self.regularizer.couples_batch
+
+    def _rule(self, tol: float, device: torch.device) -> Rule:
+        return replace(super()._rule(tol, device), to_the_end=True)
+
+    def _process(self, task: Task) -> tuple[Method | None, Process]:
+        return None, _Averaging(self, task)
+
+
+class _Averaging:
+    """The process of SAM: no memory but the step number."""
+
+    def __init__(self, options: SAM, task: Task) -> None:
+        self.options = options
+        self.gamma, self.eta = options.schedule()
+        self.evaluate = task.evaluate
+        self.layout = task.layout
+        self.point, self.image = task.start, task.known[0]
+        self.step = 0
+        self.codes: Tensor | None = None
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        return self.point, self._residual()
+
+    def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        self.step += 1
+        if self.step > self.options.max_steps - self.options.polish:
+            self.point = self.image
+        else:
+            weight = self.eta / self.step**self.options.rho
+            shrink = self.eta / self.step**self.options.c
+            slope = self.layout.pack(map_state(self.options.regularizer.gradient, self.layout.unpack(self.point)))
+            descended = self.point - self.gamma * (slope + shrink * self.point)
+            self.point = torch.lerp(self.image, descended, weight)
+        self.image, _ = self.evaluate(self.point)
+        residual = self._residual()
+        self.codes = torch.where(torch.isfinite(residual), 0, int(Status.NON_FINITE))
+        return self.point, residual
+
+    def dead_ends(self) -> Tensor | None:
+        return self.codes
+
+    def _residual(self) -> Tensor:
+        return relative(row_norms(self.image - self.point), row_norms(self.image), self.options.floor)

@@ -1,0 +1,47 @@
+"""How a solve ended, sample by sample, in words that say what to try."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """How the solve of one sample ended.
+
+    >>> Status.CONVERGED.message
+    'the relative residual is within the tolerance'
+    """
+
+    CONVERGED = 0
+    MAX_STEPS = 1
+    NON_FINITE = 2
+    INDEFINITE = 3
+    CYCLING = 4
+    APPROXIMATE = 5
+
+    @property
+    def message(self) -> str:
+        """What happened, and what to try."""
+        return _MESSAGES[self]
+
+
+_MESSAGES = {
+    Status.CONVERGED: "the relative residual is within the tolerance",
+    Status.MAX_STEPS: (
+        "the step limit came before the tolerance. Raise max_steps or tol; if the residual does not fall at all, "
+        "the map may not contract: give its operators a smaller bound, or read problem.certificate()"
+    ),
+    Status.NON_FINITE: (
+        "an iterate overflowed or was NaN, so the best finite one is kept. Check that the inputs are finite; "
+        "give the operators a bound, or use Anderson or a damping below 1"
+    ),
+    Status.INDEFINITE: (
+        "conjugate gradients met a direction of non-positive curvature: the system is not positive definite, "
+        "so the state is not a strict minimiser. Use Implicit(linear=MINRES()), or give the operators a bound"
+    ),
+    Status.CYCLING: (
+        "the iterates jump for ever between points: the map is discontinuous there and may have no fixed point. "
+        "Smooth it, or damp the solver"
+    ),
+    Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",
+}

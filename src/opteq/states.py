@@ -1,0 +1,170 @@
+"""A state is a tensor or a tuple of tensors; solvers see it as one matrix with a row a sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+State = Tensor | tuple[Tensor, ...]
+
+
+def blocks(state: State) -> tuple[Tensor, ...]:
+    """The tensors of a state, as a tuple in either case."""
+    return state if isinstance(state, tuple) else (state,)
+
+
+def like(state: State, parts: tuple[Tensor, ...]) -> State:
+    """``parts`` in the form that ``state`` has: a bare tensor or a tuple."""
+    return parts if isinstance(state, tuple) else parts[0]
+
+
+def single(state: State) -> Tensor:
+    """The tensor of a state that has only one."""
+    if isinstance(state, tuple):
+        raise TypeError(f"this problem's state is one tensor; got a tuple of {len(state)}")
+    return state
+
+
+def map_state(function: Callable[..., Tensor], state: State, *others: State) -> State:
+    """Apply ``function`` block by block."""
+    columns = zip(blocks(state), *(blocks(other) for other in others), strict=True)
+    return like(state, tuple(function(*column) for column in columns))
+
+
+def sum_over_sample(tensor: Tensor) -> Tensor:
+    """Sum over everything but the batch, in float32 or better: ``(B, ...) -> (B,)``."""
+    dtype = working_dtype(tensor.dtype)
+    return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:])).sum(dim=1, dtype=dtype)
+
+
+def inner(a: State, b: State) -> Tensor:
+    """The inner product of two states, one number a sample."""
+    totals = [sum_over_sample(u.to(working_dtype(u.dtype)) * v) for u, v in zip(blocks(a), blocks(b), strict=True)]
+    return torch.stack(totals).sum(dim=0)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums and small linear algebra run in: never less than float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_norms(matrix: Tensor) -> Tensor:
+    """Euclidean norm of each row, accumulated in float64 where the device has it.
+
+    Squares of float32 numbers overflow at 1e19 and vanish at 1e-23, which is well inside what a diverging or a
+    dying network produces; in float64 they do neither.
+    """
+    dtype = torch.float32 if matrix.device.type == "mps" else torch.float64
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
+    return norms
+
+
+def any_row(mask: Tensor, unseen: bool = False) -> bool:
+    """Whether any entry is set; ``unseen`` where a transformation of torch.func does not let the host look."""
+    try:
+        return bool(mask.any())
+    except RuntimeError as error:
+        if "vmap" in str(error):
+            return unseen
+        raise
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a state lies in a matrix ``(B, N)``.
+
+    A channels-last picture is flattened in its own memory order, so that packing it copies nothing. The matrix
+    is in float32 or better whatever the state's dtype: sums of bfloat16 differences would be noise.
+
+    ``coupled`` states, whose samples depend on each other, are one row: their batch is solved as a whole.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    channels_last: tuple[bool, ...]
+    is_tuple: bool
+    coupled: bool = False
+
+    @classmethod
+    def of(cls, state: State, coupled: bool = False) -> Layout:
+        """The layout of ``state``, which serves as the template for every later one."""
+        parts = blocks(state)
+        if not parts:
+            raise ValueError("a state needs at least one tensor; got an empty tuple")
+        for part in parts:
+            if not isinstance(part, Tensor) or part.ndim < 1:
+                raise TypeError(f"a state holds tensors whose first dimension is the batch; got {part!r}")
+            if part.shape[0] != parts[0].shape[0]:
+                raise ValueError(
+                    f"all blocks of a state have the same batch size; got {[tuple(p.shape) for p in parts]}"
+                )
+        return cls(
+            shapes=tuple(part.shape for part in parts),
+            dtypes=tuple(part.dtype for part in parts),
+            channels_last=tuple(_is_channels_last(part) for part in parts),
+            is_tuple=isinstance(state, tuple),
+            coupled=coupled,
+        )
+
+    @property
+    def batch(self) -> int:
+        """Number of samples."""
+        return self.shapes[0][0]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the matrix: one a sample, or one in all where samples are coupled."""
+        return 1 if self.coupled else self.batch
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the matrix."""
+        return torch.float64 if torch.float64 in self.dtypes else torch.float32
+
+    def check(self, state: State, what: str) -> None:
+        """Raise unless ``state`` has the shapes of this layout."""
+        if isinstance(state, tuple) != self.is_tuple or len(blocks(state)) != len(self.shapes):
+            form = f"a tuple of {len(self.shapes)} tensors" if self.is_tuple else "one tensor"
+            got = f"a tuple of {len(state)}" if isinstance(state, tuple) else "one tensor"
+            raise ValueError(f"{what} should be {form}, like the starting state; got {got}")
+        for part, shape in zip(blocks(state), self.shapes, strict=True):
+            if part.shape != shape:
+                raise ValueError(
+                    f"{what} should have shape {tuple(shape)}, like the starting state; got {tuple(part.shape)}"
+                )
+
+    def pack(self, state: State) -> Tensor:
+        """The state as a matrix ``(rows, N)``."""
+        rows = [
+            (part.movedim(1, -1) if last else part).reshape(self.rows, self._width(shape)).to(self.dtype)
+            for part, last, shape in zip(blocks(state), self.channels_last, self.shapes, strict=True)
+        ]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def unpack(self, matrix: Tensor) -> State:
+        """The inverse of :meth:`pack`, in the dtypes of the template."""
+        widths = [self._width(shape) for shape in self.shapes]
+        pieces = torch.split(matrix, widths, dim=1) if len(widths) > 1 else (matrix,)
+        parts = []
+        for piece, shape, dtype, last in zip(pieces, self.shapes, self.dtypes, self.channels_last, strict=True):
+            if last:
+                moved = piece.reshape(shape[0], *shape[2:], shape[1])
+                parts.append(moved.movedim(-1, 1).to(dtype))
+            else:
+                parts.append(piece.reshape(shape).to(dtype))
+        return tuple(parts) if self.is_tuple else parts[0]
+
+    def per_sample(self, rows: Tensor) -> Tensor:
+        """A number a row as a number a sample (coupled samples share theirs)."""
+        return rows.expand(self.batch) if self.coupled else rows
+
+    def _width(self, shape: torch.Size) -> int:
+        return math.prod(shape) if self.coupled else math.prod(shape[1:])
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

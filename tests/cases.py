@@ -1,0 +1,159 @@
+"""The problems, solvers and gradients over whose product the laws are tested. A new one is added here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import opteq
+from opteq import operators as op
+from opteq import penalties, regularizers
+from opteq.problems.base import Problem
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and inputs for it, from a seed."""
+
+    name: str
+    build: Callable[[], Problem]
+    shape: tuple[int, ...]
+    one_equation: bool = True  # T = sigma(-grad g), so that J = D M with M symmetric
+    couples_batch: bool = False
+    kinks: bool = True  # whether the activation has kinks (finite differences across one are meaningless)
+
+    def problem(self, dtype: torch.dtype = torch.float64) -> Problem:
+        torch.manual_seed(7)
+        return self.build().to(dtype)
+
+    def input(self, batch: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, *self.shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+class Smoother(opteq.HiddenProblem):
+    """Written by a user: neighbours agree, and the state resembles a learned view of the input."""
+
+    penalty = "softplus"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = nn.Linear(4, 4)
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        rough = (y[:, 1:] - y[:, :-1]).square().sum(1)
+        return 0.1 * rough - (self.view(x) * y).sum(1) + 0.05 * (y**4).sum(1) / (1 + y.square().sum(1))
+
+
+class TwoParts(opteq.HiddenProblem):
+    """A state of two tensors that pull on each other."""
+
+    penalty = "tanh"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(0.2 * torch.randn(4, 3))
+
+    def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(x), x.new_zeros(x.shape[0], 3)
+
+    def smooth(self, y: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        a, b = y
+        return -((a @ self.mix) * b).sum(1) - (x * a).sum(1) - 0.3 * b.sum(1)
+
+
+def dense(activation: str | penalties.Penalty = "relu", **options: object) -> Callable[[], Problem]:
+    return lambda: opteq.OptEq(op.Dense(5, 6, bound=0.8), nn.Linear(4, 6), activation, **options)
+
+
+def linear_activation() -> Problem:
+    return opteq.OptEq(op.Dense(5, 6, bound=0.8), nn.Linear(4, 6), penalties.LinearActivation(6))
+
+
+def conv() -> Problem:
+    return opteq.OptEq(op.Conv2d(2, 3, kernel_size=3, bound=0.8), nn.Conv2d(2, 3, 3, padding=1))
+
+
+def separable() -> Problem:
+    return opteq.OptEq(op.SeparableConv2d(2, 3, kernel_size=3, bound=0.8), nn.Conv2d(2, 3, 3, padding=1), "tanh")
+
+
+def deep(**options: object) -> Callable[[], Problem]:
+    def build() -> Problem:
+        layers = [(op.Dense(5, n, bound=0.8), nn.Linear(4, n)) for n in (6, 3)]
+        return opteq.DeepOptEq(layers, **options)
+
+    return build
+
+
+def deep_conv() -> Problem:
+    layers = [
+        (op.Conv2d(2, 3, 3, bound=0.8), None),
+        (op.Conv2d(2, 4, 3, bound=0.8), nn.Conv2d(2, 4, 3, padding=1)),
+    ]
+    return opteq.DeepOptEq(layers, alpha=(0.9, 0.6), activation="tanh")
+
+
+def affine() -> Problem:
+    matrix = torch.eye(5) + 0.1 * torch.randn(5, 5)
+    inner = opteq.OptEq(op.Dense(5, 6, bound=0.8), nn.Linear(4, 6), "tanh")
+    return opteq.AffineOptEq(inner, matrix, 0.1 * torch.randn(5))
+
+
+def splitting() -> Problem:
+    inner = opteq.OptEq(op.Dense(5, 6, bound=0.8), nn.Linear(4, 6), "tanh")
+    return opteq.Splitting(inner, regularizers.L1(), gamma=0.05)
+
+
+CASES = [
+    Case("opteq-relu", dense(), (4,)),
+    Case("opteq-tanh", dense("tanh"), (4,), kinks=False),
+    Case("opteq-elu-mu", dense("elu", mu=1.5), (4,), kinks=False),
+    Case("opteq-ridge", dense(regularizer=regularizers.Ridge(), gamma=0.3), (4,)),
+    Case("opteq-incay", dense("tanh", regularizer=regularizers.Incay(), gamma=0.1), (4,), kinks=False),
+    Case("opteq-huber", dense(regularizer=regularizers.Envelope(regularizers.L1(), 0.1)), (4,)),
+    Case(
+        "opteq-decorrelation",
+        dense("sigmoid", regularizer=regularizers.Decorrelation(eps=0.1), gamma=0.05),
+        (4,),
+        couples_batch=True,
+        kinks=False,
+    ),
+    Case("opteq-linear", linear_activation, (4,), kinks=False),
+    Case("opteq-conv", conv, (2, 5, 4)),
+    Case("opteq-separable", separable, (2, 4, 5), kinks=False),
+    Case("deep", deep(alpha=0.7), (4,), one_equation=False),
+    Case("deep-learned", deep(alpha=0.7, learn_alpha=True, activation="tanh"), (4,), one_equation=False, kinks=False),
+    Case("deep-conv", deep_conv, (2, 4, 4), one_equation=False, kinks=False),
+    Case("affine", affine, (4,), one_equation=False, kinks=False),
+    Case("splitting", splitting, (4,), one_equation=False),
+    Case("written", Smoother, (4,), kinks=False),
+    Case("written-tuple", TwoParts, (4,), kinks=False),
+]
+
+SOLVERS = {
+    "picard": opteq.Picard(tol=1e-12, max_steps=2000),
+    "anderson": opteq.Anderson(tol=1e-12, max_steps=300),
+    "broyden": opteq.Broyden(tol=1e-12, max_steps=300),
+}
+
+EXACT_GRADIENTS = {
+    "implicit": opteq.Implicit(),
+    "implicit-gmres": opteq.Implicit(linear=opteq.GMRES(tol=1e-11)),
+    "phantom-long": opteq.Phantom(steps=150, damping=0.8),
+    "unrolled-long": opteq.Unrolled(steps=150),
+}
+
+ROUGH_GRADIENTS = {
+    "phantom": opteq.Phantom(),
+    "one-step": opteq.OneStep(),
+    "shine": opteq.Shine(),
+}
+
+
+def by_name(names: str) -> list[Case]:
+    """The cases with these names, separated by blanks."""
+    return [case for case in CASES if case.name in names.split()]
