@@ -34,6 +34,7 @@ from opteq.penalties import (
     SoftThreshold,
     Tanh,
 )
+from opteq.penalties.dilogarithm import dilogarithm
 
 ASINH = FromActivation(
     torch.asinh,
@@ -418,21 +419,21 @@ def test_dilogarithm_against_scipy() -> None:
     expected = torch.from_numpy(spence((1 - x).numpy()))
     # scipy's argument 1 - x has lost the digits of a tiny x, where Li2(x) = x to float64.
     expected = torch.where(x.abs() < 1e-17, x, expected)
-    torch.testing.assert_close(penalties._dilogarithm(x), expected, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(dilogarithm(x), expected, rtol=1e-13, atol=1e-15)
 
 
 def test_dilogarithm_gradient() -> None:
     x = torch.linspace(-1, 0.999, 2000, dtype=torch.float64)
-    torch.testing.assert_close(grad(penalties._dilogarithm, x), -torch.log1p(-x) / x, rtol=1e-12, atol=0)
-    assert float(grad(penalties._dilogarithm, float64(0.0))) == 1
-    torch.autograd.gradgradcheck(penalties._dilogarithm, float64(-0.9, -0.3, 0.0, 0.3, 0.8).requires_grad_())
+    torch.testing.assert_close(grad(dilogarithm, x), -torch.log1p(-x) / x, rtol=1e-12, atol=0)
+    assert float(grad(dilogarithm, float64(0.0))) == 1
+    torch.autograd.gradgradcheck(dilogarithm, float64(-0.9, -0.3, 0.0, 0.3, 0.8).requires_grad_())
 
 
 def test_dilogarithm_takes_the_complement_where_one_rounds() -> None:
     rest = float64(1e-30)
     x = (1 - rest).requires_grad_()
     rest.requires_grad_()
-    (slope,) = torch.autograd.grad(penalties._dilogarithm(x, rest), rest)
+    (slope,) = torch.autograd.grad(dilogarithm(x, rest), rest)
     assert float(slope) == pytest.approx(math.log(1e-30))  # -Li2'(1 - w) = ln(w)/(1-w)
 
 
@@ -770,3 +771,14 @@ def test_linear_activation_on_a_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
     found = *found, sigma.total(t)  # a linear solve waits, to see whether its matrix is invertible
     torch.testing.assert_close([part.cpu() for part in found], list(expected))
+
+
+@pytest.mark.parametrize("penalty", ALL, ids=repr)
+def test_project_is_the_nearest_point_of_the_domain(penalty: ElementwisePenalty) -> None:
+    y = torch.linspace(-3, 3, 601, dtype=torch.float64)
+    inside = y[torch.isfinite(penalty.value(y))]
+    projected = penalty.project(y)
+    assert torch.isfinite(penalty.value(projected)).all()
+    nearest = inside[(y[:, None] - inside).abs().argmin(dim=1)]
+    torch.testing.assert_close(projected, nearest, rtol=0, atol=0.0101)  # the grid's spacing: an edge may lie between
+    torch.testing.assert_close(penalty.project(projected), projected)

@@ -60,9 +60,10 @@ class Equilibrium(nn.Module):
 
     def forward(self, x: Tensor, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
-        return self.solve(x, start).features
+        features: State = self.solve(x, start).features
+        return features
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def solve(self, x: Tensor, start: State | None = None) -> Solution:
         """The equilibrium for ``x`` with all that is known about it.
 

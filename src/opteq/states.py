@@ -73,6 +73,12 @@ def any_row(mask: Tensor, unseen: bool = False) -> bool:
         raise
 
 
+def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros ``(R, *shape)`` for the R rows of ``like``; under vmap they are batched as it is, and can be written to."""
+    first = torch.zeros_like(like[:, 0] if like.shape[1] else like.sum(dim=1), dtype=dtype or like.dtype)
+    return first.reshape(like.shape[0], *[1] * len(shape)).repeat(1, *shape)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a state lies in a matrix ``(B, N)``.
@@ -167,4 +173,8 @@ class Layout:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    # By strides, since torch.func does not answer is_contiguous with a memory format.
+    if tensor.ndim != 4 or tensor.shape[1] == 1:
+        return False
+    _, channels, height, width = tensor.shape
+    return tensor.stride() == (channels * height * width, 1, width * channels, channels)

@@ -28,10 +28,13 @@ def attach(
         notice: called when the backward pass comes by.
     """
     values, carriers = blocks(value), blocks(carrier)
-    return like(value, _Attach.apply(adjoint, notice, len(values), *values, *carriers))
+    attached: tuple[Tensor, ...] = _Attach.apply(adjoint, notice, len(values), *values, *carriers)  # type: ignore[no-untyped-call]
+    return like(value, attached)
 
 
 class _Attach(torch.autograd.Function):
+    generate_vmap_rule = True
+
     # With a separate setup_context, torch.func can transform the function.
     @staticmethod
     def forward(adjoint: Adjoint | None, notice: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
@@ -50,7 +53,9 @@ class _Attach(torch.autograd.Function):
         if ctx.adjoint is not None:
             with torch.no_grad():
                 solved = ctx.adjoint(gradients)
-            gradients = _Once.apply(len(solved), *solved, *carriers) if torch.is_grad_enabled() else solved
+            gradients = solved
+            if torch.is_grad_enabled():  # a second derivative may be asked for
+                gradients = _Once.apply(len(solved), *solved, *carriers)  # type: ignore[no-untyped-call]
         cast = [g.to(carrier.dtype) for g, carrier in zip(gradients, carriers, strict=True)]
         return (None, None, None, *[None] * ctx.count, *cast)
 
@@ -61,6 +66,8 @@ class _Once(torch.autograd.Function):
     It takes the carriers along, so that it lies on every path from a second derivative to a weight or an input:
     without it autograd would run past the adjoint solve in silence, and be wrong.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from opteq._validate import positive, whole
 from opteq.gradients.attach import attach
 from opteq.gradients.base import Gradient, Record, find_without_tape, wants_gradient
 from opteq.problems.hidden import BoundMap
-from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
+from opteq.problems.linearisation import Linearisation, Product, Structure, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.linear import CG, GMRES, MINRES, LinearSolver
@@ -57,36 +57,27 @@ class Implicit(Gradient):
         carrier = hidden.step(state)
         if not wants_gradient(carrier):
             return state, outcome
-        autocast = Autocast.current(blocks(state)[0].device)
+        system = self._system(hidden, state)
 
         def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            solved, report = self.solve_adjoint(hidden, state, like(state, gradients), autocast)
+            solved, report = system.solve(like(state, gradients))
             record(report)
             return blocks(solved)
 
         return attach(state, carrier, adjoint), outcome
 
-    def solve_adjoint(
-        self, hidden: BoundMap, state: State, gradient: State, autocast: Autocast | None = None
-    ) -> tuple[State, Report]:
+    def solve_adjoint(self, hidden: BoundMap, state: State, gradient: State) -> tuple[State, Report]:
         """The v with ``v = g + J'v`` at ``state``, and how its solve went."""
+        return self._system(hidden, state).solve(gradient)
+
+    def _system(self, hidden: BoundMap, state: State) -> _AdjointSystem:
+        # Made on the way forward: by the time of the backward pass a user's module may hold other weights
+        # (torch.func.functional_call puts them in for the forward pass only).
         layout = Layout.of(state, hidden.coupled)
-        autocast = autocast or Autocast.current(blocks(state)[0].device)
-        with autocast.entered():
+        with torch.no_grad():
             local = hidden.linearise(state)
-        linear = self._linear_solver(hidden.structure, local, layout.dtype)
-        system = _System(local, layout, autocast)
-        with autocast.off():
-            solved, finish = system.solve(linear, layout.pack(gradient))
-        report = Report(
-            method=f"adjoint by {type(linear).__name__}",
-            residual=layout.per_sample(finish.residual),
-            steps=layout.per_sample(finish.steps),
-            codes=layout.per_sample(finish.codes),
-            tol=max(linear.tol, system.eps),
-            trace=finish.trace,
-        )
-        return layout.unpack(solved), report
+        autocast = Autocast.current(blocks(state)[0].device)
+        return _AdjointSystem(local, layout, autocast, self._linear_solver(hidden.structure, local, layout.dtype))
 
     def _linear_solver(
         self, structure: Structure, local: Linearisation | SymmetricLinearisation, dtype: torch.dtype
@@ -102,28 +93,49 @@ class Implicit(Gradient):
         return self.linear
 
 
-class _System:
-    """The adjoint system on matrices with a row a sample, products in the caller's precision."""
+class _AdjointSystem:
+    """``(I - J') v = g`` on matrices with a row a sample, products in the precision of the way forward."""
 
-    def __init__(self, local: Linearisation | SymmetricLinearisation, layout: Layout, autocast: Autocast) -> None:
+    def __init__(
+        self,
+        local: Linearisation | SymmetricLinearisation,
+        layout: Layout,
+        autocast: Autocast,
+        linear: LinearSolver,
+    ) -> None:
         self.local = local
         self.layout = layout
         self.autocast = autocast
+        self.linear = linear
         lowest = [*layout.dtypes, autocast.dtype] if autocast.enabled and autocast.dtype else [*layout.dtypes]
         self.eps = max(torch.finfo(dtype).eps for dtype in lowest)
 
-    def solve(self, linear: LinearSolver, gradient: Tensor) -> tuple[Tensor, Finish]:
+    def solve(self, gradient: State) -> tuple[State, Report]:
         """The adjoint vector and how its system was solved."""
+        layout = self.layout
+        with self.autocast.off():
+            solved, finish = self._solve_rows(layout.pack(gradient))
+        report = Report(
+            method=f"adjoint by {type(self.linear).__name__}",
+            residual=layout.per_sample(finish.residual),
+            steps=layout.per_sample(finish.steps),
+            codes=layout.per_sample(finish.codes),
+            tol=max(self.linear.tol, self.eps),
+            trace=finish.trace,
+        )
+        return layout.unpack(solved), report
+
+    def _solve_rows(self, gradient: Tensor) -> tuple[Tensor, Finish]:
         local, rows = self.local, self._rows
         if isinstance(local, Linearisation):
-            finish = linear.solve(lambda v: v - rows(local.adjoint, v), gradient, self.eps)
+            finish = self.linear.solve(lambda v: v - rows(local.adjoint, v), gradient, self.eps)
             return finish.point, finish
-        finish = linear.solve(lambda w: w - rows(local.scaled, w), rows(local.factor_adjoint, gradient), self.eps)
+        target = rows(local.factor_adjoint, gradient)
+        finish = self.linear.solve(lambda w: w - rows(local.scaled, w), target, self.eps)
         back = rows(lambda w: local.curvature(local.factor(w)), finish.point)
         return gradient + back, finish
 
-    def _rows(self, product: object, matrix: Tensor) -> Tensor:
-        assert callable(product)
+    def _rows(self, product: Product, matrix: Tensor) -> Tensor:
         with self.autocast.entered():
             image = product(self.layout.unpack(matrix))
         return self.layout.pack(image)

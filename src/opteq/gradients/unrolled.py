@@ -17,7 +17,8 @@ class Unrolled(Gradient):
     """Take ``steps`` steps of the solver with everything on the tape: the exact gradient of what was computed.
 
     The layer is then an ordinary network of that depth, in evaluation too; its memory grows with ``steps``. SAM is
-    trained this way in the OptEq paper, and second derivatives work.
+    trained this way in the OptEq paper, and second derivatives work. In half precision unroll ``Picard``: the weights
+    that Anderson and Broyden fit to rounded differences are right, their derivatives are noise.
 
     Args:
         steps: replaces the solver's ``max_steps``.

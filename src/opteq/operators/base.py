@@ -60,6 +60,10 @@ class Operator(nn.Module, ABC):
         return self.prepare().adjoint(u)
 
 
+#: Norm at initialisation where no bound is asked for: below 1, so that an equilibrium exists at the start of training.
+INITIAL_NORM = 0.9
+
+
 def checked_size(name: str, value: object) -> int:
     """``value`` if it is a positive integer; otherwise an error that names the option."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -79,7 +79,9 @@ class BoundAffineOptEq(BoundMap):
 
     def step(self, y: State) -> Tensor:
         """``A^-1 T(A u)``."""
-        return (self.block(self.outer(y)) - self.shift) @ self.inverse.T
+        inner = self.block(self.outer(y)) - self.shift
+        moved: Tensor = inner @ self.inverse.T
+        return moved
 
     def objective(self, y: State) -> Tensor:
         """The Moreau envelope of phi at ``A u``: explicit, with the minimisers and the least value of ``phi o A``."""

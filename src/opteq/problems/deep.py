@@ -75,7 +75,7 @@ class DeepOptEq(Problem):
         """All layers."""
         return [self.branch(index) for index in range(len(self.layers))]
 
-    def alphas(self) -> list[float] | list[Tensor]:
+    def alphas(self) -> Sequence[float | Tensor]:
         """The weight of each layer's new value."""
         return list(torch.sigmoid(self.alpha_logit).unbind()) if self.learn_alpha else list(self._given)
 
@@ -155,9 +155,7 @@ class DeepOptEq(Problem):
 class BoundDeepOptEq(BoundMap):
     """Deep OptEq with its input bound. The state is ``z_0 = z_L``, the features that close the ring."""
 
-    def __init__(
-        self, layers: list[Block], alphas: list[float] | list[Tensor], readout: nn.Module | None = None
-    ) -> None:
+    def __init__(self, layers: list[Block], alphas: Sequence[float | Tensor], readout: nn.Module | None = None) -> None:
         self.layers = layers
         self.alphas = alphas
         self.readout = readout
@@ -169,7 +167,10 @@ class BoundDeepOptEq(BoundMap):
 
     def features(self, y: State) -> State:
         """The fixed point, or its read-out."""
-        return y if self.readout is None else self.readout(y)  # type: ignore[no-any-return]
+        if self.readout is None:
+            return y
+        features: Tensor = self.readout(y)
+        return features
 
     def trajectory(self, z: State) -> list[Tensor]:
         """``z_0, z_1, ..., z_L``: the state and what each layer makes of it."""

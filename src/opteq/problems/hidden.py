@@ -38,8 +38,8 @@ class BoundMap(ABC):
     coupled: bool = False
     """Whether samples depend on each other, so that a batch is one system."""
 
-    damping: float = 1.0
-    """The damping that makes plain iteration converge, where that is known."""
+    damping: float | Tensor = 1.0
+    """The damping that makes plain iteration converge, where that is known; one number, or one a sample ``(B,)``."""
 
     measured: Callable[[State], tuple[State, Tensor]] | None = None
     """The step together with a merit that plain steps decrease, where the problem has one."""
@@ -62,10 +62,13 @@ class BoundMap(ABC):
 
     def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
         """The Jacobian of :meth:`step` at ``y``."""
-        _, pull = torch.func.vjp(self.step, y)
+        pull = torch.func.vjp(self.step, y)[1]
 
         def product(v: State) -> State:
-            return torch.func.jvp(self.step, (y,), (v,))[1]  # type: ignore[no-any-return]
+            # u -> J'u is linear, so its own transpose is J: reverse mode twice, which every operation supports.
+            back = torch.func.vjp(lambda u: pull(u)[0], map_state(torch.zeros_like, y))[1]
+            forward: State = back(v)[0]
+            return forward
 
         return Linearisation(product, lambda v: pull(v)[0])
 
@@ -123,8 +126,8 @@ class Hidden(BoundMap):
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> M v`` with ``M = -hess g(y)``; what can be computed once for all products is."""
-        _, pull = torch.func.vjp(self.preactivation, y)  # M is symmetric, so its transpose will do
-        return lambda v: pull(v)[0]  # type: ignore[no-any-return]
+        pull = torch.func.vjp(self.preactivation, y)[1]  # M is symmetric, so its transpose will do
+        return lambda v: pull(v)[0]
 
     def curvature(self, y: State, v: State) -> State:
         """``M v``: minus the Hessian of g at ``y``, applied to ``v``."""

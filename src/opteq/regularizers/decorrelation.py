@@ -56,18 +56,18 @@ class Decorrelation(Regularizer):
     def __post_init__(self) -> None:
         check_number("Decorrelation", "eps", self.eps, zero_allowed=True)
 
-    def value(self, z: Tensor) -> Tensor:  # noqa: D102  (documented once, in the base class)
+    def value(self, z: Tensor) -> Tensor:
         with exact_products(z):
             unit, _ = self._unit_rows(_rows(z))
             return batch_shares(_cosines(unit).square().sum() / 2, z)
 
-    def gradient(self, z: Tensor) -> Tensor:  # noqa: D102
+    def gradient(self, z: Tensor) -> Tensor:
         with exact_products(z):
             unit, inverse_length = self._unit_rows(_rows(z))
             pull = 2 * _cosines(unit) @ unit
             return _unrows(inverse_length * (pull - _row_dot(pull, unit) * unit), z)
 
-    def curvature(self, z: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+    def curvature(self, z: Tensor, v: Tensor) -> Tensor:
         check_direction(z, v)
         with exact_products(z):
             unit, inverse_length = self._unit_rows(_rows(z))

@@ -49,13 +49,13 @@ class Envelope(Regularizer):
         check_number("Envelope", "weight", self.weight)
         object.__setattr__(self, "couples_batch", R.couples_batch)
 
-    def value(self, z: Tensor) -> Tensor:  # noqa: D102  (documented once, in the base class)
+    def value(self, z: Tensor) -> Tensor:
         features = working_copy(z)
         nearest = self.regularizer.prox(features, self.weight)
         entries = self.weight * self.regularizer.value(nearest) + per_sample_sum((nearest - features).square()) / 2
         return batch_shares(entries.sum(), z) if self.couples_batch else entries
 
-    def gradient(self, z: Tensor) -> Tensor:  # noqa: D102
+    def gradient(self, z: Tensor) -> Tensor:
         features = working_copy(z)
         return (features - self.regularizer.prox(features, self.weight)).to(z.dtype)
 

@@ -67,15 +67,15 @@ class HSIC(Regularizer):
             check_whole_number("HSIC", "features", self.features, least=1)
         check_whole_number("HSIC", "seed", self.seed, least=0)
 
-    def value(self, z: Tensor) -> Tensor:  # noqa: D102  (documented once, in the base class)
+    def value(self, z: Tensor) -> Tensor:
         with exact_products(z):
             return batch_shares(self._form().value(_samples(z)), z)
 
-    def gradient(self, z: Tensor) -> Tensor:  # noqa: D102
+    def gradient(self, z: Tensor) -> Tensor:
         with exact_products(z):
             return _unsamples(self._form().gradient(_samples(z)), z)
 
-    def curvature(self, z: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+    def curvature(self, z: Tensor, v: Tensor) -> Tensor:
         check_direction(z, v)
         with exact_products(z):
             return _unsamples(self._form().curvature(_samples(z), _samples(v)), z)

@@ -51,15 +51,15 @@ class Incay(Regularizer):
     def __post_init__(self) -> None:
         check_number("Incay", "eps", self.eps)
 
-    def value(self, z: Tensor) -> Tensor:  # noqa: D102  (documented once, in the base class)
+    def value(self, z: Tensor) -> Tensor:
         return 2 / self._denominator(working_copy(z))
 
-    def gradient(self, z: Tensor) -> Tensor:  # noqa: D102
+    def gradient(self, z: Tensor) -> Tensor:
         features = working_copy(z)
         factor = -4 / self._denominator(features).square()
         return (per_sample_factor(factor, features) * features).to(z.dtype)
 
-    def curvature(self, z: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+    def curvature(self, z: Tensor, v: Tensor) -> Tensor:
         check_direction(z, v)
         features, direction = working_copy(z), working_copy(v)
         denominator = self._denominator(features)

@@ -29,7 +29,7 @@ class L1(Regularizer):
     smooth: ClassVar[bool] = False
     couples_batch: ClassVar[bool] = False
 
-    def value(self, z: Tensor) -> Tensor:  # noqa: D102  (documented once, in the base class)
+    def value(self, z: Tensor) -> Tensor:
         return per_sample_sum(working_copy(z).abs())
 
     def gradient(self, z: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class L1(Regularizer):
         check_direction(z, v)
         return torch.zeros_like(z)
 
-    def prox(self, z: Tensor, weight: float) -> Tensor:  # noqa: D102
+    def prox(self, z: Tensor, weight: float) -> Tensor:
         check_number("L1.prox", "weight", weight, zero_allowed=True)
         features = working_copy(z)
         return (features - features.clamp(-weight, weight)).to(z.dtype)

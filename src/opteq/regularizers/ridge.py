@@ -28,20 +28,20 @@ class Ridge(Regularizer):
     smooth: ClassVar[bool] = True
     couples_batch: ClassVar[bool] = False
 
-    def value(self, z: Tensor) -> Tensor:  # noqa: D102  (documented once, in the base class)
+    def value(self, z: Tensor) -> Tensor:
         return per_sample_sum(working_copy(z).square()) / 2
 
-    def gradient(self, z: Tensor) -> Tensor:  # noqa: D102
+    def gradient(self, z: Tensor) -> Tensor:
         return working_copy(z).to(z.dtype, copy=True)
 
-    def curvature(self, z: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+    def curvature(self, z: Tensor, v: Tensor) -> Tensor:
         check_direction(z, v)
         return v.to(z.dtype, copy=True)
 
-    def prox(self, z: Tensor, weight: float) -> Tensor:  # noqa: D102
+    def prox(self, z: Tensor, weight: float) -> Tensor:
         check_number("Ridge.prox", "weight", weight, zero_allowed=True)
         return (working_copy(z) / (1 + weight)).to(z.dtype)
 
     @property
-    def gradient_lipschitz(self) -> float:  # noqa: D102
+    def gradient_lipschitz(self) -> float:
         return 1.0

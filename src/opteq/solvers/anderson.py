@@ -11,7 +11,7 @@ from opteq._validate import share, whole
 from opteq.solvers.base import Solver
 from opteq.solvers.history import History
 from opteq.solvers.method import InverseEstimate, Method, Task
-from opteq.states import row_norms
+from opteq.states import row_norms, zeros_a_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +49,14 @@ class Anderson(Solver):
 
 
 class _AndersonMixing(Method):
-    def __init__(self, start: Tensor, memory: int, damping: float, eps: float) -> None:
-        rows = start.shape[0]
+    def __init__(self, start: Tensor, memory: int, damping: float | Tensor, eps: float) -> None:
         self.damping = damping
         self.residuals = History(start, memory)  # dG / |dG|
         self.moves = History(start, memory)  # (dY + damping dG) / |dG|
         small = torch.float32 if start.device.type == "mps" else torch.float64
-        self.gram = torch.zeros(rows, memory, memory, dtype=small, device=start.device)
-        self.used = torch.zeros(rows, memory, dtype=torch.bool, device=start.device)
-        self.fresh = torch.ones(rows, dtype=torch.bool, device=start.device)
+        self.gram = zeros_a_row(start, memory, memory, dtype=small)
+        self.used = zeros_a_row(start, memory, dtype=torch.bool)
+        self.fresh = ~zeros_a_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
         # Inner products carry the rounding of the matrix, differences that of the map.
         self.ridge = max(50 * torch.finfo(start.dtype).eps, 0.1 * eps)

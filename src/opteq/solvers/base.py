@@ -77,7 +77,7 @@ class Solver:
         *,
         measured: MeasuredStep | None = None,
         project: Step | None = None,
-        damping: float = 1.0,
+        damping: float | Tensor = 1.0,
         coupled: bool = False,
     ) -> Outcome:
         """Solve ``y = step(y)`` from ``start``.
@@ -88,7 +88,8 @@ class Solver:
             measured: the same map together with a merit, one number a sample that plain steps decrease.
                 It guards methods that extrapolate.
             project: brings a state to where it makes sense, for methods that extrapolate.
-            damping: the damping that the problem recommends, for solvers that were not told one.
+            damping: the damping that the problem recommends, for solvers that were not told one; a number, or one a
+                sample ``(B,)``.
             coupled: whether samples depend on each other, so that the batch is solved as one.
         """
         coupled = coupled or self.couples_batch
@@ -116,8 +117,11 @@ class Solver:
         with caller.off():
             first = layout.pack(start)
             known = evaluate(first)
+            # The same numbers, but batched where the image is: under vmap a start may not know of the batching.
+            first = torch.where(torch.zeros_like(known[0], dtype=torch.bool), known[0], first)
             tol = max(self.tol, eps)
-            method, process = self._process(Task(evaluate, admissible, first, known, layout, damping, eps))
+            task = Task(evaluate, admissible, first, known, layout, _by_row(damping, layout), eps)
+            method, process = self._process(task)
             finish = iterate(process, self._rule(tol, device))
         return _outcome(layout, finish, tol, method)
 
@@ -137,6 +141,14 @@ class Solver:
     def _method(self, task: Task) -> Method:
         """A fresh method for one solve."""
         raise NotImplementedError(f"{type(self).__name__} should define _method or _process")
+
+
+def _by_row(damping: float | Tensor, layout: Layout) -> float | Tensor:
+    """A damping a sample as a column beside the matrix; samples that are solved as one share the least."""
+    if not isinstance(damping, Tensor):
+        return damping
+    column = damping.to(layout.dtype)[:, None]
+    return column.amin(dim=0, keepdim=True) if layout.coupled else column
 
 
 def _outcome(layout: Layout, finish: Finish, tol: float, method: Method | None) -> Outcome:

@@ -11,7 +11,7 @@ from opteq._validate import share, whole
 from opteq.solvers.base import Solver
 from opteq.solvers.history import History
 from opteq.solvers.method import InverseEstimate, Method, Task
-from opteq.states import row_norms
+from opteq.states import row_norms, zeros_a_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,12 @@ class Broyden(Solver):
 class _BroydenUpdates(Method, InverseEstimate):
     """``H = damping I + sum of left_i right_i'``."""
 
-    def __init__(self, start: Tensor, memory: int, damping: float) -> None:
+    def __init__(self, start: Tensor, memory: int, damping: float | Tensor) -> None:
         self.damping = damping
         self.left = History(start, memory)
         self.right = History(start, memory)
-        self.terms = torch.zeros(start.shape[0], dtype=torch.int64, device=start.device)
-        self.fresh = torch.ones(start.shape[0], dtype=torch.bool, device=start.device)
+        self.terms = zeros_a_row(start, dtype=torch.int64)
+        self.fresh = ~zeros_a_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
 
     def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:

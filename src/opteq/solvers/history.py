@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opteq.states import zeros_a_row
+
 
 class History:
     """``memory`` vectors a row, written round and round: a tensor ``(R, memory, N)`` that starts at zero.
@@ -13,7 +15,7 @@ class History:
     """
 
     def __init__(self, like: Tensor, memory: int) -> None:
-        self.columns = like.new_zeros(like.shape[0], memory, like.shape[1])
+        self.columns = zeros_a_row(like, memory, like.shape[1])
         self.slot = -1
 
     def push(self, column: Tensor, rows: Tensor) -> None:

@@ -24,7 +24,7 @@ class Task:
         start: the first point.
         known: the map at ``start``, which had to be evaluated to learn its dtype.
         layout: how rows are states.
-        damping: what the problem recommends.
+        damping: what the problem recommends: a number, or a column with one a row.
         eps: rounding of the map.
     """
 
@@ -33,7 +33,7 @@ class Task:
     start: Tensor
     known: tuple[Tensor, Tensor | None]
     layout: Layout
-    damping: float
+    damping: float | Tensor
     eps: float
 
 

@@ -37,8 +37,10 @@ class Picard(Solver):
 
 
 class _PlainStep(Method):
-    def __init__(self, damping: float) -> None:
+    def __init__(self, damping: float | Tensor) -> None:
         self.damping = damping
 
     def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:  # noqa: ARG002
-        return image if self.damping == 1 else torch.lerp(point, image, self.damping)
+        if isinstance(self.damping, float | int) and self.damping == 1:
+            return image
+        return torch.lerp(point, image, self.damping)

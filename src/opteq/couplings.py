@@ -1,0 +1,305 @@
+"""What ties the branches of MOptEq together: heritage H, diversity D, and the fusion that follows from them.
+
+Branches stand in a ring, each beside the next and the last beside the first. For two neighbours, with channels
+compared pixel by pixel at the coarser of their two sizes,
+
+    M[a, b] = <channel a of one, channel b of the other>
+    H = sum of the diagonal of M          (corresponding channels resemble each other)
+    D = sum of |M| off the diagonal       (different channels say different things)
+
+and the energy of the ring is ``E = 1/2 sum over neighbours of (lambda D - H)``. Its gradient is what MOptEq computes
+between branches: the fusion ``h = -grad E``.
+
+Features are tuples with a tensor a branch, pictures ``(B, C, h, w)`` or vectors ``(B, C)``; a vector is a picture
+of one pixel. All have C channels, and the sizes of neighbours are whole multiples of each other. Resampling is
+average pooling one way and its exact adjoint the other way, so it does not matter which of two neighbours is brought to
+the size of which: the inner products are the same, and the coarser size is the cheaper one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq.operators import resample
+from opteq.states import sum_over_sample, working_dtype
+
+Features = tuple[Tensor, ...]
+
+
+def heritage(features: Features) -> Tensor:
+    """``H(z_i, z_{i+1}) = <z_i, P z_{i+1}>`` around the ring, ``(L, B)`` for L branches.
+
+    >>> heritage((torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])))
+    tensor([[11.],
+            [11.]])
+    """
+    check_features(features)
+    return torch.stack([sum_over_sample(a.to(working_dtype(a.dtype)) * b) for a, b in _meetings(features)])
+
+
+def diversity(features: Features, smoothing: float = 0.0) -> Tensor:
+    """``D(z_i, z_{i+1}) = sum over a != b of |M[a, b]|`` around the ring, ``(L, B)`` for L branches.
+
+    Args:
+        features: one tensor a branch.
+        smoothing: tau in ``sqrt(M^2 + tau^2)``, which replaces ``|M|``.
+
+    >>> diversity((torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -4.0]])))
+    tensor([[10.],
+            [10.]])
+    """
+    return torch.stack([_total(matrix, smoothing) for matrix in products(features)])
+
+
+def products(features: Features) -> tuple[Tensor, ...]:
+    """The matrices ``M`` of each branch (rows) with the next (columns), ``(B, C, C)`` each."""
+    check_features(features)
+    return tuple(torch.bmm(a, b.mT) for a, b in _meetings(features))
+
+
+def augmented_loss(features: Features, diversity: float, smoothing: float = 0.0) -> Tensor:
+    """``sum over neighbours of (lambda D - H)``, averaged over the batch: a term for a training loss.
+
+    It asks of a network without the fusion, such as POptEq, by training what MOptEq does by construction; the paper
+    compares the two. Add it with a weight. (The paper prints it with the opposite sign, which would reward what
+    its objective punishes.)
+
+    Args:
+        features: one tensor a branch.
+        diversity: lambda.
+        smoothing: tau, see :func:`diversity`.
+    """
+    coupling = Coupling(diversity, smoothing)
+    return 2 * torch.stack(list(coupling.terms(features).values())).sum(dim=0).mean()
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """The energy ``E`` of a ring of branches, minus its gradient ``h``, and the derivative of h.
+
+    Args:
+        diversity: the weight lambda of D.
+        smoothing: tau. D has kinks where a product M is zero, and h jumps there; ``sqrt(M^2 + tau^2)`` in place of
+            ``|M|`` turns the jump into a slope of up to ``lambda |channel|^2 / tau``. 0 keeps the kinks.
+        heritage: whether there is an H. Without it every branch has ``-1/2 |z_i|^2`` in its place, as in OptEq:
+            nothing in place of H would leave a network without feedback where lambda is 0.
+
+    >>> coupling = Coupling(diversity=0.1)
+    >>> coupling.fuse((torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])))
+    (tensor([[2.6000, 3.7000]]), tensor([[0.8000, 1.9000]]))
+    """
+
+    diversity: float = 0.0
+    smoothing: float = 0.0
+    heritage: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("diversity", "smoothing"):
+            check_not_negative(field, getattr(self, field))
+        if not isinstance(self.heritage, bool):
+            raise TypeError(f"heritage should be True or False; got {self.heritage!r}")
+
+    @property
+    def ties_branches(self) -> bool:
+        """Whether branches depend on each other at all."""
+        return self.heritage or self.diversity > 0
+
+    def curvature_bound(self, channels: int) -> float:
+        """A bound on the norm of the derivative of h where signs are fixed: ``1 + lambda (C - 1)``.
+
+        It is attained where all products off the diagonal are negative. Resampling only shrinks it.
+        """
+        return 1 + self.diversity * (channels - 1)
+
+    def terms(self, features: Features) -> dict[str, Tensor]:
+        """The parts of ``E``, one number a sample each: heritage (or self) and, where lambda is not 0, diversity."""
+        if self.heritage:
+            terms = {"heritage": -heritage(features).sum(dim=0) / 2}
+        else:
+            squares = [sum_over_sample(z.to(working_dtype(z.dtype)).square()) for z in features]
+            terms = {"self": -torch.stack(squares).sum(dim=0) / 2}
+        if self.diversity:
+            terms["diversity"] = self.diversity / 2 * diversity(features, self.smoothing).sum(dim=0)
+        return terms
+
+    def signs(self, matrix: Tensor) -> Tensor:
+        """The derivative of ``|M|`` (or of what replaces it), zero on the diagonal, of the dtype of ``matrix``."""
+        if not self.smoothing:
+            # Its derivative is zero wherever it has one: without the tape, no products with zeros are computed.
+            return _off_diagonal(torch.sign(matrix.detach()))
+        wide = _finite(matrix)
+        return _off_diagonal(wide / _root(wide, self.smoothing)).to(matrix.dtype)
+
+    def fuse(self, features: Features, signs: tuple[Tensor, ...] | None = None) -> Features:
+        """``h = -grad E``, one tensor a branch.
+
+        Args:
+            features: one tensor a branch.
+            signs: matrices ``(B, C, C)`` in place of the derivative of ``|M|``: at a kink any number of [-1, 1] is one.
+        """
+        check_features(features)
+        if not self.ties_branches:
+            return features
+        shares = []
+        for index, (a, b) in enumerate(_meetings(features)):
+            if self.diversity:
+                matrix = self.signs(torch.bmm(a, b.mT)) if signs is None else signs[index]
+                shares.append((self._mix(matrix, b), self._mix(matrix.mT, a)))
+            else:
+                shares.append((b, a))
+        halves = _hand_out(shares, features)
+        return halves if self.heritage else tuple(z + half for z, half in zip(features, halves, strict=True))
+
+    def jacobian_at(self, features: Features) -> Callable[[Features], Features]:
+        """``v -> h'(z) v``, symmetric; matrices are computed once for all products.
+
+        With fixed signs h is linear, so that is ``fuse`` again; smoothing adds the derivative of the signs.
+        """
+        check_features(features)
+        if not self.diversity:
+            return self.fuse
+        matrices = products(features)
+        signs = tuple(self.signs(matrix) for matrix in matrices)
+        if not self.smoothing:
+            return lambda v: self.fuse(v, signs)
+        slopes = tuple(self._slope(matrix) for matrix in matrices)
+
+        def product(v: Features) -> Features:
+            turned = self.turn(features, tuple(s * d for s, d in zip(slopes, change(features, v), strict=True)))
+            return tuple(straight + turn for straight, turn in zip(self.fuse(v, signs), turned, strict=True))
+
+        return product
+
+    def turn(self, features: Features, matrices: tuple[Tensor, ...]) -> Features:
+        """What a change of the signs by ``matrices`` adds to ``fuse(features)``; the adjoint of :func:`change`."""
+        shares = [
+            (torch.bmm(-self.diversity * matrix, b), torch.bmm(-self.diversity * matrix.mT, a))
+            for matrix, (a, b) in zip(matrices, _meetings(features), strict=True)
+        ]
+        return _hand_out(shares, features)
+
+    def _mix(self, matrix: Tensor, other: Tensor) -> Tensor:
+        """``(I - lambda matrix) other``, without the I where there is no heritage."""
+        return torch.baddbmm(other, matrix, other, beta=float(self.heritage), alpha=-self.diversity)
+
+    def _slope(self, matrix: Tensor) -> Tensor:
+        """The second derivative of ``sqrt(M^2 + tau^2)``: ``tau^2 / (M^2 + tau^2)^(3/2)``."""
+        wide = _finite(matrix)
+        root = _root(wide, self.smoothing)
+        return _off_diagonal((self.smoothing / root).square() / root).to(matrix.dtype)
+
+
+def change(features: Features, v: Features) -> tuple[Tensor, ...]:
+    """The derivative of :func:`products` at ``features`` in the direction ``v``."""
+    return tuple(
+        torch.baddbmm(torch.bmm(u, b.mT), a, w.mT)
+        for (a, b), (u, w) in zip(_meetings(features), _meetings(v), strict=True)
+    )
+
+
+def largest_neighbours(features: Features) -> Features:
+    """For each branch the largest channel of its neighbours, in every channel, divided by ``sqrt(C)``.
+
+    Signs alternate from channel to channel, so that a map that mixes channels meets no special direction. These are
+    the directions in which a smoothed D is stiff.
+    """
+    check_features(features)
+    count, found = len(features), []
+    for index, z in enumerate(features):
+        around = [features[(index + 1) % count], features[index - 1]]
+        if z.ndim == 4:
+            around = [resample(other, (z.shape[2], z.shape[3])) for other in around]
+        channels = torch.cat([other.flatten(2) if z.ndim == 4 else other[:, :, None] for other in around], dim=1)
+        sizes = torch.linalg.vector_norm(channels, dim=2, dtype=working_dtype(channels.dtype))
+        chosen = torch.take_along_dim(channels, sizes.argmax(dim=1)[:, None, None], dim=1)
+        signs = 1 - 2 * (torch.arange(z.shape[1], device=z.device) % 2).to(z.dtype)
+        found.append((chosen * signs[:, None] / math.sqrt(z.shape[1])).reshape(z.shape))
+    return tuple(found)
+
+
+def check_features(features: Features) -> None:
+    """Raise unless ``features`` is a ring of pictures, or of vectors, with the same channels."""
+    if not isinstance(features, tuple) or not features:
+        raise TypeError(f"features should be a tuple with a tensor a branch; got {type(features).__name__}")
+    shapes = [tuple(z.shape) for z in features]
+    if len({len(shape) for shape in shapes}) > 1 or len(shapes[0]) not in (2, 4):
+        raise ValueError(
+            f"the features of all branches should be pictures (B, C, h, w), or all vectors (B, C); got {shapes}"
+        )
+    if len({shape[:2] for shape in shapes}) > 1:
+        raise ValueError(
+            f"the features of all branches should have the same batch and the same number of channels, since channels "
+            f"are compared one by one; got {shapes}"
+        )
+
+
+def check_not_negative(name: str, value: object) -> float:
+    """``value`` as a float if it is a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} should be a number of at least 0; got {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} should be at least 0 and finite; got {value!r}")
+    return float(value)
+
+
+def _meetings(features: Features) -> list[tuple[Tensor, Tensor]]:
+    """Each branch and the next as matrices ``(B, C, pixels)`` at the coarser of their sizes."""
+    return [_meet(z, features[(index + 1) % len(features)]) for index, z in enumerate(features)]
+
+
+def _meet(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    if first.ndim == 2:
+        return first[:, :, None], second[:, :, None]
+    if first.shape[2] > second.shape[2]:
+        first = resample(first, (second.shape[2], second.shape[3]))
+    else:
+        second = resample(second, (first.shape[2], first.shape[3]))
+    return first.flatten(2), second.flatten(2)
+
+
+def _hand_out(shares: list[tuple[Tensor, Tensor]], features: Features) -> Features:
+    """Half of what each branch gets from its two meetings, at its own size.
+
+    A meeting of branch i with the next gives a matrix to either; with one branch both are its own.
+    """
+    handed = []
+    for index, z in enumerate(features):
+        from_next, from_last = shares[index][0], shares[index - 1][1]
+        handed.append((_at_size_of(z, from_next) + _at_size_of(z, from_last)) / 2)
+    return tuple(handed)
+
+
+def _at_size_of(z: Tensor, matrix: Tensor) -> Tensor:
+    if z.ndim == 2:
+        return matrix[:, :, 0]
+    height, width = z.shape[2], z.shape[3]
+    factor = math.isqrt(height * width // matrix.shape[2])
+    picture = matrix.reshape(*matrix.shape[:2], height // factor, width // factor)
+    return resample(picture, (height, width))
+
+
+def _total(matrix: Tensor, smoothing: float) -> Tensor:
+    wide = _finite(matrix)
+    sizes = _root(wide, smoothing) if smoothing else wide.abs()
+    return sum_over_sample(_off_diagonal(sizes))
+
+
+def _root(matrix: Tensor, smoothing: float) -> Tensor:
+    """``sqrt(M^2 + tau^2)`` without squaring, which would overflow where M itself does not."""
+    return torch.hypot(matrix, torch.full_like(matrix, smoothing))
+
+
+def _finite(matrix: Tensor) -> Tensor:
+    """``matrix`` in float32 or better, with overflown sums of products put back to the largest number of its dtype."""
+    limit = torch.finfo(matrix.dtype).max
+    return matrix.to(working_dtype(matrix.dtype)).clamp(-limit, limit)
+
+
+def _off_diagonal(matrix: Tensor) -> Tensor:
+    eye = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
+    return matrix.masked_fill(eye, 0)

@@ -1,0 +1,37 @@
+"""Linear maps with exact adjoints and, on request, a spectral norm that never exceeds a bound.
+
+An :class:`Operator` is a module with parameters. ``operator.prepare()`` settles its (bounded) weights, once, and
+returns a :class:`LinearMap` that a solver applies many times:
+
+>>> import torch
+>>> from opteq import operators as op
+>>> W = op.Conv2d(3, 8, kernel_size=3, bound=0.95)
+>>> A = W.prepare()
+>>> A.adjoint(A(torch.randn(2, 3, 16, 16))).shape
+torch.Size([2, 3, 16, 16])
+>>> bool(W.norm() <= 0.95)
+True
+"""
+
+from opteq.operators.base import LinearMap, Operator
+from opteq.operators.conv import Conv2d, SeparableConv2d
+from opteq.operators.dense import Dense
+from opteq.operators.norms import kernel_norm, module_norm
+from opteq.operators.patches import Patches
+from opteq.operators.resample import AveragePool, resample
+from opteq.operators.stack import Identity, Stack
+
+__all__ = [
+    "AveragePool",
+    "Conv2d",
+    "Dense",
+    "Identity",
+    "LinearMap",
+    "Operator",
+    "Patches",
+    "SeparableConv2d",
+    "Stack",
+    "kernel_norm",
+    "module_norm",
+    "resample",
+]

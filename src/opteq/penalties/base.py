@@ -1,0 +1,140 @@
+"""What a penalty is: a function f and its activation sigma = prox_f, as one object."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq.states import sum_over_sample, working_dtype
+
+
+@dataclass(frozen=True)
+class Linearised:
+    """The derivative ``D = F F'`` of a prox at one point, as a factor ``F`` and its adjoint.
+
+    A Jacobian ``D M`` with symmetric M has the spectrum of the symmetric ``F' M F``, which is what lets conjugate
+    gradients solve the backward system; that is why the factor is kept and not D.
+    """
+
+    factor: Callable[[Tensor], Tensor]
+    factor_adjoint: Callable[[Tensor], Tensor]
+
+
+class Penalty(ABC):
+    """A penalty f together with its activation ``sigma = prox_f``. Tensors have the batch first: ``(B, ...)``.
+
+    Attributes:
+        name: how the penalty is called in :func:`get` and in reports.
+        lipschitz: the largest slope of sigma; above 1, f is only weakly convex (``f + y^2/2`` always is convex).
+        bounded: whether sigma has a bounded range, in which case Brouwer's theorem gives an equilibrium.
+        fixes_zero: whether ``sigma(0) = 0``.
+        offset: the k in ``sigma~*(y) = f(y) + y^2/2 - k``, which ties f to the conjugate of the antiderivative
+            sigma~; it is ``f(sigma(0)) + sigma(0)^2/2``, one per unit, and matters when values are compared.
+    """
+
+    name: str
+    lipschitz: float
+    bounded: bool
+    fixes_zero: bool
+    offset: float
+
+    @abstractmethod
+    def prox(self, t: Tensor) -> Tensor:
+        """``sigma(t)``, in the shape and dtype of t."""
+
+    @abstractmethod
+    def total(self, y: Tensor) -> Tensor:
+        """The penalty of each sample, ``(B,)``, +inf outside the domain; in float32 or better for every dtype."""
+
+    @abstractmethod
+    def potential(self, t: Tensor) -> Tensor:
+        """The function whose gradient is sigma and that is 0 at 0, one number a sample; in float32 or better."""
+
+    @abstractmethod
+    def linearise(self, t: Tensor) -> Linearised:
+        """The derivative of the prox at t, computed once for many products."""
+
+    def project(self, y: Tensor) -> Tensor:
+        """The nearest point at which the penalty is finite; y itself where it is finite everywhere."""
+        return y
+
+
+class ElementwisePenalty(Penalty):
+    """A penalty that is a sum over entries, ``sum_i f(y_i)``: its activation acts on each entry alone.
+
+    Low precision: ``prox`` and ``derivative`` keep the dtype; ``value`` and ``antiderivative`` return float32 for
+    bfloat16 and float16, whose squares and logarithms would overflow or vanish.
+
+    To write one: ``prox``, ``derivative``, ``_antiderivative`` and ``_value``, the attributes of :class:`Penalty`, and
+    ``_outside`` where f is infinite somewhere. For an activation without these formulas, see :class:`FromActivation`.
+    """
+
+    # True of most activations; sigmoid and softplus say otherwise.
+    fixes_zero = True
+    offset = 0.0
+
+    @property
+    def domain(self) -> tuple[float, float]:
+        """The ends of the interval on which f is finite."""
+        return -math.inf, math.inf
+
+    @abstractmethod
+    def derivative(self, t: Tensor) -> Tensor:
+        """``sigma'(t)``; at a kink, what torch returns (0 for relu at 0)."""
+
+    def antiderivative(self, t: Tensor) -> Tensor:
+        """``sigma~(t)``, the integral of sigma from 0 to t, entry by entry."""
+        return self._antiderivative(t.to(working_dtype(t.dtype)))
+
+    def value(self, y: Tensor) -> Tensor:
+        """``f(y)`` entry by entry, +inf outside the domain."""
+        outside = self._outside(y)
+        if outside is None:
+            return self._value(y.to(working_dtype(y.dtype)))
+        # 0 lies in every domain here: the formula is never evaluated, nor differentiated, where it is not real.
+        inside = torch.where(outside, 0.0, y).to(working_dtype(y.dtype))
+        return torch.where(outside, math.inf, self._value(inside))
+
+    def total(self, y: Tensor) -> Tensor:
+        """``sum_i f(y_i)`` of each sample."""
+        return sum_over_sample(self.value(y))
+
+    def potential(self, t: Tensor) -> Tensor:
+        """``sum_i sigma~(t_i)`` of each sample."""
+        return sum_over_sample(self.antiderivative(t))
+
+    def project(self, y: Tensor) -> Tensor:
+        """Y clamped to the domain, which is an interval."""
+        low, high = self.domain
+        if math.isinf(low) and math.isinf(high):
+            return y
+        return y.clamp(None if math.isinf(low) else low, None if math.isinf(high) else high)
+
+    def linearise(self, t: Tensor) -> Linearised:
+        """Multiplication by ``sqrt(sigma'(t))``, which is its own adjoint."""
+        slope = self.derivative(t)
+        # The square root has no derivative at a slope that underflowed to 0, and no value at one rounded below 0.
+        positive = slope > 0
+        root = torch.where(positive, torch.where(positive, slope, 1.0).sqrt(), 0.0)
+
+        def scale(v: Tensor) -> Tensor:
+            return root * v
+
+        return Linearised(factor=scale, factor_adjoint=scale)
+
+    @abstractmethod
+    def _antiderivative(self, t: Tensor) -> Tensor:
+        """``sigma~(t)`` for t in float32 or float64."""
+
+    @abstractmethod
+    def _value(self, y: Tensor) -> Tensor:
+        """``f(y)`` for y of the domain, in float32 or float64."""
+
+    def _outside(self, y: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Where y is outside the domain of f; None where f is finite everywhere. A NaN is not outside."""
+        return None

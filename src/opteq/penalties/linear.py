@@ -1,0 +1,122 @@
+"""The one penalty that mixes entries: a learnt quadratic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from opteq import _validate
+from opteq._autocast import Autocast
+from opteq.penalties.base import Linearised, Penalty
+from opteq.states import sum_over_sample, working_dtype
+
+
+class LinearActivation(nn.Module, Penalty):
+    """``sigma(t) = S t``; ``f(y) = (<y, S^-1 y> - |y|^2)/2``, S symmetric positive definite: a learnt quadratic.
+
+    The one penalty here that mixes entries, so that it has ``total`` and no ``value``: S acts on dim 1 of t
+    (features or channels, ``(B, n, ...)``), the same at every position. ``S = F F'`` is kept as its square factor F,
+    a parameter of the module, and is thus symmetric and positive semi-definite whatever an optimiser does to it;
+    f is finite as long as F is invertible.
+
+    Args:
+        n: the size of dim 1.
+        init: the factor F to start from, ``(n, n)``; by default the identity, for which f = 0.
+
+    >>> sigma = LinearActivation.from_matrix(torch.tensor([[2.0, 0.0], [0.0, 0.5]]))
+    >>> y = torch.tensor([[1.0, 1.0]])
+    >>> sigma.prox(y).detach(), sigma.total(y).detach(), round(sigma.lipschitz, 6)
+    (tensor([[2.0000, 0.5000]]), tensor([0.2500]), 2.0)
+    """
+
+    name = "linear"
+    bounded = False
+    fixes_zero = True
+    offset = 0.0
+
+    def __init__(self, n: int, init: Tensor | None = None) -> None:
+        super().__init__()
+        self.n = n
+        _validate.whole(self, "n")
+        if init is None:
+            init = torch.eye(n)
+        if init.shape != (n, n) or not init.is_floating_point():
+            raise ValueError(
+                f"LinearActivation: init should be a real ({n}, {n}) factor F of S = F F'; "
+                f"got shape {tuple(init.shape)}, {init.dtype}"
+            )
+        self.factor = nn.Parameter(init.detach().clone())
+
+    @classmethod
+    def from_matrix(cls, S: Tensor) -> LinearActivation:
+        """The activation with this matrix S, which must be symmetric and positive definite."""
+        if S.ndim != 2 or S.shape[0] != S.shape[1] or not S.is_floating_point():
+            raise ValueError(
+                f"LinearActivation.from_matrix: S should be a real square matrix; got shape {tuple(S.shape)}, {S.dtype}"
+            )
+        exact = S.detach().double()
+        asymmetry = float((exact - exact.mT).abs().max())
+        # A product F F' in the dtype of S is symmetric up to its rounding, and no more is asked of S.
+        if not asymmetry <= 8 * torch.finfo(S.dtype).eps * float(exact.abs().max()):
+            raise ValueError(
+                "LinearActivation.from_matrix: S should be symmetric and finite, for only a symmetric S is the prox "
+                f"of a function; got max |S - S'| = {asymmetry:.3g}"
+            )
+        factor, failed = torch.linalg.cholesky_ex((exact + exact.mT) / 2)
+        if bool(failed):
+            smallest = float(torch.linalg.eigvalsh(exact)[0])
+            raise ValueError(
+                "LinearActivation.from_matrix: S should be positive definite, so that its inverse gives a penalty; "
+                f"got smallest eigenvalue {smallest:.3g}"
+            )
+        return cls(S.shape[0], init=factor.to(S.dtype))
+
+    @property
+    def lipschitz(self) -> float:  # type: ignore[override]  # computed, and never assigned
+        """``|S| = |F|^2``. Waits for the device: for certificates, not for solver steps."""
+        return float(torch.linalg.matrix_norm(self.factor.detach().double(), ord=2)) ** 2
+
+    def forward(self, t: Tensor) -> Tensor:
+        """The same as :meth:`prox`."""
+        return self.prox(t)
+
+    def prox(self, t: Tensor) -> Tensor:
+        """``F F' t``."""
+        at_t = self.linearise(t)
+        return at_t.factor(at_t.factor_adjoint(t))
+
+    def total(self, y: Tensor) -> Tensor:
+        """``(|F^-1 y|^2 - |y|^2)/2`` of each sample; solving with F, for S has the square of its condition number."""
+        self._check(y)
+        wide = y.to(working_dtype(y.dtype)).movedim(1, 0)
+        solved = torch.linalg.solve(self.factor.to(wide.dtype), wide.flatten(1)).reshape(wide.shape)
+        return sum_over_sample((solved.square() - wide.square()).movedim(1, 0)) / 2
+
+    def potential(self, t: Tensor) -> Tensor:
+        """``<t, S t>/2 = |F' t|^2/2`` of each sample."""
+        with Autocast.current(t.device).off():
+            wide = t.to(working_dtype(t.dtype))
+            return sum_over_sample(self.linearise(wide).factor_adjoint(wide).square()) / 2
+
+    def linearise(self, t: Tensor) -> Linearised:
+        """The products with F and F', the same at every t."""
+        self._check(t)
+        matrix = self.factor.to(t.dtype)
+
+        def factor(v: Tensor) -> Tensor:
+            return torch.einsum("ij,bj...->bi...", matrix, v)
+
+        def factor_adjoint(u: Tensor) -> Tensor:
+            return torch.einsum("ji,bj...->bi...", matrix, u)
+
+        return Linearised(factor, factor_adjoint)
+
+    def extra_repr(self) -> str:
+        """The size, for ``print(module)``."""
+        return f"n={self.n}"
+
+    def _check(self, t: Tensor) -> None:
+        if t.ndim < 2 or t.shape[1] != self.n:
+            raise ValueError(
+                f"LinearActivation acts on dim 1, of size {self.n}; got a tensor of shape {tuple(t.shape)}"
+            )

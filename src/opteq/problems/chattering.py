@@ -1,0 +1,151 @@
+"""What can be said where the signs of MOptEq's diversity jump, so that there may be no fixed point to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opteq.couplings import Coupling, Features, change, products
+from opteq.penalties import Penalty
+from opteq.states import State, blocks, inner, map_state
+
+Tensors = tuple[Tensor, ...]
+
+SETTLE = 24
+"""Plain steps before a cycle is looked for. The best state of a failed solve is close to it already."""
+
+LONGEST = 8
+"""Longest cycle that is looked for. A product that jumps back and forth by itself has period 2; several that interact
+have been seen with 4 and 6."""
+
+CLOSE = 0.1
+"""How near a cycle must come back, relative to its first jump."""
+
+
+class Jumping(Protocol):
+    """A bound problem whose step jumps with the signs of channel products."""
+
+    coupling: Coupling
+    penalty: Penalty
+
+    def step(self, y: State) -> State:
+        """One step."""
+        ...
+
+    def features(self, y: State) -> Features:
+        """``z_i = W_i' y_i``."""
+        ...
+
+    def preactivation(self, y: State, signs: Tensors | None = None) -> Tensors:
+        """``W_i h_i + c_i``, with given signs."""
+        ...
+
+
+def returns(hidden: Jumping, y: Tensors) -> Tensor:
+    """Which samples jump for ever: plain steps from ``y`` come back, and signs changed on the way, ``(B,)``.
+
+    The second condition tells a cycle from slow convergence that swings around its limit.
+    """
+    for _ in range(SETTLE):
+        y = blocks(hidden.step(y))
+    origin, here = y, blocks(hidden.step(y))
+    before = _signs(hidden, origin)
+    jump = _distance(here, origin)
+    switched = torch.zeros_like(jump, dtype=torch.bool)
+    back = switched
+    for _ in range(LONGEST - 1):
+        switched = switched | _differ(_signs(hidden, here), before)
+        here = blocks(hidden.step(here))
+        back = back | (switched & (_distance(here, origin) <= CLOSE * jump))
+    return back & (jump > 0)
+
+
+def inclusion_residual(hidden: Jumping, y: Tensors, zero: float, steps: int, gain: Callable[[], float]) -> Tensor:
+    """The relative residual of ``y`` with the best choice of signs where a product is zero, ``(B,)``.
+
+    With signs S the pre-activation ``p(S)`` is affine, and the gap ``sum sigma~(p) - <p, y>`` is a convex function of S
+    whose gradient in p is ``sigma(p) - y``: it is least, over ``[-1, 1]`` for the free signs, exactly where ``y =
+    sigma(p)`` if it can be so at all. It is minimised by accelerated projected gradients that begin anew when
+    they overshoot.
+
+    Args:
+        hidden: the bound problem.
+        y: the state.
+        zero: products below this share of the two branches' norms count as zero.
+        steps: of the minimisation.
+        gain: a bound on the norms of the W.
+    """
+    z = hidden.features(y)
+    coupling = hidden.coupling
+    matrices = products(z)
+    signs = tuple(coupling.signs(matrix) for matrix in matrices)
+    free = _free(z, matrices, zero) if coupling.diversity and not coupling.smoothing else ()
+    if free:
+        sizes = torch.stack([_norm(part) for part in z]).amax(dim=0)
+        lipschitz = hidden.penalty.lipschitz * (gain() * coupling.diversity * sizes).square()
+        signs = _best_signs(hidden, y, signs, free, lipschitz, steps)
+    image = _image(hidden, y, signs)
+    floor = torch.finfo(torch.float32).tiny
+    return _distance(image, y) / inner(image, image).sqrt().clamp(min=floor)
+
+
+def _best_signs(hidden: Jumping, y: Tensors, signs: Tensors, free: Tensors, lipschitz: Tensor, steps: int) -> Tensors:
+    z = hidden.features(y)
+    rate = 1 / lipschitz.clamp(min=torch.finfo(torch.float32).tiny)
+    ahead, momentum = signs, torch.ones_like(rate)
+    for _ in range(steps):
+        gap = map_state(torch.sub, _image(hidden, y, ahead), y)
+        # p(S) = W (... - lambda/2 (S N + S' A)), so the gradient in S is -lambda/2 times the change of M along W' gap.
+        slopes = change(z, hidden.features(gap))
+        descended = tuple(
+            torch.where(kind, (at + _scale(rate, slope) * slope * hidden.coupling.diversity / 2).clamp(-1, 1), sign)
+            for kind, at, slope, sign in zip(free, ahead, slopes, signs, strict=True)
+        )
+        moved = map_state(torch.sub, descended, signs)
+        overshoot = inner(map_state(torch.sub, ahead, descended), moved) > 0
+        later = torch.where(overshoot, 1.0, (1 + (1 + 4 * momentum.square()).sqrt()) / 2)
+        push = torch.where(overshoot, 0.0, (momentum - 1) / later)
+        ahead = tuple(new + _scale(push, new) * (new - old) for new, old in zip(descended, signs, strict=True))
+        signs, momentum = descended, later
+    return signs
+
+
+def _free(z: Features, matrices: Tensors, zero: float) -> Tensors:
+    """Where a product off the diagonal is zero to the tolerance."""
+    sizes = [_norm(part) for part in z]
+    masks = []
+    for index, matrix in enumerate(matrices):
+        scale = sizes[index] * sizes[(index + 1) % len(sizes)]
+        small = matrix.abs() <= zero * _scale(scale, matrix)
+        eye = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
+        masks.append(small & ~eye)
+    return tuple(masks)
+
+
+def _image(hidden: Jumping, y: Tensors, signs: Tensors) -> Tensors:
+    return tuple(hidden.penalty.prox(part) for part in hidden.preactivation(y, signs))
+
+
+def _signs(hidden: Jumping, y: Tensors) -> Tensors:
+    return tuple(hidden.coupling.signs(matrix) for matrix in products(hidden.features(y)))
+
+
+def _differ(a: Tensors, b: Tensors) -> Tensor:
+    return torch.stack([(u != v).flatten(1).any(dim=1) for u, v in zip(a, b, strict=True)]).any(dim=0)
+
+
+def _distance(a: Tensors, b: Tensors) -> Tensor:
+    apart = map_state(torch.sub, a, b)
+    return inner(apart, apart).sqrt()
+
+
+def _norm(part: Tensor) -> Tensor:
+    return inner(part, part).sqrt()
+
+
+def _scale(factors: Tensor, like: Tensor) -> Tensor:
+    """One factor a sample, to multiply a tensor ``(B, ...)`` by."""
+    return factors.to(like.dtype).reshape(-1, *[1] * (like.ndim - 1))

@@ -1,0 +1,194 @@
+"""GEQ: the network whose state is to resemble its input, by a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from opteq import penalties
+from opteq.kernels import Gaussian, Kernel, Similarity
+from opteq.operators import Operator, module_norm
+from opteq.penalties import Penalty
+from opteq.problems.base import Problem
+from opteq.problems.branch import check_injection, check_operator, inject
+from opteq.problems.certificate import Certificate, existence
+from opteq.problems.hidden import Hidden
+from opteq.problems.linearisation import Structure
+from opteq.states import State, inner, single
+
+
+class GEQ(Problem):
+    """``min sum f(y) + 1/2 |y|^2 - s(y)``, with a kernel's similarity ``s`` of ``W y`` or y and ``U x + b``.
+
+    The step is ``y <- sigma(grad s(y))`` and the features are y itself. With the Gaussian kernel that is
+    ``y <- sigma(e W'(U x + b - W y))``, where ``e = exp(-gamma |U x + b - W y|^2)``.
+
+    Args:
+        W: operator from the state to the space in which it is compared.
+        U: what carries the input there (its bias is b). With the Gaussian kernel it maps into the space of W's output,
+            with the linear, polynomial and sigmoid kernels into that of the state; None takes the input as it is.
+        kernel: one of :mod:`opteq.kernels`, or one's own; ``Gaussian()`` by default.
+        activation: name or :class:`~opteq.penalties.Penalty`.
+
+    Give W a bound. Damping and backward solver are chosen from it whenever an input is bound; without one the norm of
+    W is computed each time, which for a convolution costs as much as many steps.
+
+    >>> import torch, opteq
+    >>> from opteq.kernels import Gaussian
+    >>> problem = GEQ(opteq.operators.Dense(1, 1), kernel=Gaussian(gamma=0.5))
+    >>> _ = problem.W.weight.data.fill_(0.5)
+    >>> layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6))
+    >>> round(layer(torch.ones(1, 1)).item(), 4)
+    0.2963
+    """
+
+    def __init__(
+        self,
+        W: Operator,
+        U: nn.Module | None = None,
+        kernel: Kernel | None = None,
+        activation: str | Penalty = "relu",
+    ) -> None:
+        super().__init__()
+        self.W = check_operator(W, "W")
+        self.U = check_injection(U)
+        self.kernel = _check_kernel(Gaussian() if kernel is None else kernel)
+        self.penalty = penalties.get(activation)
+
+    def bind(self, x: Tensor) -> BoundGEQ:
+        """``U x + b``, the bounded W, and the kernel with its parameters settled, computed once."""
+        W, c = self.W.prepare(), inject(self.U, x)
+        start = self.kernel.start(W, c)
+        similarity = self.kernel.bind(W, c)
+        scale = self.kernel.curvature
+        # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.
+        curvature = None if scale is None else _scaled(scale, self._norm(_bound_or_norm) ** 2)
+        return BoundGEQ(self.penalty, similarity, start, curvature)
+
+    def certificate(self) -> Certificate:
+        """Strong convexity where the kernel's curvature is bounded, coercivity where its growth is.
+
+        An equilibrium is a stationary point of the objective, so a strongly convex one has exactly one, also where
+        plain iteration, with a contraction factor above 1, would not find it.
+        """
+        kernel, slope, norm = self.kernel, self.penalty.lipschitz, self._norm(_norm)
+        unknown = kernel.caveat or f"{type(kernel).__name__} declares no bound of its curvature"
+        exists, unique, reasons = existence(None, self.penalty.bounded)
+        if exists is None:
+            reasons["exists"] = unknown
+        if kernel.growth is not None and slope * kernel.growth * norm**2 < 1:
+            exists, reasons["exists"] = True, "the objective grows like |y|^2, since s grows less: it has a minimiser"
+        contraction = None
+        if kernel.curvature is None:
+            reasons |= {"unique": unknown, "contraction": unknown}
+        else:
+            low, high = _scaled(kernel.curvature, norm**2)
+            contraction = slope * max(abs(low), abs(high))
+            reasons["contraction"] = f"L |hess s|, with L = {slope:.4g} and hess s in [{low:.4g}, {high:.4g}]"
+            if slope * high < 1:
+                exists = unique = True
+                reasons["exists"] = reasons["unique"] = (
+                    "the objective is strongly convex, so it has exactly one minimiser and no other stationary point: "
+                    f"hess s <= {high:.4g} < 1 / L = {1 / slope:.4g}"
+                )
+            else:
+                reasons["unique"] = f"the objective need not be convex: hess s <= {high:.4g}, not below 1 / L"
+                if exists is None:
+                    reasons["exists"] = f"{reasons['unique']}, and the activation is unbounded"
+        lipschitz, reasons["lipschitz"] = self._lipschitz(norm)
+        return Certificate(exists, unique, contraction, lipschitz, reasons)
+
+    def _lipschitz(self, norm: float) -> tuple[float | None, str]:
+        gain, reason = self.kernel.input_gain(norm, self.penalty.lipschitz)
+        if gain is None:
+            return None, reason
+        carried = 1.0 if self.U is None else module_norm(self.U)
+        if carried is None:
+            return None, f"the norm of U, a {type(self.U).__name__}, is not known"
+        projection = self.kernel.projection
+        return float(carried) * (1.0 if projection is None else _norm(projection)) * gain, reason
+
+    def _norm(self, size: Callable[[Operator], float]) -> float:
+        """``|W| |projection|``."""
+        projection = self.kernel.projection
+        return size(self.W) * (1.0 if projection is None else size(projection))
+
+
+class BoundGEQ(Hidden):
+    """GEQ with its input bound, in closed form.
+
+    Args:
+        penalty: f and the activation.
+        similarity: the kernel with its input bound.
+        start: where solvers begin.
+        curvature: an interval that holds the eigenvalues of ``hess s``, or None.
+
+    ``T(y)`` minimises ``F(v) - <grad s(y), v>`` with ``F = f + 1/2 |.|^2``, which is 1/L-strongly convex. So a step of
+    damping t from y changes the objective by at most ``-t/2 (2/L - t (1/L - low)) |T(y) - y|^2``, where low is the
+    least curvature of s: it decreases for ``t < 2 / (1 - L low)``. Hence the objective serves as merit, and iteration
+    with the damping chosen here has residuals that go to zero wherever the objective is bounded below, convex or not.
+    """
+
+    def __init__(
+        self, penalty: Penalty, similarity: Similarity, start: Tensor, curvature: tuple[float, float] | None
+    ) -> None:
+        self.penalty = penalty
+        self.similarity = similarity
+        self._start = penalty.project(start)
+        if curvature is None:
+            return
+        low, high = (penalty.lipschitz * end for end in curvature)
+        self.measured = self._measured
+        if high < 1:
+            # I - J has its spectrum in [1 - high, 1 - low]; this is the best damping for such an interval.
+            self.structure = Structure.POSITIVE
+            self.damping = min(1.0, 2 / (2 - low - high))
+        else:
+            self.damping = min(1.0, 1 / (1 - low))  # the largest decrease that is sure
+
+    def start(self) -> Tensor:
+        """Zeros, unless the kernel says otherwise."""
+        return self._start
+
+    def smooth(self, y: State) -> Tensor:
+        """``-s(y)``."""
+        return -self.similarity.value(single(y))
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """Minus the terms of the similarity."""
+        return {name: -term for name, term in self.similarity.terms(single(y)).items()}
+
+    def preactivation(self, y: State) -> Tensor:
+        """``grad s(y)``."""
+        return self.similarity.gradient(single(y))
+
+    def curvature_at(self, y: State) -> Callable[[State], State]:
+        """``v -> hess s(y) v``."""
+        product = self.similarity.curvature_at(single(y))
+        return lambda v: product(single(v))
+
+    def _measured(self, y: State) -> tuple[State, Tensor]:
+        """The step, and the objective, which damped steps decrease."""
+        y = single(y)
+        gradient, value = self.similarity.gradient_and_value(y)
+        return self.penalty.prox(gradient), self.penalty.total(y) + inner(y, y) / 2 - value
+
+
+def _bound_or_norm(operator: Operator) -> float:
+    return float(operator.norm()) if operator.bound is None else operator.bound
+
+
+def _norm(operator: Operator) -> float:
+    return float(operator.norm())
+
+
+def _scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:
+    return interval[0] * factor, interval[1] * factor
+
+
+def _check_kernel(kernel: object) -> Kernel:
+    if not isinstance(kernel, Kernel):
+        hint = f"; did you mean {kernel.__name__}()?" if isinstance(kernel, type) and issubclass(kernel, Kernel) else ""
+        raise TypeError(f"kernel should be one of opteq.kernels, such as kernels.Gaussian(); got {kernel!r}{hint}")
+    return kernel

@@ -1,0 +1,251 @@
+"""MOptEq: branches that inherit from their neighbours and differ from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from opteq import penalties
+from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
+from opteq.operators import LinearMap
+from opteq.penalties import Penalty
+from opteq.problems.base import Problem
+from opteq.problems.branch import Branch, inject
+from opteq.problems.branches import check_branches, feature_channels, shrunk
+from opteq.problems.certificate import Certificate
+from opteq.problems.chattering import Tensors, inclusion_residual, returns
+from opteq.problems.hidden import FeatureForm, Hidden
+from opteq.problems.linearisation import Structure
+from opteq.problems.mopteq_certificate import certify
+from opteq.problems.perturbation import PerturbationChain
+from opteq.solvers import Anderson, Status
+from opteq.states import State, blocks, inner
+
+
+class MOptEq(Problem):
+    """Several branches whose states minimise one objective (Equation 5 of the paper):
+
+        sum_i [ sum f(y_i) + 1/2 |y_i|^2 - <U_i x_i + b_i, y_i> + 1/2 (lambda D(z_i, z_{i+1}) - H(z_i, z_{i+1})) ]
+
+    with features ``z_i = W_i' y_i``, the last branch beside the first, and ``x_i`` the input averaged over squares
+    of ``scale`` pixels. Heritage H is the inner product of neighbours, diversity D the sum of products of different
+    channels (see :mod:`opteq.couplings`). The step is ``y_i <- sigma(W_i h_i + U_i x_i + b_i)`` in all branches at
+    once, with the fusion h of :class:`~opteq.couplings.Coupling`. One branch with lambda 0 is OptEq.
+
+    D has kinks. With ``smoothing=0`` the step jumps where a product of channels changes sign, a fixed point need not
+    exist, and for lambda in use many samples end in small cycles: they are reported as ``CYCLING``, never as converged.
+    ``smoothing`` > 0 gives every sample an equilibrium.
+
+    Args:
+        branches: :class:`Branch` objects, whose features all have the same number of channels.
+        diversity: lambda, the weight of D.
+        perturbation: largest entry of the perturbations that branches hand on in training mode, see
+            :class:`~opteq.problems.perturbation.PerturbationChain`; 0 for none. They are frozen after ``settle`` steps
+            (they depend on signs, so a joint solve may never end), and the solver goes on from there.
+        activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
+        smoothing: tau in ``D = sum sqrt(M^2 + tau^2)``. The step's slope grows with ``lambda |channel|^2 / tau``.
+        heritage: False puts ``-1/2 |z_i|^2`` in the place of H, as in OptEq; with lambda 0 that is POptEq.
+        settle: steps after which perturbations are frozen.
+
+    >>> import torch, opteq
+    >>> from opteq.problems.mopteq import MOptEq
+    >>> branches = [opteq.Branch(opteq.operators.Dense(4, 6, bound=0.7), torch.nn.Linear(3, 6)) for _ in range(3)]
+    >>> layer = opteq.Equilibrium(MOptEq(branches, diversity=0.1, smoothing=0.1))
+    >>> [tuple(z.shape) for z in layer(torch.randn(2, 3))]
+    [(2, 4), (2, 4), (2, 4)]
+    """
+
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        diversity: float = 0.0,
+        perturbation: float = 0.0,
+        activation: str | Penalty = "relu",
+        smoothing: float = 0.0,
+        heritage: bool = True,
+        settle: int = 20,
+    ) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(check_branches(branches))
+        self.penalty = penalties.get(activation)
+        self.coupling = Coupling(check_not_negative("diversity", diversity), smoothing, heritage)
+        self.perturbation = check_not_negative("perturbation", perturbation)
+        if isinstance(settle, bool) or not isinstance(settle, int) or settle < 1:
+            raise ValueError(f"settle should be a whole number of at least 1; got {settle!r}")
+        self.settle = settle
+        channels = [feature_channels(branch.W) for branch in self.each()]
+        known = {count for count in channels if count is not None}
+        if self.coupling.ties_branches and len(known) > 1:
+            raise ValueError(
+                f"the features of all branches should have the same number of channels, since channels are compared "
+                f"one by one; got {channels}"
+            )
+
+    def each(self) -> list[Branch]:
+        """The branches, with their type."""
+        return [branch for branch in self.branches if isinstance(branch, Branch)]
+
+    def bind(self, x: Tensor) -> BoundMOptEq:
+        """Every ``U_i x_i + b_i`` and bounded W, and in training the perturbations, computed once."""
+        branches = self.each()
+        inputs = [shrunk(x, branch.scale, f"branch {index}") for index, branch in enumerate(branches)]
+        maps = [branch.W.prepare() for branch in branches]
+        if not (self.perturbation and self.training and len(branches) > 1):
+            injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
+            return BoundMOptEq(self, maps, injections)
+        chain = PerturbationChain(branches, inputs, self.perturbation)
+        start = self._settled(maps, chain)
+        directions = chain.directions(start)
+        return BoundMOptEq(self, maps, chain.injections(directions), start, (chain, directions))
+
+    @torch.no_grad()
+    def _settled(self, maps: list[LinearMap], chain: PerturbationChain) -> Tensors:
+        """A state close to one that agrees with the perturbations it gives rise to."""
+        free = tuple(inject(branch.U, x) for branch, x in zip(chain.branches, chain.inputs, strict=True))
+        bound = BoundMOptEq(self, maps, free)
+
+        def live(y: State) -> State:
+            bound.injections = chain.injections(chain.directions(blocks(y)))
+            return bound.step(y)
+
+        solver = Anderson(tol=1e-4, max_steps=self.settle)
+        outcome = solver.solve(live, bound.start(), project=bound.project, damping=bound.damping)
+        return blocks(outcome.state)
+
+    def channels(self) -> int | None:
+        """How many channels features have; None where the operators do not say."""
+        return next((count for branch in self.each() if (count := feature_channels(branch.W)) is not None), None)
+
+    def known_convexity(self) -> bool:
+        """Whether the bounds of the W alone, whatever the weights, make the objective strongly convex."""
+        bounds = [branch.W.bound for branch in self.each()]
+        channels = self.channels()
+        if channels is None or any(bound is None for bound in bounds):
+            return False
+        largest = max(bound for bound in bounds if bound is not None)
+        return self.penalty.lipschitz * largest**2 * self.coupling.curvature_bound(channels) < 1
+
+    def certificate(self) -> Certificate:
+        """What follows from the norms of the W, from lambda and from the number of channels."""
+        return certify(self.penalty, self.coupling, self.each(), self.channels())
+
+
+class BoundMOptEq(Hidden):
+    """MOptEq with its input bound. State and features are tuples with a tensor a branch.
+
+    Attributes:
+        maps: the bounded W, prepared.
+        injections: ``c_i = U_i x_i + b_i``, with perturbations where there are any.
+        perturbation: the chain of perturbations and their frozen directions, or None.
+    """
+
+    def __init__(
+        self,
+        problem: MOptEq,
+        maps: list[LinearMap],
+        injections: Tensors,
+        start: Tensors | None = None,
+        perturbation: tuple[PerturbationChain, Tensors] | None = None,
+    ) -> None:
+        self.problem = problem
+        self.penalty = problem.penalty
+        self.coupling = problem.coupling
+        self.maps = maps
+        self.injections = injections
+        self.structure = Structure.POSITIVE if problem.known_convexity() else Structure.SYMMETRIC
+        self.perturbation = perturbation
+        self._start = start
+        if self.coupling.diversity and self.coupling.smoothing:
+            self.damping = self._damping()
+
+    def start(self) -> Tensors:
+        """Zeros; with perturbations, the state at which they were frozen."""
+        return self._start or tuple(torch.zeros_like(c) for c in self.injections)
+
+    def features(self, y: State) -> Features:
+        """``z_i = W_i' y_i``."""
+        return tuple(W.adjoint(part) for W, part in zip(self.maps, blocks(y), strict=True))
+
+    def smooth(self, y: State) -> Tensor:
+        """``-sum <c_i, y_i> + 1/2 sum (lambda D - H)``."""
+        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """Input, heritage (or self, without it) and, where lambda is not 0, diversity."""
+        return {"input": -inner(self.injections, y), **self.coupling.terms(self.features(y))}
+
+    def preactivation(self, y: State, signs: Tensors | None = None) -> Tensors:
+        """``W_i h_i + c_i``; ``signs`` take the place of the signs in D."""
+        fused = self.coupling.fuse(self.features(y), signs)
+        return self._carry(fused, self.injections)
+
+    def curvature_at(self, y: State) -> Callable[[State], State]:
+        """``v -> W_i [h'(z) W'v]_i``, with the signs of D fixed where it is not smoothed."""
+        jacobian = self.coupling.jacobian_at(tuple(z.detach() for z in self.features(y)))
+        return lambda v: self._carry(jacobian(self.features(v)))
+
+    def feature_form(self) -> FeatureForm:
+        """``z_i <- W_i' sigma(W_i h_i(z) + c_i)``, Algorithm 2 of the paper in all branches at once."""
+
+        def state(z: State) -> State:
+            inside = self._carry(self.coupling.fuse(blocks(z)), self.injections)
+            return tuple(self.penalty.prox(part) for part in inside)
+
+        start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
+        return FeatureForm(lambda z: self.features(state(z)), start, state)
+
+    def diagnose(self, y: State, codes: Tensor) -> Tensor:
+        """``CYCLING`` where the step limit was reached because signs jump for ever."""
+        if not self.coupling.diversity or self.coupling.smoothing:
+            return codes
+        cycling = returns(self, blocks(y))
+        return torch.where((codes == int(Status.MAX_STEPS)) & cycling, int(Status.CYCLING), codes)
+
+    @torch.no_grad()
+    def inclusion_residual(self, y: State, zero: float = 1e-6, steps: int = 300) -> Tensor:
+        """How far ``y`` is from an equilibrium in the set-valued sense, ``(B,)``, in the measure that solvers use.
+
+        Where a product of channels is zero, its sign may be any number of [-1, 1], and the best one is taken. At
+        the minimiser this is 0, though the step may lead away from it.
+
+        Args:
+            y: a state.
+            zero: products below this share of the two branches' norms count as zero.
+            steps: of the search for the best signs.
+        """
+        return inclusion_residual(self, blocks(y), zero, steps, self._largest_norm)
+
+    def perturbation_agreement(self, y: State) -> Tensor:
+        """The share of entries whose frozen perturbation has the direction that ``y`` itself gives, ``(B,)``.
+
+        1 where there is no perturbation.
+        """
+        if self.perturbation is None:
+            return torch.ones_like(inner(y, y))
+        chain, frozen = self.perturbation
+        pairs = zip(chain.directions(blocks(y)), frozen, strict=True)
+        agree = torch.cat([(own == kept).flatten(1) for own, kept in pairs], dim=1)
+        return agree.to(torch.float32).mean(dim=1)
+
+    def _carry(self, fused: Features, injections: Tensors | None = None) -> Tensors:
+        carried = tuple(W(h) for W, h in zip(self.maps, fused, strict=True))
+        return carried if injections is None else tuple(a + c for a, c in zip(carried, injections, strict=True))
+
+    def _largest_norm(self) -> float:
+        return max(float(branch.W.norm()) for branch in self.problem.each())
+
+    @torch.no_grad()
+    def _damping(self) -> Tensor:
+        """``2 / (2 + s)``, best where slopes of a step reach down to -s.
+
+        A product inside its kink, of width tau, adds a slope of ``lambda / tau`` times the squared norm of a channel as
+        W carries it: s is that for the largest channels after one step from zero. An estimate, and no bound: it
+        follows the scale of the input, sample by sample.
+        """
+        y = tuple(self.penalty.prox(c) for c in self.injections)
+        images = self._carry(largest_neighbours(self.features(y)))
+        reach = torch.stack([inner(part, part) for part in images]).amax(dim=0)
+        slope = self.penalty.lipschitz * self.coupling.diversity / self.coupling.smoothing * reach
+        return 2 / (2 + slope)

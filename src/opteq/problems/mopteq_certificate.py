@@ -1,0 +1,83 @@
+"""What is guaranteed of MOptEq."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from opteq.couplings import Coupling
+from opteq.operators import module_norm
+from opteq.penalties import Penalty
+from opteq.problems.branch import Branch
+from opteq.problems.certificate import Certificate, existence
+
+
+def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], channels: int | None) -> Certificate:
+    """Strong convexity from ``k = L zeta^2 (1 + lambda (C - 1)) < 1``, with zeta the largest norm of a W.
+
+    The objective is the largest of many quadratic ones, one for each choice of signs in D (smoothed: of numbers
+    between -1 and 1), and ``1/L - zeta^2 (1 + lambda (C - 1))`` bounds the curvature of each from below. The paper's
+    "lambda below 1/C" is not enough for zeta near 1: it asks for ``zeta^2 < C / (2C - 1)``.
+
+    Args:
+        penalty: with L, the largest slope of its activation.
+        coupling: with lambda and the smoothing of D.
+        branches: with W and U.
+        channels: C, or None where it is not known.
+    """
+    zeta = max(float(branch.W.norm()) for branch in branches)
+    if channels is None and coupling.diversity:
+        unknown = "the operators do not say how many channels there are"
+        return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), unknown))
+    factor = penalty.lipschitz * zeta**2 * coupling.curvature_bound(channels or 1)
+    shown = f"k = L zeta^2 (1 + lambda (C - 1)) = {factor:.4g}"
+    contraction = None
+    if coupling.diversity and channels != 1:
+        exists, unique, reasons = _with_diversity(penalty, coupling, factor, shown)
+    else:
+        exists, unique, reasons = existence(factor, penalty.bounded)
+        contraction = factor
+        reasons["contraction"] = f"L zeta^2 with L = {penalty.lipschitz:.4g} and zeta = {zeta:.4g}"
+    lipschitz, reasons["lipschitz"] = _lipschitz(penalty, branches, factor, zeta, shown)
+    return Certificate(exists, unique, contraction, lipschitz, reasons)
+
+
+def _with_diversity(
+    penalty: Penalty, coupling: Coupling, factor: float, shown: str
+) -> tuple[bool | None, bool | None, dict[str, str]]:
+    if coupling.smoothing:
+        rate = "a step's slope grows with lambda |channel|^2 / tau, which no bound on the weights limits"
+        sense = "it is the only fixed point of a step"
+    else:
+        rate = (
+            f"a step is discontinuous where a product of channels is zero; between jumps its slope is at most {shown}"
+        )
+        sense = (
+            "it is the only equilibrium in the set-valued sense, where the sign of a product that is zero may be any "
+            "number of [-1, 1]; a step, which takes 0, may have no fixed point"
+        )
+    if factor < 1:
+        why = f"{shown} < 1, so the objective is strongly convex and has exactly one minimiser: {sense}"
+        return True, True, {"exists": why, "unique": why, "contraction": rate}
+    no = f"{shown} is not below 1, so the objective need not be convex"
+    if not penalty.bounded:
+        return None, None, {"exists": f"{no}, and the activation is unbounded", "unique": no, "contraction": rate}
+    kind = "an equilibrium" if coupling.smoothing else "an equilibrium in the set-valued sense"
+    why = f"the activation is bounded, so the objective has a minimiser, which is {kind}"
+    return True, None, {"exists": why, "unique": no, "contraction": rate}
+
+
+def _lipschitz(
+    penalty: Penalty, branches: Sequence[Branch], factor: float, zeta: float, shown: str
+) -> tuple[float | None, str]:
+    """How fast the minimiser of a strongly convex function moves with its linear term, carried by W and U."""
+    if factor >= 1:
+        return None, f"needs {shown} below 1"
+    squares = 0.0
+    for index, branch in enumerate(branches):
+        carried = 1.0 if branch.U is None else module_norm(branch.U)
+        if carried is None:
+            return None, f"the norm of U in branch {index}, a {type(branch.U).__name__}, is not known"
+        squares += (float(carried) / branch.scale) ** 2
+    why = f"zeta |U| L / (1 - k), |U|^2 = sum of |U_i|^2 / scale_i^2, for the minimiser without perturbations; {shown}"
+    return zeta * math.sqrt(squares) * penalty.lipschitz / (1 - factor), why

@@ -1,0 +1,102 @@
+"""Problems side by side: each sees the input at its own scale, and none sees the others."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from opteq.problems.base import Problem
+from opteq.problems.branches import shrunk
+from opteq.problems.certificate import Certificate
+from opteq.problems.hidden import Hidden
+from opteq.problems.side_by_side import BoundParallel, HiddenParallel
+
+
+class SideBySide(Problem):
+    """What :class:`Parallel` and :class:`POptEq` share: parts, each with a scale."""
+
+    @abstractmethod
+    def parts(self) -> list[tuple[Problem, int]]:
+        """The problems, and the factor by which each sees a smaller picture."""
+
+    def bind(self, x: Tensor) -> BoundParallel:
+        """Every part with its own view of ``x``."""
+        bound = [part.bind(shrunk(x, scale, f"part {index}")) for index, (part, scale) in enumerate(self.parts())]
+        hidden = [part for part in bound if isinstance(part, Hidden)]
+        return HiddenParallel(hidden) if len(hidden) == len(bound) else BoundParallel(bound)
+
+    def certificate(self) -> Certificate:
+        """What holds for all parts, since none depends on another."""
+        parts = self.parts()
+        given = [part.certificate() for part, _ in parts]
+
+        def why(name: str) -> str:
+            return "; ".join(f"part {i}: {one.reasons.get(name, 'unknown')}" for i, one in enumerate(given))
+
+        contractions = [one.contraction for one in given if one.contraction is not None]
+        slopes = [
+            one.lipschitz / scale for one, (_, scale) in zip(given, parts, strict=True) if one.lipschitz is not None
+        ]
+        return Certificate(
+            exists=_all(one.exists for one in given),
+            unique=_all(one.unique for one in given),
+            contraction=max(contractions) if len(contractions) == len(given) else None,
+            lipschitz=math.hypot(*slopes) if len(slopes) == len(given) else None,
+            reasons={
+                "exists": f"every part has an equilibrium. {why('exists')}",
+                "unique": f"every part has only one. {why('unique')}",
+                "contraction": f"the largest of the parts. {why('contraction')}",
+                "lipschitz": f"sqrt of the sum of squares, each divided by its scale. {why('lipschitz')}",
+            },
+        )
+
+
+class Parallel(SideBySide):
+    """Any problems side by side on one input.
+
+    State and features are tuples with the tensors of all parts in order; the objective is the sum of theirs. Every
+    part keeps its closed forms, and the weakest of them decides how gradients are solved.
+
+    Args:
+        problems: the parts.
+        scales: for each part, the whole factor by which it sees a smaller picture; None means 1 for all.
+
+    >>> import torch, opteq
+    >>> from opteq.problems.parallel import Parallel
+    >>> parts = [opteq.OptEq(opteq.operators.Conv2d(2, 3, 3, bound=0.9), torch.nn.Conv2d(1, 3, 1)) for _ in range(2)]
+    >>> layer = opteq.Equilibrium(Parallel(parts, scales=[1, 2]))
+    >>> [tuple(z.shape) for z in layer(torch.randn(5, 1, 8, 8))]
+    [(5, 2, 8, 8), (5, 2, 4, 4)]
+    """
+
+    def __init__(self, problems: Sequence[Problem], scales: Sequence[int] | None = None) -> None:
+        super().__init__()
+        if not problems:
+            raise ValueError("Parallel needs at least one problem; got none")
+        for index, problem in enumerate(problems):
+            if not isinstance(problem, Problem):
+                raise TypeError(f"problem {index} should be a hidden problem such as opteq.OptEq; got {problem!r}")
+        scales = [1] * len(problems) if scales is None else list(scales)
+        if len(scales) != len(problems):
+            raise ValueError(f"scales should have one number a problem ({len(problems)}); got {len(scales)}")
+        for scale in scales:
+            if isinstance(scale, bool) or not isinstance(scale, int) or scale < 1:
+                raise ValueError(f"scales should be whole numbers of at least 1; got {scale!r}")
+        self.problems = nn.ModuleList(problems)
+        self.scales = scales
+
+    def parts(self) -> list[tuple[Problem, int]]:
+        """The problems with their scales."""
+        problems = [problem for problem in self.problems if isinstance(problem, Problem)]
+        return list(zip(problems, self.scales, strict=True))
+
+
+def _all(values: Iterable[bool | None]) -> bool | None:
+    """True if all are, False if one is False, else unknown."""
+    given = list(values)
+    if False in given:
+        return False
+    return None if None in given else True

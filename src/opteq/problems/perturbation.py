@@ -1,0 +1,70 @@
+"""The input perturbations that MOptEq hands from branch to branch while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opteq.problems.branch import Branch, inject
+
+Tensors = tuple[Tensor, ...]
+
+
+class PerturbationChain:
+    """Branch i + 1 sees its input moved by ``delta_i = size * sign(U_i' y_i)``, the worst move for branch i.
+
+    Among all moves of at most ``size`` in every entry it is the one that raises the objective of branch i most, with
+    ``y_i`` held. The chain begins at the first branch, which sees the input as it is, and does not close.
+
+    A delta goes to the next branch's size by average pooling or by repeating pixels: the adjoint of pooling, right
+    elsewhere, would shrink it. ``U'`` is the adjoint of U's linear part, at the branch's input where U is not affine.
+
+    Args:
+        branches: with maps U.
+        inputs: what each branch sees without perturbation.
+        size: largest entry of a delta.
+    """
+
+    def __init__(self, branches: Sequence[Branch], inputs: Sequence[Tensor], size: float) -> None:
+        self.branches = branches
+        self.inputs = inputs
+        self.size = size
+        with torch.no_grad():
+            self._pulls = [_adjoint(branch, x.detach()) for branch, x in zip(branches[:-1], inputs[:-1], strict=True)]
+
+    @torch.no_grad()
+    def directions(self, y: Tensors) -> Tensors:
+        """``sign(U_i' y_i)`` for every branch but the last, at the branch's own size."""
+        return tuple(torch.sign(pull(part)) for pull, part in zip(self._pulls, y[:-1], strict=True))
+
+    def moved(self, directions: Tensors) -> Tensors:
+        """The branches' inputs, all but the first moved by the delta of the branch before."""
+        first, *rest = self.inputs
+        moves = [x - self.size * _fitted(direction, x) for direction, x in zip(directions, rest, strict=True)]
+        return (first, *moves)
+
+    def injections(self, directions: Tensors) -> Tensors:
+        """``U_i (x_i - delta_{i-1}) + b_i``."""
+        moved = self.moved(directions)
+        return tuple(inject(branch.U, x) for branch, x in zip(self.branches, moved, strict=True))
+
+
+def _adjoint(branch: Branch, x: Tensor) -> Callable[[Tensor], Tensor]:
+    if branch.U is None:
+        return lambda y: y
+    linear = torch.func.vjp(branch.U, x)
+    dtype, pull = linear[0].dtype, linear[1]
+    return lambda y: pull(y.to(dtype))[0]
+
+
+def _fitted(direction: Tensor, x: Tensor) -> Tensor:
+    """A direction at the size of ``x``, with entries still in [-1, 1]."""
+    if direction.shape == x.shape:
+        return direction
+    size = (x.shape[2], x.shape[3])
+    if direction.shape[2] > x.shape[2]:
+        return F.adaptive_avg_pool2d(direction, size)
+    return F.interpolate(direction, size=size, mode="nearest")

@@ -1,0 +1,113 @@
+"""POptEq: OptEq in parallel branches, and what is made of their features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opteq import penalties
+from opteq._errors import unknown_name
+from opteq.operators import module_norm
+from opteq.penalties import Penalty
+from opteq.problems.base import Problem
+from opteq.problems.branch import Branch
+from opteq.problems.branches import check_branches
+from opteq.problems.certificate import Certificate
+from opteq.problems.opteq import OptEq
+from opteq.problems.parallel import SideBySide
+from opteq.problems.side_by_side import BoundParallel
+
+_FUSIONS = ("none", "sum", "conv")
+
+
+class POptEq(SideBySide):
+    """OptEq in parallel branches: MOptEq without heritage and diversity, and its baseline.
+
+    Args:
+        branches: :class:`Branch` objects.
+        activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
+        fuse: what is made of the branches' features. ``"none"`` hands on the tuple; ``"sum"`` adds them up at the
+            finest size, pixels of coarser ones repeated; ``"conv"`` applies a 3x3 convolution without bias to their
+            concatenation at that size, which keeps the number of channels.
+
+    >>> import torch, opteq
+    >>> from opteq.problems.popteq import POptEq
+    >>> branches = [
+    ...     opteq.Branch(opteq.operators.Conv2d(4, 6, 3, bound=0.9), torch.nn.Conv2d(3, 6, 3, padding=1), scale)
+    ...     for scale in (1, 2)
+    ... ]
+    >>> opteq.Equilibrium(POptEq(branches, fuse="sum"))(torch.randn(2, 3, 8, 8)).shape
+    torch.Size([2, 4, 8, 8])
+    """
+
+    def __init__(self, branches: Sequence[Branch], activation: str | Penalty = "relu", fuse: str = "none") -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(check_branches(branches))
+        self.penalty = penalties.get(activation)
+        if fuse not in _FUSIONS:
+            raise unknown_name("fuse", fuse, _FUSIONS)
+        self.fuse = fuse
+        self.convolution = _convolution(self.each()) if fuse == "conv" else None
+
+    def each(self) -> list[Branch]:
+        """The branches, with their type."""
+        return [branch for branch in self.branches if isinstance(branch, Branch)]
+
+    def parts(self) -> list[tuple[Problem, int]]:
+        """An OptEq a branch, which shares the branch's maps."""
+        return [(OptEq(branch.W, branch.U, self.penalty), branch.scale) for branch in self.each()]
+
+    def bind(self, x: Tensor) -> BoundParallel:
+        """Every branch with its own view of ``x``, and the fusion."""
+        bound = super().bind(x)
+        if self.fuse != "none":
+            bound.fusion = self.fusion
+        return bound
+
+    def fusion(self, features: tuple[Tensor, ...]) -> Tensor:
+        """What ``fuse`` says, at the finest of the features' sizes."""
+        if features[0].ndim == 4:
+            height, width = max(z.shape[2] for z in features), max(z.shape[3] for z in features)
+            features = tuple(
+                z if z.shape[2:] == (height, width) else F.interpolate(z, size=(height, width), mode="nearest")
+                for z in features
+            )
+        if self.convolution is not None:
+            joined: Tensor = self.convolution(torch.cat(features, dim=1))
+            return joined
+        channels = [z.shape[1] for z in features]
+        if len(set(channels)) > 1:
+            raise ValueError(f'fuse="sum" needs the same number of channels in all branches; got {channels}')
+        return torch.stack(features).sum(dim=0)
+
+    def certificate(self) -> Certificate:
+        """What holds for all branches; repeating pixels ``r`` times in height and width has norm r."""
+        found = super().certificate()
+        if self.fuse == "none" or found.lipschitz is None:
+            return found
+        scales = [branch.scale for branch in self.each()]
+        slopes = [part.certificate().lipschitz or 0.0 for part, _ in self.parts()]
+        # A branch at scale s sees pictures pooled by s, of norm 1/s; repeating them s / (least s) times undoes that.
+        if self.convolution is None:
+            bound, rule = sum(slopes) / min(scales), "the sum of the branches'"
+        else:
+            carried = module_norm(self.convolution)
+            assert carried is not None
+            bound, rule = float(carried) * math.hypot(*slopes) / min(scales), "|conv| sqrt of the sum of squares"
+        reasons = {**found.reasons, "lipschitz": f"{rule}, at the finest size. {found.reasons['lipschitz']}"}
+        return Certificate(found.exists, found.unique, found.contraction, bound, reasons)
+
+
+def _convolution(branches: list[Branch]) -> nn.Conv2d:
+    counts = [getattr(branch.W, "in_channels", None) for branch in branches]
+    known = [count for count in counts if isinstance(count, int)]
+    if len(known) < len(counts):
+        raise ValueError(
+            'fuse="conv" needs branches with pictures as features, whose W says how many channels they have '
+            f"(in_channels); got {[type(branch.W).__name__ for branch in branches]}"
+        )
+    return nn.Conv2d(sum(known), sum(known), kernel_size=3, padding=1, bias=False)

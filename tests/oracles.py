@@ -1,0 +1,67 @@
+"""Independent ways to compute what the library computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cvxpy as cp
+import numpy as np
+import torch
+from torch import Tensor
+
+from opteq.problems.base import Problem
+from opteq.states import State, blocks, like, map_state
+
+
+def unrolled_features(problem: Problem, x: Tensor, steps: int = 400) -> State:
+    """Plain iteration on autograd's tape, damped where the problem needs it."""
+    hidden = problem(x)
+    y = hidden.start()
+    for _ in range(steps):
+        y = map_state(lambda old, new: old + hidden.damping * (new - old), y, hidden.step(y))
+    return hidden.features(y)
+
+
+def probe_loss(features: State) -> Tensor:
+    """A loss with no symmetry."""
+    return sum(
+        (part * torch.linspace(-1, 2, part.numel(), dtype=part.dtype).cos().view_as(part)).sum()
+        for part in blocks(features)
+    )
+
+
+def gradients(features: State, inputs: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
+    found = torch.autograd.grad(scale * probe_loss(features), list(inputs), allow_unused=True)
+    return [torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True)]
+
+
+def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Relative distance of two lists of tensors, as vectors."""
+    gap = sum(float((u - v).square().sum()) for u, v in zip(a, b, strict=True))
+    size = sum(float(v.square().sum()) for v in b)
+    return (gap / size) ** 0.5
+
+
+def flatten(state: State) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in blocks(state)])
+
+
+def unflatten(vector: Tensor, template: State) -> State:
+    pieces = torch.split(vector, [part.numel() for part in blocks(template)])
+    return like(template, tuple(p.view_as(t) for p, t in zip(pieces, blocks(template), strict=True)))
+
+
+def dense_jacobian(function, state: State) -> Tensor:
+    """The Jacobian of a map on states as a matrix, by autograd, sample couplings included."""
+    return torch.autograd.functional.jacobian(lambda v: flatten(function(unflatten(v, state))), flatten(state))
+
+
+def relu_programme(W: Tensor, c: Tensor) -> tuple[np.ndarray, float]:
+    """``min_{y >= 0} 1/2 y'(I - WW')y - <c, y>`` for one sample, by an interior-point solver."""
+    n = W.shape[0]
+    quadratic = np.eye(n) - (W @ W.T).detach().numpy()
+    y = cp.Variable(n)
+    objective = 0.5 * cp.quad_form(y, cp.psd_wrap(quadratic)) - c.detach().numpy() @ y
+    programme = cp.Problem(cp.Minimize(objective), [y >= 0])
+    value = programme.solve(solver=cp.CLARABEL, tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12)
+    return y.value, float(value)

@@ -1,0 +1,146 @@
+"""Laws 8 and 10: an ordinary module, whose memory does not grow with the number of steps."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jacrev, vmap
+
+import opteq
+from cases import CASES, EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name
+from opteq import operators as op
+from opteq.gradients import Gradient
+from opteq.states import blocks
+from oracles import difference, gradients, probe_loss
+
+ids = [case.name for case in CASES]
+GRADIENTS = {**EXACT_GRADIENTS, **ROUGH_GRADIENTS}
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_copies_are_equal_and_independent(case: Case) -> None:
+    layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"], opteq.Phantom())
+    x = case.input()
+    layer(x)  # so that reports of an earlier call are there to be left behind
+    expected = [part.detach() for part in blocks(layer(x))]
+    clone = opteq.Equilibrium(case.problem(), SOLVERS["anderson"], opteq.Phantom())
+    for weight in clone.parameters():
+        weight.data.zero_()
+    clone.load_state_dict(layer.state_dict())
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True).keys() == layer.state_dict().keys()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), clone):
+        for found, wanted in zip(blocks(other(x)), expected, strict=True):
+            torch.testing.assert_close(found.detach(), wanted, rtol=0, atol=0)
+        for weight in other.parameters():
+            weight.data.fill_(0.01)
+    for found, wanted in zip(blocks(layer(x)), expected, strict=True):
+        torch.testing.assert_close(found.detach(), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep written"), ids=lambda case: case.name)
+def test_functional_transforms(case: Case, gradient: Gradient) -> None:
+    layer = opteq.Equilibrium(case.problem(), opteq.Anderson(tol=1e-12, max_steps=60), gradient, on_failure="ignore")
+    x = case.input()
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return functional_call(layer, weights, (x,)).square().sum()
+
+    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    whole = grad(loss)(weights, x)
+    assert difference(list(whole.values()), expected) < 1e-9
+    a_sample = vmap(grad(loss), in_dims=(None, 0))(weights, x[:, None])
+    assert difference([g.sum(dim=0) for g in a_sample.values()], expected) < 1e-6
+
+
+@pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep written"), ids=lambda case: case.name)
+def test_vmap_and_jacrev(case: Case) -> None:
+    layer = opteq.Equilibrium(case.problem(), opteq.Anderson(tol=1e-12, max_steps=60)).requires_grad_(False)
+    x = case.input()
+    torch.testing.assert_close(vmap(lambda one: layer(one[None])[0])(x), layer(x), rtol=1e-9, atol=1e-11)
+    expected = torch.autograd.functional.jacobian(lambda x: layer(x), x)
+    torch.testing.assert_close(jacrev(lambda x: layer(x))(x), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep"), ids=lambda case: case.name)
+def test_inside_a_compiled_model(case: Case) -> None:
+    layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"])
+    model = nn.Sequential(layer, nn.Flatten(), nn.Tanh())
+    compiled = torch.compile(model, backend="eager")
+    x = case.input().requires_grad_()
+    inputs = [x, *model.parameters()]
+    torch.testing.assert_close(compiled(x), model(x))
+    assert difference(gradients(compiled(x), inputs), gradients(model(x), inputs)) < 1e-12
+
+
+def test_second_derivatives_are_refused_by_adjoint_solves() -> None:
+    (case,) = by_name("opteq-tanh")
+    x = case.input().requires_grad_()
+    for gradient in (opteq.Implicit(), opteq.Shine()):
+        layer = opteq.Equilibrium(case.problem(), SOLVERS["broyden"], gradient)
+        # A loss that is linear in the features: nothing but the layer could make the gradient depend on x.
+        (slope,) = torch.autograd.grad(probe_loss(layer(x)), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"can't be differentiated again.*Unrolled"):
+            torch.autograd.grad(slope.sum(), x, retain_graph=True)
+        with pytest.raises(RuntimeError, match="can't be differentiated again"):
+            torch.autograd.grad(slope.sum(), list(layer.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("gradient", [opteq.Unrolled(steps=60), opteq.Phantom(steps=60, damping=1.0)], ids=str)
+def test_second_derivatives_are_right_on_a_tape(gradient: Gradient) -> None:
+    (case,) = by_name("opteq-tanh")
+    layer = opteq.Equilibrium(case.problem(), opteq.Picard(tol=1e-14, max_steps=200), gradient, on_failure="ignore")
+    x = case.input(1).requires_grad_()
+    if isinstance(gradient, opteq.Unrolled):
+        assert torch.autograd.gradgradcheck(lambda x: probe_loss(layer(x)), (x,), atol=1e-6)
+    else:  # a phantom gradient is the derivative of its own steps, with the point they start from held fixed
+        (slope,) = torch.autograd.grad(probe_loss(layer(x)), x, create_graph=True)
+        assert torch.isfinite(torch.autograd.grad(slope.sum(), x)[0]).all()
+
+
+def kept_bytes(steps: int, gradient: Gradient) -> int:
+    problem = opteq.OptEq(op.Dense(40, 40, bound=0.99), None).double()
+    layer = opteq.Equilibrium(problem, opteq.Picard(tol=1e-300, max_steps=steps), gradient, on_failure="ignore")
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        features = layer(torch.randn(8, 40, dtype=torch.float64))
+    assert features.requires_grad
+    return sum(kept.values())
+
+
+def test_implicit_memory_does_not_grow_with_the_steps() -> None:
+    for gradient in (opteq.Implicit(), opteq.OneStep(), opteq.Shine()):
+        assert kept_bytes(100, gradient) == kept_bytes(10, gradient)
+    assert kept_bytes(100, opteq.Phantom(steps=5)) == kept_bytes(10, opteq.Phantom(steps=5))
+    # The measure does see memory where it grows.
+    assert kept_bytes(10, opteq.Unrolled(steps=60)) > 2 * kept_bytes(10, opteq.Unrolled(steps=10))
+
+
+def test_distributed_data_parallel_averages_gradients(tmp_path: Path) -> None:
+    """Two processes with half a batch each, in interpreters of their own, against one with the whole batch."""
+    worker = Path(__file__).with_name("distributed_worker.py")
+    runs = [subprocess.Popen([sys.executable, str(worker), str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [run.wait(timeout=100) for run in runs] == [0, 0]
+    found = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    (case,) = by_name("opteq-relu")
+    layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"])
+    expected = torch.autograd.grad(layer(case.input(4)).square().mean(), list(layer.parameters()))
+    assert difference(found, expected) < 1e-9

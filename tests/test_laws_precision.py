@@ -1,0 +1,84 @@
+"""Law 7: low precision works, and small linear algebra runs in float32 or better."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import opteq
+from cases import CASES, SOLVERS, Case
+from opteq.gradients import Gradient
+from opteq.solvers import Solver
+from opteq.states import blocks
+from oracles import difference, gradients
+
+NAMES = ("picard", "anderson", "broyden")
+KINDS = {"picard": opteq.Picard, "anderson": opteq.Anderson, "broyden": opteq.Broyden}
+# float32 is compared loosely: a bounded operator takes 0.05 % more margin in it than in float64.
+CLOSE = {torch.float32: 4e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+# A factorisation or an inverse inside the step has no half-precision kernel in torch.
+IN_HALF = [case for case in CASES if case.name not in ("affine", "opteq-decorrelation")]
+GRADIENTS = {"implicit": opteq.Implicit(), "phantom": opteq.Phantom(steps=12), "unrolled": opteq.Unrolled(steps=20)}
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", IN_HALF, ids=[case.name for case in IN_HALF])
+def test_every_dtype_finds_the_equilibrium(case: Case, name: str, dtype: torch.dtype) -> None:
+    exact = opteq.Equilibrium(case.problem(), SOLVERS["anderson"])(case.input())
+    layer = opteq.Equilibrium(case.problem(dtype), KINDS[name](tol=1e-5, max_steps=100), on_failure="raise")
+    features = layer(case.input(dtype=dtype))
+    assert all(part.dtype == dtype for part in blocks(features))
+    found = [part.double().detach() for part in blocks(features)]
+    assert difference(found, [part.detach() for part in blocks(exact)]) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("case", IN_HALF, ids=[case.name for case in IN_HALF])
+def test_every_dtype_finds_the_gradient(case: Case, dtype: torch.dtype, gradient: Gradient) -> None:
+    def run(dtype: torch.dtype, solver: Solver) -> list[torch.Tensor]:
+        problem = case.problem(dtype)
+        x = case.input(dtype=dtype).requires_grad_()
+        layer = opteq.Equilibrium(problem, solver, gradient, on_failure="ignore")
+        return gradients(layer(x), [x, *problem.parameters()])
+
+    # The docstring of Unrolled says why it goes with Picard in half precision.
+    half_tape = dtype != torch.float32 and isinstance(gradient, opteq.Unrolled)
+    kind = opteq.Picard if half_tape else opteq.Anderson
+    found = run(dtype, kind(tol=1e-5, max_steps=100))
+    assert [g.dtype for g in found] == [dtype] * len(found)
+    exact = run(torch.float64, SOLVERS["picard" if half_tape else "anderson"])
+    assert difference([g.double() for g in found], exact) < 3 * CLOSE[dtype]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_autocast(case: Case, name: str) -> None:
+    problem = case.problem(torch.float32)
+    x = case.input(dtype=torch.float32).requires_grad_()
+    layer = opteq.Equilibrium(problem, KINDS[name](tol=1e-5, max_steps=100), on_failure="raise")
+    inputs = [x, *problem.parameters()]
+    expected = gradients(layer(x), inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = layer.solve(x)
+    assert solution.converged.all()
+    assert solution.report.tol >= torch.finfo(torch.bfloat16).eps
+    # The backward pass runs outside the region, as in every training loop.
+    found = gradients(tuple(part.float() for part in blocks(solution.features)), inputs)
+    assert all(g.dtype == torch.float32 for g in found)
+    assert difference(found, expected) < 0.15
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+def test_tiny_and_huge_inputs_in_float32(name: str, scale: float) -> None:
+    """ReLU OptEq is positively homogeneous without a bias: its answer scales with its input."""
+    (case,) = [case for case in CASES if case.name == "opteq-relu"]
+    problem = case.problem(torch.float32)
+    torch.nn.init.zeros_(problem.U.bias)
+    layer = opteq.Equilibrium(problem, KINDS[name](tol=1e-6, max_steps=200, floor=1e-40), on_failure="raise")
+    x = case.input(dtype=torch.float32)
+    with torch.no_grad():
+        expected, found = layer(x), layer(x * scale)
+    torch.testing.assert_close(found / scale, expected, rtol=1e-4, atol=1e-5)
