@@ -253,10 +253,10 @@ def test_bound_in_low_precision(dtype: torch.dtype) -> None:
     assert A.prepare().weight.dtype == dtype
     assert 0.93 * 0.9 <= symbol_norm(A.prepare().weight) <= 0.9 * OVERSHOOT
     assert A.norm().dtype == torch.float32
-    constant = op.Dense(8, 8, bound=0.9).to(dtype)
-    with torch.no_grad():
-        constant.weight.fill_(7)
-    assert 0.98 * 0.9 <= matrix_norm(acting(constant), 8) <= 0.9 * OVERSHOOT
+    for bound in np.linspace(0.5, 1.0, 37):  # some of them lie just below a number that the format can hold
+        constant = op.Dense(4, 4, bound=float(bound)).to(dtype)
+        nn.init.constant_(constant.weight, 7)
+        assert 0.98 * bound <= matrix_norm(acting(constant), 4) <= bound * OVERSHOOT
 
 
 def test_autocast_does_not_touch_the_bound() -> None:

@@ -116,15 +116,22 @@ class Coupling:
         """
         return 1 + self.diversity * (channels - 1)
 
-    def terms(self, features: Features) -> dict[str, Tensor]:
-        """The parts of ``E``, one number a sample each: heritage (or self) and, where lambda is not 0, diversity."""
+    def terms(self, features: Features, matrices: tuple[Tensor, ...] | None = None) -> dict[str, Tensor]:
+        """The parts of ``E``, one number a sample each: heritage (or self) and, where lambda is not 0, diversity.
+
+        Args:
+            features: one tensor a branch.
+            matrices: their :func:`products`, where these are known already.
+        """
         if self.heritage:
             terms = {"heritage": -heritage(features).sum(dim=0) / 2}
         else:
             squares = [sum_over_sample(z.to(working_dtype(z.dtype)).square()) for z in features]
             terms = {"self": -torch.stack(squares).sum(dim=0) / 2}
         if self.diversity:
-            terms["diversity"] = self.diversity / 2 * diversity(features, self.smoothing).sum(dim=0)
+            matrices = products(features) if matrices is None else matrices
+            totals = [_total(matrix, self.smoothing) for matrix in matrices]
+            terms["diversity"] = self.diversity / 2 * torch.stack(totals).sum(dim=0)
         return terms
 
     def signs(self, matrix: Tensor) -> Tensor:

@@ -60,10 +60,8 @@ class Equilibrium(nn.Module):
 
     def forward(self, x: Tensor, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
-        features: State = self.solve(x, start).features
-        return features
+        return self.solve(x, start).features
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def solve(self, x: Tensor, start: State | None = None) -> Solution:
         """The equilibrium for ``x`` with all that is known about it.
 
@@ -71,6 +69,12 @@ class Equilibrium(nn.Module):
             x: input, batch first.
             start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
         """
+        solution: Solution = self._solve(x, start)
+        return solution
+
+    # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _solve(self, x: Tensor, start: State | None) -> Solution:
         hidden = self.problem(x)
         if start is not None:
             Layout.of(hidden.start()).check(start, "start")
@@ -86,7 +90,7 @@ class Equilibrium(nn.Module):
         else:
             state, outcome = self.gradient.evaluate(hidden, self.solver, start)
         codes = outcome.codes
-        if any_row(codes != int(Status.CONVERGED)):
+        if hidden.jumps or any_row(codes != int(Status.CONVERGED)):
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
         report = Report(type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.trace)

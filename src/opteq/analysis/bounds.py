@@ -148,7 +148,8 @@ def geq_sensitivity(sizes: WeightSizes, radius: float, beta: float = 1.0, form: 
 
     The ``"proved"`` form lets it move. ``r -> e r`` is 1-Lipschitz with derivative in [-2e^(-3/2), 1], so that
     ``|dz| <= |dW| beta |c| / (1 - 2e^(-3/2) mu^2) + response(mu) (|dc| + |dW| |z|)``, with
-    ``|z| <= min(beta mu, sqrt(beta)/2) |c|``; again for changed weights within the same bounds.
+    ``|z| <= min(beta mu, sqrt(beta)/2) |c|``; again for changed weights within the same bounds. With ``m = mu^2`` it lies
+    below that of OptEq for all mu, beta and B: the conclusion of Remark 1, without its hypotheses.
     """
     mu, m, B = sizes.mu, sizes.m, radius
     rest = 1 - beta * m
@@ -193,8 +194,8 @@ def geq_lipschitz(w: float, u: float, form: Literal["sharp", "simple"] = "sharp"
 
     Proved. ``"simple"`` is ``|U| |W| / (1 - 2e^(-3/2) |W|^2)``: in ``dz = S (I + S H S)^-1 S W' A U dx`` the matrix
     ``A = e (I - 2 gamma rr')`` has norm at most 1 and ``H = W'AW >= -2e^(-3/2) |W|^2``. ``"sharp"`` is
-    ``|U| response(|W|)``, from the same formula with A used only once (:func:`~opteq.kernels.gaussian.response`): less
-    than half of it for ``|W| >= 0.8``, and attained by scalars for ``|W| >= 0.93``.
+    ``|U| response(|W|)``, the exact supremum of that formula (:func:`~opteq.kernels.gaussian.response`): less than half
+    of the simple one for ``|W| >= 0.8``, and attained by scalars for ``|W| >= 0.93``.
 
     Both are finite up to ``|W|^2 = 2.2408`` and lie below the constant of OptEq for all ``|W| < 1``. So the conclusion
     of the paper's Remark 2 always holds, though its hypotheses (e < 0.8, B < 1, sqrt(gamma) < 0.2) cannot hold

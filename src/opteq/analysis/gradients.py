@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from rich.console import Console
@@ -47,6 +47,7 @@ def compare_gradients(
     gradients: Sequence[Gradient] | None = None,
     repeats: int = 3,
     show: bool = True,
+    console: Console | None = None,
 ) -> list[GradientCost]:
     """Measure each gradient's angle to the exact one, its time and its memory, and print a table.
 
@@ -61,6 +62,7 @@ def compare_gradients(
         gradients: what to compare; by default one of each kind.
         repeats: timed runs, of which the median is shown.
         show: print the table.
+        console: where to print it; standard output by default.
     """
     chosen = list(gradients) if gradients is not None else [Implicit(), Phantom(), OneStep(), Shine(), Unrolled()]
     loss = loss or _random_loss
@@ -81,7 +83,7 @@ def compare_gradients(
             )
         )
     if show:
-        Console().print(_table(rows))
+        (console or Console()).print(_table(rows))
     return rows
 
 
@@ -135,13 +137,19 @@ def _angle(a: Tensor, b: Tensor) -> float:
     return math.degrees(2 * math.atan2(float((u - v).norm()), float((u + v).norm())))
 
 
+def _short_name(gradient: Gradient) -> str:
+    """``Phantom(5, 0.8)``: the class and the options that were set."""
+    values = [getattr(gradient, field.name) for field in fields(gradient)]
+    return f"{type(gradient).__name__}({', '.join(str(value) for value in values if value is not None)})"
+
+
 def _table(rows: list[GradientCost]) -> Table:
     table = Table(title="Gradients against the exact one")
     for heading in ("gradient", "angle", "length ratio", "forward", "backward", "kept"):
         table.add_column(heading, justify="left" if heading == "gradient" else "right")
     for row in rows:
         table.add_row(
-            str(row.gradient),
+            _short_name(row.gradient),
             f"{row.angle:.3g}°",
             f"{row.ratio:.3f}",
             f"{1e3 * row.forward_seconds:.1f} ms",

@@ -28,11 +28,13 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from opteq.operators.base import Operator
+from opteq.operators.captured import in_one_launch
 from opteq.operators.gram import eigenvalue_bound
 from opteq.operators.symbol import squared_supremum
 
@@ -69,6 +71,12 @@ def bounded(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
     """
     if bound is None:
         return weight
+    scale = in_one_launch(partial(_scale, bound), ("scale", bound), weight, *before)
+    return (weight.to(scale.dtype) * scale).to(weight.dtype)
+
+
+def _scale(bound: float, weight: Tensor, *before: Tensor) -> Tensor:
+    """``min(1, bound / s)``, exactly 1 where the norm is within the bound."""
     # Magnitudes are divided out one by one, so that nothing overflows however large the weights are.
     kernel, magnitude = _normalised(weight)
     room = bound / (1 + _rounding(weight.dtype)) / magnitude
@@ -77,8 +85,7 @@ def bounded(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
         kernel, room = kernel * unit, room / magnitude
     limits = torch.finfo(room.dtype)
     room = room.clamp_max(limits.max / 2)
-    scale = room / torch.maximum(_unit_norm(kernel), room).clamp_min(limits.tiny)
-    return (weight.to(scale.dtype) * scale).to(weight.dtype)
+    return room / torch.maximum(_unit_norm(kernel), room).clamp_min(limits.tiny)
 
 
 @torch.no_grad()
@@ -104,7 +111,7 @@ def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
     The magnitude carries no gradient: norms are homogeneous, so derivatives come out right for any constant divisor.
     """
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    magnitude = torch.linalg.vector_norm(weight, math.inf).clamp_min(torch.finfo(weight.dtype).tiny ** 0.75)
+    magnitude = torch.linalg.vector_norm(weight.detach(), math.inf).clamp_min(torch.finfo(weight.dtype).tiny ** 0.75)
     return weight / magnitude, magnitude
 
 

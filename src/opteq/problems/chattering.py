@@ -44,6 +44,11 @@ class Jumping(Protocol):
         ...
 
 
+def signs_change(hidden: Jumping, y: Tensors) -> Tensor:
+    """Which samples have other signs at ``y`` than at its image, ``(B,)``."""
+    return _differ(_signs(hidden, y), _signs(hidden, blocks(hidden.step(y))))
+
+
 def returns(hidden: Jumping, y: Tensors) -> Tensor:
     """Which samples jump for ever: plain steps from ``y`` come back, and signs changed on the way, ``(B,)``.
 

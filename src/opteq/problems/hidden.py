@@ -41,6 +41,9 @@ class BoundMap(ABC):
     damping: float | Tensor = 1.0
     """The damping that makes plain iteration converge, where that is known; one number, or one a sample ``(B,)``."""
 
+    jumps: bool = False
+    """Whether the map is discontinuous: a small residual then proves no fixed point, and every solve is diagnosed."""
+
     measured: Callable[[State], tuple[State, Tensor]] | None = None
     """The step together with a merit that plain steps decrease, where the problem has one."""
 
@@ -75,7 +78,8 @@ class BoundMap(ABC):
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
         """The status codes of an unfinished solve, told more precisely where the problem knows its own troubles.
 
-        Called only where a sample did not converge; it may spend a few steps to find out why.
+        Called where a sample did not converge, and after every solve of a map that jumps; it may spend a few steps to
+        find out why.
         """
         return codes
 

@@ -8,20 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
+from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours, products
 from opteq.operators import LinearMap
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch, inject
 from opteq.problems.branches import check_branches, feature_channels, shrunk
 from opteq.problems.certificate import Certificate
-from opteq.problems.chattering import Tensors, inclusion_residual, returns
+from opteq.problems.chattering import Tensors, inclusion_residual, returns, signs_change
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Structure
 from opteq.problems.mopteq_certificate import certify
 from opteq.problems.perturbation import PerturbationChain
 from opteq.solvers import Anderson, Status
-from opteq.states import State, blocks, inner
+from opteq.states import State, any_row, blocks, inner
+
+_GROWTH_STEPS = 3
 
 
 class MOptEq(Problem):
@@ -159,6 +161,8 @@ class BoundMOptEq(Hidden):
         self._start = start
         if self.coupling.diversity and self.coupling.smoothing:
             self.damping = self._damping()
+            self.measured = self._measured
+        self.jumps = self.coupling.diversity > 0 and not self.coupling.smoothing
 
     def start(self) -> Tensors:
         """Zeros; with perturbations, the state at which they were frozen."""
@@ -197,11 +201,19 @@ class BoundMOptEq(Hidden):
         return FeatureForm(lambda z: self.features(state(z)), start, state)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
-        """``CYCLING`` where the step limit was reached because signs jump for ever."""
-        if not self.coupling.diversity or self.coupling.smoothing:
+        """``CYCLING`` where signs jump for ever.
+
+        That is looked for where the step limit was reached, and where a small residual comes with a change of signs
+        from ``y`` to its image: such a state lies beside a jump, not at a fixed point.
+        """
+        if not self.jumps:
             return codes
-        cycling = returns(self, blocks(y))
-        return torch.where((codes == int(Status.MAX_STEPS)) & cycling, int(Status.CYCLING), codes)
+        parts = blocks(y)
+        beside = (codes == int(Status.CONVERGED)) & signs_change(self, parts)
+        doubtful = beside | (codes == int(Status.MAX_STEPS))
+        if not any_row(doubtful):
+            return codes
+        return torch.where(doubtful & returns(self, parts), int(Status.CYCLING), codes)
 
     @torch.no_grad()
     def inclusion_residual(self, y: State, zero: float = 1e-6, steps: int = 300) -> Tensor:
@@ -241,11 +253,27 @@ class BoundMOptEq(Hidden):
         """``2 / (2 + s)``, best where slopes of a step reach down to -s.
 
         A product inside its kink, of width tau, adds a slope of ``lambda / tau`` times the squared norm of a channel as
-        W carries it: s is that for the largest channels after one step from zero. An estimate, and no bound: it
-        follows the scale of the input, sample by sample.
+        W carries it: s is that for the largest channels that are met after a few steps without D. An estimate, and no
+        bound: it follows the scale of the input, sample by sample. With one or two branches both neighbours are
+        the same, so every product counts twice.
         """
+        plain = Coupling(heritage=self.coupling.heritage)
         y = tuple(self.penalty.prox(c) for c in self.injections)
+        for _ in range(_GROWTH_STEPS):
+            inside = self._carry(plain.fuse(self.features(y)), self.injections)
+            y = tuple(self.penalty.prox(part) for part in inside)
         images = self._carry(largest_neighbours(self.features(y)))
-        reach = torch.stack([inner(part, part) for part in images]).amax(dim=0)
+        reach = torch.stack([inner(part, part) for part in images]).amax(dim=0) * (2 if len(y) <= 2 else 1)
         slope = self.penalty.lipschitz * self.coupling.diversity / self.coupling.smoothing * reach
         return 2 / (2 + slope)
+
+    def _measured(self, y: State) -> tuple[State, Tensor]:
+        """The step and the objective, which damped steps decrease, from the same channel products."""
+        z = self.features(y)
+        matrices = products(z)
+        signs = tuple(self.coupling.signs(matrix) for matrix in matrices)
+        inside = self._carry(self.coupling.fuse(z, signs), self.injections)
+        penalty = torch.stack([self.penalty.total(part) for part in blocks(y)]).sum(dim=0)
+        energy = torch.stack(list(self.coupling.terms(z, matrices).values())).sum(dim=0)
+        merit = penalty + inner(y, y) / 2 - inner(self.injections, y) + energy
+        return tuple(self.penalty.prox(part) for part in inside), merit

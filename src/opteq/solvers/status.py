@@ -40,8 +40,9 @@ _MESSAGES = {
         "so the state is not a strict minimiser. Use Implicit(linear=MINRES()), or give the operators a bound"
     ),
     Status.CYCLING: (
-        "the iterates jump for ever between points: the map is discontinuous there and may have no fixed point. "
-        "Smooth it, or damp the solver"
+        "the iterates jump for ever between points where the map is discontinuous, so there may be no fixed point, "
+        "however small the residual. Smooth the map (MOptEq(smoothing=...)); problem(x).inclusion_residual(state) "
+        "tells how far the state is from an equilibrium with set-valued signs"
     ),
     Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",
 }

@@ -1,0 +1,87 @@
+"""Bounds captured as CUDA graphs: the same numbers and gradients, however calls and backward passes interleave."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from opteq import operators as op
+from opteq.operators.captured import in_one_launch
+from opteq.operators.norms import _scale, bounded
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_on_a_cpu_the_function_is_called_as_it_is() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    value = in_one_launch(lambda t: t.square().sum(), "square", x)
+    assert float(value) == 5
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    assert torch.autograd.grad(slope.sum(), x)[0].tolist() == [2, 2]
+
+
+def eager(weight: Tensor, bound: float) -> Tensor:
+    return weight * _scale(bound, weight)
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("shape", [(6, 4), (8, 5, 3, 3), (4, 4, 1, 1)])
+def test_captured_equals_eager_when_passes_interleave(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(shape, device="cuda", requires_grad=True) for _ in range(3)]
+    outputs = [bounded(w, 0.7) for w in weights]  # three forward passes before the first backward
+    for w, found in zip(weights, outputs, strict=True):
+        wanted = eager(w, 0.7)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        v = torch.randn_like(found)
+        (slope,) = torch.autograd.grad(found, w, v)
+        (expected,) = torch.autograd.grad(wanted, w, v)
+        torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@cuda
+def test_second_derivatives_no_grad_inference_and_copies() -> None:
+    torch.manual_seed(0)
+    operator = op.Conv2d(4, 6, 3, bound=0.7).cuda()
+    operator.weight.data.mul_(2)
+    w = operator.weight
+    (slope,) = torch.autograd.grad(bounded(w, 0.7).square().sum(), w, create_graph=True)
+    (expected,) = torch.autograd.grad(eager(w, 0.7).square().sum(), w, create_graph=True)
+    second = torch.autograd.grad(slope.square().sum(), w)[0]
+    torch.testing.assert_close(second, torch.autograd.grad(expected.square().sum(), w)[0], rtol=1e-3, atol=1e-4)
+    z = torch.randn(2, 4, 7, 7, device="cuda")
+    reference = operator(z).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(operator(z), reference)
+    with torch.inference_mode():
+        torch.testing.assert_close(operator(z), reference)
+    torch.testing.assert_close(copy.deepcopy(operator)(z).detach(), reference)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        torch.testing.assert_close(operator(z).float().detach(), reference, rtol=0.05, atol=0.05)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        other = operator(z).detach()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(other, reference)
+
+
+@pytest.mark.gpu
+@cuda
+def test_inside_a_captured_training_step() -> None:
+    operator = op.Dense(5, 7, bound=0.7).cuda()
+    z = torch.randn(3, 5, device="cuda")
+    expected = operator(z).detach()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        operator(z)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = operator(z)
+    graph.replay()
+    torch.testing.assert_close(static.detach(), expected)
