@@ -22,9 +22,7 @@ def vectors(count: int, bound: float = 0.7) -> list[opteq.Branch]:
 
 def pictures(*scales: int, bound: float = 0.7) -> list[opteq.Branch]:
     """Branches with features of three channels that see the input at these scales."""
-    return [
-        opteq.Branch(op.Conv2d(3, 4, 3, bound=bound), nn.Conv2d(2, 4, 3, padding=1), scale) for scale in scales
-    ]
+    return [opteq.Branch(op.Conv2d(3, 4, 3, bound=bound), nn.Conv2d(2, 4, 3, padding=1), scale) for scale in scales]
 
 
 def mopteq(count: int, **options: object) -> Callable[[], Problem]:

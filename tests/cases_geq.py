@@ -15,6 +15,7 @@ from opteq import kernels
 from opteq import operators as op
 from opteq.problems.base import Problem
 from opteq.problems.geq import GEQ
+from opteq.problems.parallel import Parallel
 
 
 def of_state(kernel: Callable[[], kernels.Kernel], activation: str) -> Callable[[], Problem]:
@@ -34,11 +35,17 @@ def of_output(kernel: Callable[[], kernels.Kernel], activation: str = "relu") ->
     return lambda: GEQ(op.Dense(5, 6, bound=0.8), nn.Linear(4, 6), kernel(), activation)
 
 
+def side_by_side() -> Problem:
+    """Two branches, the second at half the size."""
+    parts = [pictures(lambda: kernels.Gaussian(0.3, 2, 2), "tanh")(), pictures(lambda: kernels.Gaussian(0.1), "tanh")()]
+    return Parallel(parts, scales=[1, 2])
+
+
 def pictures(kernel: Callable[[], kernels.Kernel], activation: str = "relu") -> Callable[[], Problem]:
     return lambda: GEQ(op.Conv2d(3, 4, 3, bound=0.8), nn.Conv2d(2, 4, 3, padding=1), kernel(), activation)
 
 
-MORE_CASES = [
+MORE_CASES: list[Case] = [
     Case("geq-linear", of_state(kernels.Linear, "relu"), (4,)),
     Case("geq-polynomial", of_state(lambda: kernels.Polynomial(2), "sigmoid"), (4,), kinks=False),
     Case("geq-sigmoid", small_inputs, (4,), kinks=False),
@@ -52,4 +59,5 @@ MORE_CASES = [
         (2, 2, 4),
         kinks=False,
     ),
+    Case("geq-parallel", side_by_side, (2, 4, 4), kinks=False),
 ]

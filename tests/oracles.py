@@ -17,8 +17,13 @@ def unrolled_features(problem: Problem, x: Tensor, steps: int = 400) -> State:
     """Plain iteration on autograd's tape, damped where the problem needs it."""
     hidden = problem(x)
     y = hidden.start()
+
+    def towards(old: Tensor, new: Tensor) -> Tensor:
+        share = torch.as_tensor(hidden.damping, dtype=old.dtype)
+        return old + share.reshape(-1, *[1] * (old.ndim - 1)) * (new - old)
+
     for _ in range(steps):
-        y = map_state(lambda old, new: old + hidden.damping * (new - old), y, hidden.step(y))
+        y = map_state(towards, y, hidden.step(y))
     return hidden.features(y)
 
 

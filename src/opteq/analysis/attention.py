@@ -10,30 +10,42 @@ from opteq.equilibrium import Equilibrium
 from opteq.kernels.gaussian import GaussianSimilarity
 from opteq.problems.geq import BoundGEQ
 from opteq.problems.hidden import BoundMap
-from opteq.states import State, single
+from opteq.problems.side_by_side import BoundParallel
+from opteq.states import State, blocks, like, single
 
 
-def patch_weights(hidden: BoundMap, state: State) -> Tensor:
-    """The weights ``e_i = exp(-gamma |q_i|^2)`` at ``state``, ``(B, channel groups, rows, columns)``, in [0, 1].
+def patch_weights(hidden: BoundMap, state: State) -> tuple[Tensor, ...]:
+    """The weights ``e_i = exp(-gamma |q_i|^2)`` at ``state``, in [0, 1]: a tensor for every GEQ in ``hidden``.
+
+    Each has the shape ``(B, channel groups, rows, columns)`` in which its patches lie.
 
     Args:
-        hidden: a GEQ with a Gaussian kernel and its input bound, ``problem(x)``.
+        hidden: GEQ with a Gaussian kernel, or a :class:`~opteq.problems.parallel.Parallel` with some among its parts,
+            its input bound: ``problem(x)``.
         state: ``layer.solve(x).state``.
     """
-    if not isinstance(hidden, BoundGEQ) or not isinstance(hidden.similarity, GaussianSimilarity):
-        raise TypeError(f"only GEQ with a Gaussian kernel weighs patches; got {type(hidden).__name__}")
-    return hidden.similarity.weights(single(state))
+    if isinstance(hidden, BoundGEQ) and isinstance(hidden.similarity, GaussianSimilarity):
+        return (hidden.similarity.weights(single(state)),)
+    if not isinstance(hidden, BoundParallel):
+        return ()
+    tensors = list(blocks(state))
+    found: list[Tensor] = []
+    for part in hidden.parts:
+        start = part.start()
+        own = tuple(tensors.pop(0) for _ in blocks(start))
+        found.extend(patch_weights(part, like(start, own)))
+    return tuple(found)
 
 
 @torch.no_grad()
 def attention_map(layer: Equilibrium, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-    """The weights at the equilibrium of ``x``, averaged over channel groups, as pictures ``(B, height, width)``.
+    """The weights at the equilibrium of ``x`` as pictures ``(B, height, width)``, averaged over groups and branches.
 
     A patch whose state explains it has weight 1, one that is ignored has weight 0. Every pixel shows the weight of
-    the patch that covers it; where the layer sees a smaller picture than ``x``, patches are enlarged with it.
+    the patch that covers it; where a branch sees a smaller picture than ``x``, its patches are enlarged.
 
     Args:
-        layer: an :class:`~opteq.equilibrium.Equilibrium` of :class:`~opteq.problems.geq.GEQ` with a Gaussian kernel.
+        layer: an :class:`~opteq.equilibrium.Equilibrium` of GEQ with a Gaussian kernel, or of several in parallel.
         x: pictures ``(B, C, height, width)``.
         size: height and width of the maps; those of ``x`` by default.
 
@@ -48,5 +60,8 @@ def attention_map(layer: Equilibrium, x: Tensor, size: tuple[int, int] | None = 
     if x.ndim != 4:
         raise ValueError(f"an attention map needs pictures (batch, channels, height, width); got {tuple(x.shape)}")
     weights = patch_weights(layer.problem(x), layer.solve(x).state)
-    picture = weights.mean(dim=1, keepdim=True)
-    return F.interpolate(picture, size=size or (x.shape[2], x.shape[3]), mode="nearest-exact").squeeze(1)
+    if not weights:
+        raise TypeError(f"only GEQ with a Gaussian kernel weighs patches; got {type(layer.problem).__name__}")
+    size = size or (x.shape[2], x.shape[3])
+    maps = [F.interpolate(one.mean(dim=1, keepdim=True), size=size, mode="nearest-exact") for one in weights]
+    return torch.stack(maps).mean(dim=0).squeeze(1)

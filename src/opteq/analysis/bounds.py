@@ -148,8 +148,8 @@ def geq_sensitivity(sizes: WeightSizes, radius: float, beta: float = 1.0, form: 
 
     The ``"proved"`` form lets it move. ``r -> e r`` is 1-Lipschitz with derivative in [-2e^(-3/2), 1], so that
     ``|dz| <= |dW| beta |c| / (1 - 2e^(-3/2) mu^2) + response(mu) (|dc| + |dW| |z|)``, with
-    ``|z| <= min(beta mu, sqrt(beta)/2) |c|``; again for changed weights within the same bounds. With ``m = mu^2`` it lies
-    below that of OptEq for all mu, beta and B: the conclusion of Remark 1, without its hypotheses.
+    ``|z| <= min(beta mu, sqrt(beta)/2) |c|``; again for changed weights within the same bounds. With ``m = mu^2`` it
+    lies below that of OptEq for all mu, beta and B: the conclusion of Remark 1, without its hypotheses.
     """
     mu, m, B = sizes.mu, sizes.m, radius
     rest = 1 - beta * m

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
+from opteq.solvers import SAM, Solver
 from opteq.states import State, blocks
 
 Loss = Callable[[State], Tensor]
@@ -29,7 +36,7 @@ class GradientCost:
         ratio: its length over the exact one's.
         forward_seconds: median time of the forward pass.
         backward_seconds: median time of the backward pass.
-        kept_bytes: what autograd keeps between the two passes, parameters not counted.
+        kept_bytes: what the forward pass leaves alive for the backward pass; parameters and input not counted.
     """
 
     gradient: Gradient
@@ -52,10 +59,12 @@ def compare_gradients(
     """Measure each gradient's angle to the exact one, its time and its memory, and print a table.
 
     The exact gradient is the implicit one, solved as far as the dtype allows at the state that the layer's solver
-    finds with its tolerance lowered to match.
+    finds with its tolerance lowered to match. SAM is refused: it ends where its steps end, which is no equilibrium, and
+    the gradient of those steps is :class:`~opteq.gradients.Unrolled`.
 
     Args:
-        layer: the layer to measure; its solver is used for every row. It is left as it was.
+        layer: the layer to measure; its solver is used for every row. It is left as it was, buffers (the statistics of
+            a batch normalisation, say) and random state included; every run sees the same random numbers.
         x: a batch.
         loss: from the layer's features to one number; by default their inner product with fixed random numbers,
             which favours no direction.
@@ -64,24 +73,29 @@ def compare_gradients(
         show: print the table.
         console: where to print it; standard output by default.
     """
+    if repeats < 1:
+        raise ValueError(f"repeats should be at least 1; got {repeats}")
+    if isinstance(layer.solver, SAM):
+        raise ValueError("SAM ends at no equilibrium, so there is no exact gradient to compare with")
     chosen = list(gradients) if gradients is not None else [Implicit(), Phantom(), OneStep(), Shine(), Unrolled()]
     loss = loss or _random_loss
-    exact = _flat_gradient(_exact(layer, x), x, loss)[0]
     rows = []
-    for gradient in chosen:
-        probe = Equilibrium(layer.problem, layer.solver, gradient, on_failure="ignore").train(layer.training)
-        runs = [_flat_gradient(probe, x, loss) for _ in range(repeats)]
-        found = runs[0][0]
-        rows.append(
-            GradientCost(
-                gradient,
-                angle=_angle(found, exact),
-                ratio=float(found.norm() / exact.norm()) if float(exact.norm()) > 0 else math.nan,
-                forward_seconds=sorted(run[1] for run in runs)[repeats // 2],
-                backward_seconds=sorted(run[2] for run in runs)[repeats // 2],
-                kept_bytes=runs[0][3],
+    with _as_it_was(layer, x) as rewind:
+        exact = _flat_gradient(_exact(layer, x), x, loss, rewind)[0]
+        for gradient in chosen:
+            probe = _probe(layer, layer.solver, gradient)
+            runs = [_flat_gradient(probe, x, loss, rewind) for _ in range(repeats)]
+            found = runs[0][0]
+            rows.append(
+                GradientCost(
+                    gradient,
+                    angle=_angle(found, exact),
+                    ratio=float(found.norm() / exact.norm()) if float(exact.norm()) > 0 else math.nan,
+                    forward_seconds=sorted(run[1] for run in runs)[repeats // 2],
+                    backward_seconds=sorted(run[2] for run in runs)[repeats // 2],
+                    kept_bytes=_kept_bytes(probe, x, loss, rewind),
+                )
             )
-        )
     if show:
         (console or Console()).print(_table(rows))
     return rows
@@ -90,31 +104,93 @@ def compare_gradients(
 def _exact(layer: Equilibrium, x: Tensor) -> Equilibrium:
     eps = torch.finfo(x.dtype).eps
     solver = replace(layer.solver, tol=min(layer.solver.tol, 10 * eps), max_steps=4 * layer.solver.max_steps)
-    gradient = Implicit(tol=10 * eps, max_steps=1000)
-    return Equilibrium(layer.problem, solver, gradient, on_failure="ignore").train(layer.training)
+    return _probe(layer, solver, Implicit(tol=10 * eps, max_steps=1000))
 
 
-def _flat_gradient(layer: Equilibrium, x: Tensor, loss: Loss) -> tuple[Tensor, float, float, int]:
-    """The gradient as one vector, the seconds of both passes, and the bytes kept between them."""
+def _probe(layer: Equilibrium, solver: Solver, gradient: Gradient) -> Equilibrium:
+    """The layer with another solver and gradient. The problem is shared, in whatever mode its parts are."""
+    return Equilibrium(layer.problem, solver, gradient, on_failure="ignore")
+
+
+@contextmanager
+def _as_it_was(layer: Equilibrium, x: Tensor) -> Iterator[Callable[[], None]]:
+    """Yields what puts buffers and random numbers back; on leaving they are put back as well."""
+    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    on_cpu = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(x.device) if x.device.type == "cuda" else None
+
+    def rewind() -> None:
+        torch.set_rng_state(on_cpu)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, x.device)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
+def _flat_gradient(
+    layer: Equilibrium, x: Tensor, loss: Loss, rewind: Callable[[], None]
+) -> tuple[Tensor, float, float]:
+    """The gradient as one vector, and the seconds of both passes."""
+    rewind()
     x = x.detach().clone().requires_grad_()
-    weights = [p for p in layer.parameters() if p.requires_grad]
-    own = {w.untyped_storage().data_ptr() for w in weights}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
     begun = _clock(x.device)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
+    with torch.enable_grad():
         value = loss(layer(x))
     between = _clock(x.device)
-    slopes = torch.autograd.grad(value, [x, *weights], allow_unused=True)
+    slopes = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
     ended = _clock(x.device)
-    wide = [slope.flatten().double() for slope in slopes if slope is not None]
-    return torch.cat(wide), between - begun, ended - between, sum(kept.values())
+    return torch.cat([slope.flatten().double() for slope in slopes]), between - begun, ended - between
+
+
+def _kept_bytes(layer: Equilibrium, x: Tensor, loss: Loss, rewind: Callable[[], None]) -> int:
+    """The bytes that are alive between the two passes and were not before the first."""
+    rewind()
+    x = x.detach().clone().requires_grad_()
+    made = _Storages([x, *layer.parameters(), *layer.buffers()])
+    with made, torch.enable_grad():
+        value = loss(layer(x))
+    gc.collect()
+    kept = made.alive()
+    del value  # until here it held on to its graph
+    return kept
+
+
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches which storages operations make, without keeping them alive.
+
+    Hooks on saved tensors would see less: an adjoint solve keeps its linearisation in a closure.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = {_watch(tensor).cdata for tensor in known}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                seen = _watch(tensor)
+                if seen.cdata not in self.known:
+                    self.made[seen.cdata] = (seen, tensor.untyped_storage().nbytes())
+        return result
+
+    def alive(self) -> int:
+        """The bytes of those that still exist."""
+        return sum(size for seen, size in self.made.values() if not seen.expired())  # type: ignore[no-untyped-call, misc]
+
+
+def _watch(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _clock(device: torch.device) -> float:
@@ -154,6 +230,6 @@ def _table(rows: list[GradientCost]) -> Table:
             f"{row.ratio:.3f}",
             f"{1e3 * row.forward_seconds:.1f} ms",
             f"{1e3 * row.backward_seconds:.1f} ms",
-            f"{row.kept_bytes / 2**20:.2f} MiB",
+            f"{row.kept_bytes / 2**20:.2f} MiB" if row.kept_bytes >= 2**20 else f"{row.kept_bytes / 2**10:.1f} KiB",
         )
     return table

@@ -51,6 +51,16 @@ class Similarity(ABC):
         pull = torch.func.vjp(self.gradient, y)[1]  # a Hessian is symmetric, so its transpose will do
         return lambda v: pull(v)[0]
 
+    def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """Bounds of the eigenvalues of ``hess s`` over all states, for this input: two numbers a sample, or None.
+
+        For kernels whose curvature has no bound that holds for every input, :attr:`Kernel.curvature`.
+
+        Args:
+            square: bound of ``|W|^2 |projection|^2``.
+        """
+        return None
+
 
 class Kernel(nn.Module, ABC):
     """How a state is compared with an input. GEQ minimises ``sum f(y) + 1/2 |y|^2 - s(y)`` for the ``s`` it defines.

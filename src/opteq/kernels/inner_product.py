@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from opteq.kernels.base import Kernel, Product, Similarity
@@ -16,9 +17,13 @@ class InnerProduct(Kernel):
     """``s(y) = 1/2 |W y|^2 + k(<c, y>)`` for a function k of one number.
 
     A kernel of this kind is k with its first two derivatives; each takes and returns one number a sample.
+
+    Attributes:
+        bends: an interval that holds all values of ``k''``, or None where there is none.
     """
 
     growth: ClassVar[float | None] = 1.0
+    bends: ClassVar[tuple[float, float] | None] = None
 
     @abstractmethod
     def height(self, t: Tensor) -> Tensor:
@@ -59,6 +64,15 @@ class InnerProductSimilarity(Similarity):
         """``v -> W'W v + k''(<c, y>) c <c, v>``."""
         bend = self.kernel.bend(inner(self.c, y))
         return lambda v: self.W.adjoint(self.W(v)) + self._times_c(bend * inner(self.c, v))
+
+    def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:
+        """``W'W`` lies in ``[0, |W|^2]``, and ``k'' cc'`` between zero and ``k'' |c|^2``."""
+        if self.kernel.bends is None:
+            return None
+        low, high = self.kernel.bends
+        with torch.no_grad():
+            size = inner(self.c, self.c)
+            return min(low, 0.0) * size, square + max(high, 0.0) * size
 
     def _times_c(self, numbers: Tensor) -> Tensor:
         return numbers.to(self.c.dtype).reshape(-1, *[1] * (self.c.ndim - 1)) * self.c

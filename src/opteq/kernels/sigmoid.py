@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,13 @@ class Sigmoid(InnerProduct):
     activation. It is the only one for inputs that are not too large: the curvature of ``tanh <c, y>`` is at most
     ``4 / sqrt(27) |c|^2``, hence uniqueness for ``L (|W|^2 + 0.77 |c|^2) < 1``.
 
+    Where it is not, solvers are damped by each sample's own ``|c|^2``.
+
     >>> Sigmoid().slope(torch.tensor([0.0]))
     tensor([1.])
     """
 
+    bends = (-4 / math.sqrt(27), 4 / math.sqrt(27))
     caveat = (
         "the curvature of tanh <c, y> grows with |c|^2, c = U x + b. With L the largest slope of the activation, the "
         "objective has a minimiser where L |W|^2 < 1 and may have none otherwise; it is unique, and a step contracts, "

@@ -67,7 +67,8 @@ class _Graph:
     def __init__(self, function: Scalar, inputs: tuple[Tensor, ...], wanted: bool) -> None:
         device = inputs[0].device
         with torch.inference_mode(False), torch.cuda.device(device):
-            self.inputs = [torch.empty_like(i).copy_(i).requires_grad_() for i in inputs]
+            # Leaves of their own: a tie to the parameters would draw other streams into the capture.
+            self.inputs = [i.detach().clone().requires_grad_() for i in inputs]
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -23,6 +23,14 @@ class AffineOptEq(Problem):
         problem: the OptEq that gives T, with vectors as features.
         matrix: invertible, ``(m, m)`` for features of length m; learnable.
         shift: of length m, or None for zero; learnable.
+
+    >>> import torch, opteq
+    >>> inner = opteq.OptEq(opteq.operators.Dense(1, 1), activation="relu")
+    >>> _ = inner.W.weight.data.fill_(0.5)  # z = 2/3 for the input 1
+    >>> problem = opteq.AffineOptEq(inner, matrix=torch.tensor([[2.0]]), shift=torch.tensor([1.0]))
+    >>> layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6))
+    >>> round(layer(torch.ones(1, 1)).item(), 4)  # (2/3 - 1) / 2
+    -0.1667
     """
 
     def __init__(self, problem: OptEq, matrix: Tensor, shift: Tensor | None = None) -> None:
@@ -71,7 +79,7 @@ class BoundAffineOptEq(BoundMap):
 
     def start(self) -> Tensor:
         """Zeros."""
-        return self.block.back(self.block.c) * 0
+        return torch.zeros_like(self.block.back(self.block.c))
 
     def outer(self, u: State) -> Tensor:
         """``A(u)``."""

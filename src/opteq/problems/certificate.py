@@ -36,12 +36,17 @@ BANACH = "a contraction of a complete space has exactly one fixed point (Banach)
 BROUWER = "a continuous map of a compact convex set into itself has a fixed point (Brouwer): the activation is bounded"
 
 
-def existence(contraction: float | None, bounded: bool) -> tuple[bool | None, bool | None, dict[str, str]]:
-    """Existence and uniqueness from a contraction factor and whether the activation's range is bounded."""
+def existence(
+    contraction: float | None, bounded: bool, no_brouwer: str = "the activation is unbounded"
+) -> tuple[bool | None, bool | None, dict[str, str]]:
+    """Existence and uniqueness from a contraction factor and whether the activation's range is bounded.
+
+    ``no_brouwer`` is the reason to give where a continuous map into a compact set is not at hand.
+    """
     if contraction is not None and contraction < 1:
         return True, True, {"exists": BANACH, "unique": BANACH}
     shown = "unknown" if contraction is None else f"bounded only by {contraction:.4g}, not below 1"
     no_banach = f"the Lipschitz constant of a step is {shown}"
     if bounded:
         return True, None, {"exists": BROUWER, "unique": no_banach}
-    return None, None, {"exists": f"{no_banach}, and the activation is unbounded", "unique": no_banach}
+    return None, None, {"exists": f"{no_banach}, and {no_brouwer}", "unique": no_banach}

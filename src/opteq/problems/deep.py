@@ -17,7 +17,7 @@ from opteq.problems.block import Block, half_square
 from opteq.problems.branch import Branch, check_positive, inject
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.feedforward import by_gram, by_slots, read_mlp
-from opteq.problems.hidden import BoundMap
+from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.linearisation import Linearisation
 from opteq.problems.opteq import OptEq
 from opteq.states import State, single
@@ -38,6 +38,15 @@ class DeepOptEq(Problem):
         mu: divides every ``W'``.
         learn_alpha: make the alphas parameters, kept inside (0, 1).
         readout: applied to the fixed point to give the features; None hands on the fixed point.
+
+    >>> import torch, opteq
+    >>> from opteq import operators as op
+    >>> layers = [(op.Dense(4, n, bound=0.9), torch.nn.Linear(3, n)) for n in (6, 5)]
+    >>> problem = opteq.DeepOptEq(layers, alpha=0.7)
+    >>> problem.certificate().unique
+    True
+    >>> opteq.Equilibrium(problem)(torch.randn(2, 3)).shape
+    torch.Size([2, 4])
     """
 
     def __init__(
@@ -94,7 +103,8 @@ class DeepOptEq(Problem):
         alphas = [float(alpha) for alpha in self.alphas()]
         factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
         contraction = math.prod(factors)
-        exists, unique, reasons = existence(contraction, bounded=False)
+        # With a bounded activation every layer maps a large enough ball into itself, its skip connection included.
+        exists, unique, reasons = existence(contraction, self.penalty.bounded)
         reasons["contraction"] = "product over layers of 1 - alpha + alpha L |W|^2 / mu"
         lipschitz, why = self._lipschitz(contraction, factors, alphas, norms)
         return Certificate(exists, unique, contraction, lipschitz, {**reasons, "lipschitz": why})
@@ -117,17 +127,17 @@ class DeepOptEq(Problem):
         return float(outer) * total / (1 - contraction), "what layers add, carried through the later ones, / (1 - k)"
 
     def wide_limit(self) -> OptEq:
-        """The OptEq that this network tends to as every alpha goes to 0: all layers side by side.
+        """The OptEq that this network tends to as alpha, the same in every layer, goes to 0: all layers side by side.
 
-        Theorem 3, with mu times the number of layers: the limit minimises the sum of the layers' Moreau envelopes.
-        The weights are shared with this network.
+        Theorem 3, with mu times the number of layers: the limit minimises the sum of the layers' Moreau envelopes, and
+        the fixed point differs from it by a multiple of alpha. The weights are shared with this network.
         """
         branches = self.branches()
         injections = [branch.U for branch in branches if branch.U is not None]
         if len(injections) < len(branches):
             raise ValueError("the wide limit needs a U in every layer")
         stack = Stack([branch.W for branch in branches])
-        return OptEq(stack, _SideBySide(injections), self.penalty, mu=self.mu * len(branches))
+        return OptEq(stack, _SideBySide(injections, stack.dim), self.penalty, mu=self.mu * len(branches))
 
     @classmethod
     def from_feedforward(cls, mlp: nn.Sequential, alpha: float = 1.0, nonexpansive: bool = False) -> DeepOptEq:
@@ -136,10 +146,19 @@ class DeepOptEq(Problem):
         Args:
             mlp: linear layers with one activation between them, e.g. Linear, ReLU, Linear.
             alpha: 1 gives a chain with a leading zero layer that cuts the loop, reached in one sweep (Lemmas 1 and 2,
-                corrected). Below 1, the hidden layers appear twice and their feedback cancels exactly; that is an
-                equilibrium, but plain iteration is not sure to find it.
+                corrected). Below 1 the hidden layers appear twice, so that their feedback cancels exactly, each time
+                behind as many zero layers as make a sweep contract: the smaller alpha, the more. Either way the
+                equilibrium is unique, every solver finds it from any start, and the certificate says so. Its precision
+                is the solver's ``tol``.
             nonexpansive: with alpha 1 and a positively homogeneous activation (ReLU and the like), scale every W to
                 norm 1 at most, so that each layer is a prox.
+
+        >>> import torch, opteq
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+        >>> layer = opteq.Equilibrium(opteq.DeepOptEq.from_feedforward(mlp, alpha=0.6), opteq.Anderson(tol=1e-12))
+        >>> x = torch.randn(4, 3, dtype=torch.float64)
+        >>> torch.allclose(layer(x), mlp(x), rtol=0, atol=1e-9)
+        True
         """
         network = read_mlp(mlp)
         (alpha_value,) = _alphas(alpha, 1)
@@ -171,6 +190,12 @@ class BoundDeepOptEq(BoundMap):
             return y
         features: Tensor = self.readout(y)
         return features
+
+    def feature_form(self) -> FeatureForm:
+        """The map itself, where the features are the state."""
+        if self.readout is not None:
+            raise ValueError("a solver that works on features can't look through the read-out of a DeepOptEq")
+        return super().feature_form()
 
     def trajectory(self, z: State) -> list[Tensor]:
         """``z_0, z_1, ..., z_L``: the state and what each layer makes of it."""
@@ -244,14 +269,15 @@ class BoundDeepOptEq(BoundMap):
 
 
 class _SideBySide(nn.Module):
-    """Several injections of one input, joined along the channels."""
+    """Several injections of one input, joined along the dimension along which a Stack joins its operators."""
 
-    def __init__(self, parts: list[nn.Module]) -> None:
+    def __init__(self, parts: list[nn.Module], dim: int) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
+        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=1)
+        return torch.cat([part(x) for part in self.parts], dim=self.dim)
 
 
 def _towards(old: Tensor, new: Tensor, alpha: float | Tensor) -> Tensor:
@@ -260,6 +286,8 @@ def _towards(old: Tensor, new: Tensor, alpha: float | Tensor) -> Tensor:
 
 def _branch(layer: Any, index: int) -> Branch:
     if isinstance(layer, Branch):
+        if layer.scale != 1:
+            raise ValueError(f"the layers of DeepOptEq share one resolution; layer {index} has scale={layer.scale}")
         return layer
     if not isinstance(layer, tuple) or len(layer) != 2:
         raise TypeError(f"layer {index} should be a pair (W, U) or a Branch; got {layer!r}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,14 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.GELU: "gelu",
     nn.SiLU: "silu",
     nn.Mish: "mish",
+    nn.Hardswish: "hardswish",
 }
+_STANDARD: tuple[tuple[type[nn.Module], str, float], ...] = (
+    (nn.Softplus, "beta", 1),
+    (nn.Softplus, "threshold", 20),
+    (nn.Hardtanh, "min_val", -1),
+    (nn.Hardtanh, "max_val", 1),
+)
 _HOMOGENEOUS = (penalties.ReLU, penalties.LeakyReLU, penalties.Identity)
 
 
@@ -97,44 +105,51 @@ def by_slots(network: FeedForward, nonexpansive: bool) -> tuple[Layers, nn.Linea
 
 
 def by_gram(network: FeedForward, alpha: float) -> tuple[Layers, nn.Linear]:
-    """Exact for 0 < alpha < 1: every hidden layer twice, with the Gram blocks ``W_i W_j'`` prescribed.
+    """Exact for 0 < alpha < 1: a sweep of idle layers and the hidden layers, twice, with ``W_i W_j'`` prescribed.
 
-    With ``q = 1 - alpha`` and N hidden layers, what a layer hears of its predecessor adds up to ``A_l h``, and what it
-    hears of itself and of later layers cancels between the two copies. The blocks are then factored into the W.
+    With ``q = 1 - alpha``, what a layer hears of its predecessor adds up to ``A_l h`` over the two copies, and what it
+    hears of itself and of later layers cancels between them. The blocks that do so are ``[[1, -e], [-e, 1]] x (F + s)``
+    where F holds ``A_l / alpha`` beside its diagonal and e is the power of q that lies between the copies; they are
+    positive definite for s above ``|F|``, and are factored into the W.
+
+    That equilibrium needs no idle layers, but without them others may exist and solvers end there. An idle layer has
+    W = 0 and only shrinks the state by q; with enough of them a sweep contracts, and the equilibrium is the only one.
     """
     sizes, count = network.sizes, len(network.sizes)
-    decay = (1 - alpha) ** count
-    ends = torch.tensor([0, *sizes, *sizes]).cumsum(0).tolist()
-    place = [slice(ends[i], ends[i + 1]) for i in range(2 * count)]
+    place = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
     like = network.weights[0]
-    gram = like.new_zeros(ends[-1], ends[-1])
-
-    def put(i: int, j: int, block: Tensor) -> None:
-        gram[place[i], place[j]] = block
-        gram[place[j], place[i]] = block.T
-
+    coupling = torch.zeros(sum(sizes), sum(sizes), dtype=torch.float64, device=like.device)
     for k in range(1, count):
-        forward = network.weights[k] / alpha
-        for copy in (0, count):
-            put(k + copy, k - 1 + copy, forward)
-            put(k + copy, k - 1 + (count - copy), -decay * forward)
-    least = float(torch.linalg.eigvalsh(gram)[0])
-    # The smallest diagonal that makes the Gram matrix safely positive definite, so that h can be read off z.
-    self_weight = (1.0 + max(-least, 0.0)) / (1 - decay)
-    for k in range(count):
-        eye = torch.eye(sizes[k], dtype=like.dtype, device=like.device)
-        put(k, k, self_weight * eye)
-        put(k + count, k + count, self_weight * eye)
-        put(k, k + count, -decay * self_weight * eye)
-    root = torch.linalg.cholesky(gram)
+        coupling[place[k], place[k - 1]] = network.weights[k].double() / alpha
+        coupling[place[k - 1], place[k]] = network.weights[k].double().T / alpha
+    reach = -float(torch.linalg.eigvalsh(coupling)[0])
+    # Half as much again as is needed keeps the factor well conditioned, so that h can be read off z.
+    self_weight = max(1.5 * reach, 0.5)
+    root = torch.linalg.cholesky(coupling + self_weight * torch.eye(len(coupling)).to(coupling))
+    idle = _idle_layers(count, alpha, network.activation.lipschitz * self_weight)
+    echo = (1 - alpha) ** (idle + count)
     layers: Layers = []
-    for i in range(2 * count):
-        k = i % count
-        weight = network.weights[0] if k == 0 else like.new_zeros(sizes[k], like.shape[1])
-        layers.append((_dense(root[place[i]]), _linear(weight, network.biases[k])))
-    # z = root' d with d_i = alpha / (1 - q^2N) q^(2N-1-i) h_i, so the last block of d is proportional to h_N.
-    read = torch.linalg.inv(root.T)[place[-1]] * (1 - (1 - alpha) ** (2 * count)) / alpha
-    return layers, _linear(network.out_weight @ read, network.out_bias)
+    for first, second in ((1.0, 0.0), (-echo, math.sqrt(1 - echo**2))):
+        layers += [(_dense(like.new_zeros(1, 2 * len(root))), None) for _ in range(idle)]
+        for k in range(count):
+            W = torch.cat([first * root[place[k]], second * root[place[k]]], dim=1)
+            weight = like if k == 0 else like.new_zeros(sizes[k], like.shape[1])
+            layers.append((_dense(W.to(like)), _linear(weight, network.biases[k])))
+    # The last coordinates of z are alpha / sqrt(1 - e^2) R'h for the last hidden h, with R the factor's last block.
+    corner = root[place[-1], place[-1]]
+    out = torch.linalg.solve_triangular(corner.T, network.out_weight.double(), upper=True, left=False)
+    read = like.new_zeros(out.shape[0], 2 * len(root))
+    read[:, -sizes[-1] :] = out * math.sqrt(1 - echo**2) / alpha
+    return layers, _linear(read, network.out_bias)
+
+
+def _idle_layers(count: int, alpha: float, stretch: float) -> int:
+    """How many layers with W = 0 halve what one copy of the hidden layers may magnify.
+
+    A hidden layer has the Lipschitz constant ``1 - alpha + alpha L |W|^2``, an idle one ``1 - alpha``.
+    """
+    growth = count * math.log(1 - alpha + alpha * stretch) + math.log(2)
+    return max(0, math.ceil(growth / -math.log1p(-alpha)))
 
 
 def _penalty(module: nn.Module) -> Penalty:
@@ -144,10 +159,9 @@ def _penalty(module: nn.Module) -> Penalty:
         return penalties.ELU(module.alpha)
     if isinstance(module, nn.Softshrink):
         return penalties.SoftThreshold(module.lambd)
-    standard = {nn.Softplus: ("beta", 1), nn.Hardtanh: ("max_val", 1)}
-    for kind, (field, usual) in standard.items():
+    for kind, field, usual in _STANDARD:
         if isinstance(module, kind) and getattr(module, field) != usual:
-            raise ValueError(f"{kind.__name__} is known with {field}={usual}; got {getattr(module, field)}")
+            raise ValueError(f"{kind.__name__} is known with {field}={usual}; got {field}={getattr(module, field)}")
     name = _ACTIVATIONS.get(type(module))
     if name is None:
         raise ValueError(f"no penalty belongs to {type(module).__name__}; known: {', '.join(penalties.names())}")

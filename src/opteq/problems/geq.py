@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from opteq import penalties
@@ -61,9 +62,10 @@ class GEQ(Problem):
         W, c = self.W.prepare(), inject(self.U, x)
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)
-        scale = self.kernel.curvature
         # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.
-        curvature = None if scale is None else _scaled(scale, self._norm(_bound_or_norm) ** 2)
+        square = self._norm(_bound_or_norm) ** 2
+        always = self.kernel.curvature
+        curvature = similarity.curvature_interval(square) if always is None else _scaled(always, square)
         return BoundGEQ(self.penalty, similarity, start, curvature)
 
     def certificate(self) -> Certificate:
@@ -122,7 +124,7 @@ class BoundGEQ(Hidden):
         penalty: f and the activation.
         similarity: the kernel with its input bound.
         start: where solvers begin.
-        curvature: an interval that holds the eigenvalues of ``hess s``, or None.
+        curvature: an interval that holds the eigenvalues of ``hess s``: two numbers, two a sample, or None.
 
     ``T(y)`` minimises ``F(v) - <grad s(y), v>`` with ``F = f + 1/2 |.|^2``, which is 1/L-strongly convex. So a step of
     damping t from y changes the objective by at most ``-t/2 (2/L - t (1/L - low)) |T(y) - y|^2``, where low is the
@@ -131,7 +133,11 @@ class BoundGEQ(Hidden):
     """
 
     def __init__(
-        self, penalty: Penalty, similarity: Similarity, start: Tensor, curvature: tuple[float, float] | None
+        self,
+        penalty: Penalty,
+        similarity: Similarity,
+        start: Tensor,
+        curvature: tuple[float, float] | tuple[Tensor, Tensor] | None,
     ) -> None:
         self.penalty = penalty
         self.similarity = similarity
@@ -140,12 +146,15 @@ class BoundGEQ(Hidden):
             return
         low, high = (penalty.lipschitz * end for end in curvature)
         self.measured = self._measured
-        if high < 1:
-            # I - J has its spectrum in [1 - high, 1 - low]; this is the best damping for such an interval.
+        # I - J has its spectrum in [1 - high, 1 - low]. Where that is positive there is a best damping for such an
+        # interval; elsewhere the second one gives the largest decrease that is sure.
+        if isinstance(high, Tensor):
+            self.damping = torch.where(high < 1, 2 / (2 - low - high), 1 / (1 - low)).clamp(max=1.0)
+        elif high < 1:
+            self.damping = min(1.0, float(2 / (2 - low - high)))
             self.structure = Structure.POSITIVE
-            self.damping = min(1.0, 2 / (2 - low - high))
         else:
-            self.damping = min(1.0, 1 / (1 - low))  # the largest decrease that is sure
+            self.damping = min(1.0, float(1 / (1 - low)))
 
     def start(self) -> Tensor:
         """Zeros, unless the kernel says otherwise."""

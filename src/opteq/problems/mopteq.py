@@ -24,6 +24,10 @@ from opteq.solvers import Anderson, Status
 from opteq.states import State, any_row, blocks, inner
 
 _GROWTH_STEPS = 3
+"""Steps by which the size of features is estimated."""
+
+_SETTLED = 1e-3
+"""Residual at which signs count as settled; nearly all entries have theirs after four steps."""
 
 
 class MOptEq(Problem):
@@ -44,12 +48,13 @@ class MOptEq(Problem):
         branches: :class:`Branch` objects, whose features all have the same number of channels.
         diversity: lambda, the weight of D.
         perturbation: largest entry of the perturbations that branches hand on in training mode, see
-            :class:`~opteq.problems.perturbation.PerturbationChain`; 0 for none. They are frozen after ``settle`` steps
-            (they depend on signs, so a joint solve may never end), and the solver goes on from there.
+            :class:`~opteq.problems.perturbation.PerturbationChain`; 0 for none.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
         smoothing: tau in ``D = sum sqrt(M^2 + tau^2)``. The step's slope grows with ``lambda |channel|^2 / tau``.
         heritage: False puts ``-1/2 |z_i|^2`` in the place of H, as in OptEq; with lambda 0 that is POptEq.
-        settle: steps after which perturbations are frozen.
+        settle: steps of a first solve after which perturbations are frozen. They depend on signs, so to solve for them
+            and the state together may never end; eight steps leave less than one entry in a hundred that the
+            equilibrium would have otherwise (``problem(x).perturbation_agreement(state)`` tells).
 
     >>> import torch, opteq
     >>> from opteq.problems.mopteq import MOptEq
@@ -67,7 +72,7 @@ class MOptEq(Problem):
         activation: str | Penalty = "relu",
         smoothing: float = 0.0,
         heritage: bool = True,
-        settle: int = 20,
+        settle: int = 8,
     ) -> None:
         super().__init__()
         self.branches = nn.ModuleList(check_branches(branches))
@@ -98,9 +103,8 @@ class MOptEq(Problem):
             injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
             return BoundMOptEq(self, maps, injections)
         chain = PerturbationChain(branches, inputs, self.perturbation)
-        start = self._settled(maps, chain)
-        directions = chain.directions(start)
-        return BoundMOptEq(self, maps, chain.injections(directions), start, (chain, directions))
+        directions = chain.directions(self._settled(maps, chain))
+        return BoundMOptEq(self, maps, chain.injections(directions), (chain, directions))
 
     @torch.no_grad()
     def _settled(self, maps: list[LinearMap], chain: PerturbationChain) -> Tensors:
@@ -112,7 +116,7 @@ class MOptEq(Problem):
             bound.injections = chain.injections(chain.directions(blocks(y)))
             return bound.step(y)
 
-        solver = Anderson(tol=1e-4, max_steps=self.settle)
+        solver = Anderson(tol=_SETTLED, max_steps=self.settle)
         outcome = solver.solve(live, bound.start(), project=bound.project, damping=bound.damping)
         return blocks(outcome.state)
 
@@ -148,7 +152,6 @@ class BoundMOptEq(Hidden):
         problem: MOptEq,
         maps: list[LinearMap],
         injections: Tensors,
-        start: Tensors | None = None,
         perturbation: tuple[PerturbationChain, Tensors] | None = None,
     ) -> None:
         self.problem = problem
@@ -158,15 +161,14 @@ class BoundMOptEq(Hidden):
         self.injections = injections
         self.structure = Structure.POSITIVE if problem.known_convexity() else Structure.SYMMETRIC
         self.perturbation = perturbation
-        self._start = start
         if self.coupling.diversity and self.coupling.smoothing:
             self.damping = self._damping()
             self.measured = self._measured
         self.jumps = self.coupling.diversity > 0 and not self.coupling.smoothing
 
     def start(self) -> Tensors:
-        """Zeros; with perturbations, the state at which they were frozen."""
-        return self._start or tuple(torch.zeros_like(c) for c in self.injections)
+        """Zeros."""
+        return tuple(torch.zeros_like(c) for c in self.injections)
 
     def features(self, y: State) -> Features:
         """``z_i = W_i' y_i``."""

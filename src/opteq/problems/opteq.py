@@ -42,7 +42,7 @@ class OptEq(Problem):
     >>> problem = opteq.OptEq(opteq.operators.Dense(1, 1), activation="relu")
     >>> _ = problem.W.weight.data.fill_(0.5)
     >>> layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6))
-    >>> round(float(layer(torch.ones(1, 1))), 4)
+    >>> round(layer(torch.ones(1, 1)).item(), 4)
     0.6667
     """
 
@@ -69,42 +69,64 @@ class OptEq(Problem):
 
     def known_contraction(self) -> bool:
         """Whether the bound on W alone, whatever the weights, makes a step contract."""
+        if isinstance(self.penalty, nn.Module):  # its slope is learned, and reading it would make a device wait
+            return False
         bound = self.W.bound
         return bound is not None and self.penalty.lipschitz * bound**2 < self.mu
 
     def certificate(self) -> Certificate:
-        """Theorem 1, with existence put right: strict convexity alone does not give a minimiser."""
-        norm = float(self.W.norm())
-        factor = self.penalty.lipschitz * norm**2 / self.mu
-        if self.regularizer is not None:
-            return self._regularized_certificate(factor)
-        exists, unique, reasons = existence(factor, self.penalty.bounded)
-        reasons["contraction"] = f"L |W|^2 / mu with L = {self.penalty.lipschitz:.4g} and |W| <= {norm:.4g}"
+        """Theorem 1, with existence put right: strict convexity alone does not give a minimiser.
+
+        With a regulariser: a step takes ``z - gamma grad R(z)``, which stretches distances by some factor, and
+        ``<dz, d(z - gamma grad R)>`` is at most ``|dz|^2`` times another one, which is 1 for every convex R. The first
+        bounds the step, the second suffices for uniqueness and the Lipschitz constant, since sigma is a gradient.
+        """
+        norm, slope = float(self.W.norm()), self.penalty.lipschitz
+        factor = slope * norm**2 / self.mu
+        stretch, pull = self._prior_factors()
+        contraction = None if stretch is None else factor * stretch
+        exists, unique, reasons = self._existence(factor, contraction)
+        if contraction is None:
+            reasons["contraction"] = f"the gradient of {_name(self.regularizer)} has no known Lipschitz constant"
+        else:
+            reasons["contraction"] = f"L |W|^2 / mu with L = {slope:.4g} and |W| <= {norm:.4g}"
+            if self.regularizer is not None:
+                reasons["contraction"] += f", times |I - gamma hess R| <= {stretch:.4g}"
         carried = 1.0 if self.U is None else module_norm(self.U)
         lipschitz = None
-        if factor >= 1:
-            reasons["lipschitz"] = "needs a contraction"
+        if pull is None:
+            reasons["lipschitz"] = reasons["contraction"]
+        elif factor * pull >= 1:
+            reasons["lipschitz"] = f"needs L |W|^2 / mu below {1 / pull:.4g}; it is bounded by {factor:.4g}"
         elif carried is None:
             reasons["lipschitz"] = f"the norm of U, a {type(self.U).__name__}, is not known"
         else:
-            lipschitz = float(carried) * self.penalty.lipschitz * norm / self.mu / (1 - factor)
-            reasons["lipschitz"] = "|U| L |W| / mu / (1 - L |W|^2 / mu), from (I - W'DW/mu)^-1 W'D U / mu"
-        return Certificate(exists, unique, factor, lipschitz, reasons)
+            lipschitz = float(carried) * slope * norm / self.mu / (1 - factor * pull)
+            share = "" if pull == 1 else f"{pull:.4g} "
+            reasons["lipschitz"] = f"|U| L |W| / mu / (1 - {share}L |W|^2 / mu), since sigma is a gradient"
+        return Certificate(exists, unique, contraction, lipschitz, reasons)
 
-    def _regularized_certificate(self, factor: float) -> Certificate:
-        assert self.regularizer is not None
-        curvature = self.regularizer.gradient_lipschitz
-        unknown = "the regulariser's gradient has no known Lipschitz constant"
+    def _prior_factors(self) -> tuple[float | None, float | None]:
+        """Bounds of ``|dv| / |dz|`` and of ``<dz, dv> / |dz|^2`` for ``v = z - gamma grad R(z)``; None is unknown."""
+        if self.regularizer is None:
+            return 1.0, 1.0
+        curvature, convex = self.regularizer.gradient_lipschitz, self.regularizer.convex
         if curvature is None:
-            exists, unique, reasons = existence(None, self.penalty.bounded)
-            return Certificate(exists, unique, None, None, {**reasons, "contraction": unknown, "lipschitz": unknown})
-        pull = self.gamma * curvature
-        # I - gamma hess R lies in [1 - pull, 1] for convex R, in [1 - pull, 1 + pull] otherwise.
-        spread = max(1.0, abs(1 - pull)) if self.regularizer.convex else 1 + pull
-        exists, unique, reasons = existence(factor * spread, self.penalty.bounded)
-        reasons["contraction"] = f"L |W|^2 / mu times |I - gamma hess R| <= {spread:.4g}"
-        reasons["lipschitz"] = "not derived for a regularised objective"
-        return Certificate(exists, unique, factor * spread, None, reasons)
+            return None, 1.0 if convex else None
+        weight = self.gamma * curvature
+        # I - gamma hess R lies in [1 - weight, 1] for convex R, in [1 - weight, 1 + weight] otherwise.
+        return (max(1.0, abs(1 - weight)), 1.0) if convex else (1 + weight, 1 + weight)
+
+    def _existence(self, factor: float, contraction: float | None) -> tuple[bool | None, bool | None, dict[str, str]]:
+        R = self.regularizer
+        banach = contraction is not None and contraction < 1
+        if R is not None and R.convex and factor < 1 and not banach:
+            why = "phi is strongly convex where L |W|^2 < mu, so phi + gamma R has exactly one minimiser"
+            return True, True, {"exists": why, "unique": why}
+        if R is None or R.gradient_lipschitz is not None:
+            return existence(contraction, self.penalty.bounded)
+        # Decorrelation, for one, has a gradient that jumps where a feature vanishes: Brouwer needs it continuous.
+        return existence(contraction, False, f"the gradient of {_name(R)} is not known to be continuous")
 
 
 class BoundOptEq(Hidden):
@@ -198,3 +220,7 @@ def _check_regularizer(regularizer: Regularizer | None) -> Regularizer | None:
             "Use regularizers.Envelope(R, weight), which is what T o prox minimises, or opteq.Splitting for R itself"
         )
     return regularizer
+
+
+def _name(regularizer: Regularizer | None) -> str:
+    return type(regularizer).__name__

@@ -55,7 +55,13 @@ class PerturbationChain:
 def _adjoint(branch: Branch, x: Tensor) -> Callable[[Tensor], Tensor]:
     if branch.U is None:
         return lambda y: y
-    linear = torch.func.vjp(branch.U, x)
+    try:
+        linear = torch.func.vjp(branch.U, x)
+    except RuntimeError as error:
+        raise ValueError(
+            f"perturbations need the adjoint of U, and {type(branch.U).__name__} has none that torch.func.vjp could "
+            f"take (a layer that changes its own buffers, such as batch normalisation, does not): {error}"
+        ) from error
     dtype, pull = linear[0].dtype, linear[1]
     return lambda y: pull(y.to(dtype))[0]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from opteq.problems.base import Problem
 from opteq.problems.block import Block
 from opteq.problems.branch import check_positive
 from opteq.problems.certificate import Certificate
-from opteq.problems.hidden import BoundMap
+from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.opteq import OptEq
 from opteq.regularizers import Regularizer
 from opteq.states import State, single
@@ -24,13 +25,24 @@ class Splitting(Problem):
         problem: an OptEq without a regulariser of its own, which gives T.
         regularizer: a convex R with a prox.
         gamma: its weight.
+
+    >>> import torch, opteq
+    >>> inner = opteq.OptEq(opteq.operators.Dense(1, 1), activation="relu")
+    >>> _ = inner.W.weight.data.fill_(0.5)  # phi(z) = 3/2 z^2 - 2 z for z >= 0, so that phi + z is least at 1/3
+    >>> layer = opteq.Equilibrium(opteq.Splitting(inner, opteq.regularizers.L1()), opteq.Anderson(tol=1e-6))
+    >>> round(layer(torch.ones(1, 1)).item(), 4)
+    0.3333
     """
 
     def __init__(self, problem: OptEq, regularizer: Regularizer, gamma: float = 1.0) -> None:
         super().__init__()
         if not isinstance(problem, OptEq) or problem.regularizer is not None:
             raise TypeError("Splitting wraps an OptEq without a regulariser of its own")
-        if not isinstance(regularizer, Regularizer) or not regularizer.convex:
+        if (
+            not isinstance(regularizer, Regularizer)
+            or not regularizer.convex
+            or type(regularizer).prox is Regularizer.prox
+        ):
             raise TypeError(f"Splitting needs a convex regulariser with a prox; got {regularizer!r}")
         self.problem = problem
         self.regularizer = regularizer
@@ -41,15 +53,21 @@ class Splitting(Problem):
         return BoundSplitting(self.problem.bind(x).block, self.regularizer, self.gamma)
 
     def certificate(self) -> Certificate:
-        """Where T contracts, phi is strongly convex, so ``phi + gamma R`` has exactly one minimiser."""
+        """Where T contracts, phi is strongly convex, so ``phi + gamma R`` has exactly one minimiser.
+
+        That is about the features; several u may belong to them.
+        """
         inner = self.problem.certificate()
-        unknown = "Douglas-Rachford converges for any convex pair, at a rate that is not computed here"
-        reasons = {"contraction": unknown, "lipschitz": "not derived for this splitting"}
-        if inner.contraction is not None and inner.contraction < 1:
-            why = "phi is strongly convex where T contracts, so phi + gamma R has exactly one minimiser"
-            return Certificate(True, True, None, None, {**reasons, "exists": why, "unique": why})
-        why = "T is not known to contract"
-        return Certificate(None, None, None, None, {**reasons, "exists": why, "unique": why})
+        if inner.contraction is None or inner.contraction >= 1:
+            why = "T is not known to contract"
+            return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), why))
+        why = "phi is strongly convex where T contracts, so phi + gamma R has exactly one minimiser: the features"
+        averaged = "a Douglas-Rachford step is firmly nonexpansive: it converges, at a rate that is not computed here"
+        lipschitz = inner.reasons["lipschitz"]
+        if inner.lipschitz is not None:
+            lipschitz += "; a convex R does not loosen it, for subgradients are monotone"
+        reasons = {"exists": why, "unique": why, "contraction": averaged, "lipschitz": lipschitz}
+        return Certificate(True, True, 1.0, inner.lipschitz, reasons)
 
 
 class BoundSplitting(BoundMap):
@@ -63,7 +81,7 @@ class BoundSplitting(BoundMap):
 
     def start(self) -> Tensor:
         """Zeros."""
-        return self.block.back(self.block.c) * 0
+        return torch.zeros_like(self.block.back(self.block.c))
 
     def features(self, y: State) -> Tensor:
         """``p = prox(u)``."""
@@ -73,6 +91,10 @@ class BoundSplitting(BoundMap):
         """``u + T(2 p - u) - p``."""
         u, p = single(y), self.features(y)
         return u + self.block(2 * p - u) - p
+
+    def feature_form(self) -> FeatureForm:
+        """There is none: the step is made for u, which p does not determine."""
+        raise ValueError("a solver that works on features can't solve a Splitting, whose step is not on its features")
 
     def objective(self, y: State) -> Tensor:
         """``phi + gamma R`` at ``T(2 p - u)``, which is p at the fixed point; explicit, and finite everywhere."""

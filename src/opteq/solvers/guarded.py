@@ -35,40 +35,40 @@ class GuardedIteration:
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The start and its residual."""
-        residual = self._residual(self.point, self.image)
-        self.least = residual
+        self.least, residual = self._gap(self.point, self.image)
         return self.point, residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """One proposal, judged."""
         proposal = self.admissible(self.method.propose(self.point, self.image, active))
         image, merit = self.evaluate(proposal)
-        residual = self._residual(proposal, image)
+        gap, residual = self._gap(proposal, image)
         finite = torch.isfinite(residual)
         plain = self.method.plain()
         self.codes = torch.where(finite if plain is None else finite | ~plain, 0, int(Status.NON_FINITE))
         if plain is None:
             self.point, self.image, self.merit = proposal, image, merit
         else:
-            taken = active & finite & (plain | (residual < self.least) | self._harmless(residual, merit))
+            taken = active & finite & (plain | (gap < self.least) | self._harmless(gap, merit))
             self.method.restart(active & ~taken)
             self.point = torch.where(taken[:, None], proposal, self.point)
             self.image = torch.where(taken[:, None], image, self.image)
             if merit is not None and self.merit is not None:
                 self.merit = torch.where(taken, merit, self.merit)
-        self.least = torch.fmin(self.least, residual)
+        self.least = torch.fmin(self.least, gap)
         return proposal, residual
 
     def dead_ends(self) -> Tensor | None:
         """Rows where even a plain step is not finite."""
         return self.codes
 
-    def _harmless(self, residual: Tensor, merit: Tensor | None) -> Tensor:
+    def _harmless(self, gap: Tensor, merit: Tensor | None) -> Tensor:
         if merit is None or self.merit is None:
-            return residual <= GROWTH * self.least
+            return gap <= GROWTH * self.least
         # Close to the solution the merit changes by less than it is rounded; that is no reason to refuse.
         rounding = 64 * self.eps * self.merit.abs()
         return merit <= self.merit + rounding
 
-    def _residual(self, point: Tensor, image: Tensor) -> Tensor:
-        return relative(row_norms(image - point), row_norms(image), self.floor)
+    def _gap(self, point: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        gap = row_norms(image - point)
+        return gap, relative(gap, row_norms(image), self.floor)

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from opteq._validate import positive, whole
+from opteq._validate import positive, share, whole
 from opteq.solvers.base import Solver
 from opteq.solvers.loop import Process, Rule, relative
 from opteq.solvers.method import Method, Task
@@ -46,12 +46,19 @@ class SAM(Solver):
     chosen one. It runs on a problem's features, where R lives.
 
     Args:
-        regularizer: R, from :mod:`opteq.regularizers` or anything with its ``gradient``.
+        regularizer: R, from :mod:`opteq.regularizers` or anything with the ``gradient``, ``gradient_lipschitz`` and
+            ``couples_batch`` that those have.
         gamma: step on R; None takes ``1 / (2 L)`` with L the Lipschitz constant of grad R.
-        eta: scale of both schedules; None takes ``min(sqrt(2 L), L / 2, 1 / 2)``.
+        eta: scale of both schedules, at most 1; None takes ``min(sqrt(2 L), L / 2, 1 / 2)``.
         rho: decay of ``b_k``.
         c: decay of ``l_k``. ``rho + 2 c < 1`` makes the averaged maps contract faster than they drift.
         polish: how many of the last steps are plain ones, which bring the answer onto the set of fixed points.
+
+    >>> import torch, opteq
+    >>> sam = SAM(regularizer=opteq.regularizers.Ridge(), max_steps=1000, polish=10)
+    >>> outcome = sam.solve(torch.relu, torch.tensor([[-1.0, 3.0]]))  # every z >= 0 is a fixed point
+    >>> outcome.state.round(decimals=1)                               # and 0 is the smallest
+    tensor([[0., 0.]])
     """
 
     regularizer: Prior
@@ -65,10 +72,11 @@ class SAM(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(getattr(self.regularizer, "gradient", None)):
-            raise TypeError(
-                f"SAM.regularizer should have a gradient, as those of opteq.regularizers do; got {self.regularizer!r}"
-            )
+        for name in ("gradient", "gradient_lipschitz", "couples_batch"):
+            if not hasattr(self.regularizer, name):
+                raise TypeError(
+                    f"SAM.regularizer should have {name}, as those of opteq.regularizers do; got {self.regularizer!r}"
+                )
         for field in ("rho", "c"):
             positive(self, field)
         if self.rho + 2 * self.c >= 1:
@@ -79,7 +87,8 @@ class SAM(Solver):
         lipschitz = self.regularizer.gradient_lipschitz
         for field in ("gamma", "eta"):
             if getattr(self, field) is not None:
-                positive(self, field)
+                # eta is the weight of the first step on R, in an average of two maps.
+                (share if field == "eta" else positive)(self, field)
             elif lipschitz is None:
                 raise ValueError(
                     f"SAM.{field} must be given: the gradient of {type(self.regularizer).__name__} has no known "
