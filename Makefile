@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/opteq demo
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -q -n auto -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n auto --timeout 300 -m "not slow and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

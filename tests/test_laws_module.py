@@ -15,7 +15,8 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
 
 import opteq
-from cases import CASES, EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name
+from all_cases import CASES
+from cases import EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name
 from opteq import operators as op
 from opteq.gradients import Gradient
 from opteq.states import blocks

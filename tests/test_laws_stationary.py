@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import opteq
-from cases import CASES, SOLVERS, Case
+from all_cases import CASES
+from cases import SOLVERS, Case
 from opteq import operators as op
 from opteq.problems.hidden import Hidden
 from opteq.states import State, blocks, map_state

@@ -1,10 +1,23 @@
 """Networks whose output solves an optimisation problem that a person can read and edit."""
 
-from opteq import operators, penalties, regularizers
+from opteq import kernels, operators, penalties, regularizers
 from opteq._errors import ConvergenceError, ConvergenceWarning
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit, OneStep, Phantom, Shine, Unrolled
-from opteq.problems import AffineOptEq, Branch, Certificate, DeepOptEq, HiddenProblem, OptEq, Splitting
+from opteq.problems import (
+    GEQ,
+    AffineOptEq,
+    AverageBranches,
+    Branch,
+    Certificate,
+    DeepOptEq,
+    HiddenProblem,
+    MOptEq,
+    OptEq,
+    Parallel,
+    POptEq,
+    Splitting,
+)
 from opteq.solution import Report, Solution
 from opteq.solvers import SAM, Anderson, Broyden, Picard, Status
 from opteq.solvers.linear import CG, GMRES, MINRES
@@ -13,11 +26,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "GEQ",
     "GMRES",
     "MINRES",
     "SAM",
     "AffineOptEq",
     "Anderson",
+    "AverageBranches",
     "Branch",
     "Broyden",
     "Certificate",
@@ -27,8 +42,11 @@ __all__ = [
     "Equilibrium",
     "HiddenProblem",
     "Implicit",
+    "MOptEq",
     "OneStep",
     "OptEq",
+    "POptEq",
+    "Parallel",
     "Phantom",
     "Picard",
     "Report",
@@ -37,6 +55,7 @@ __all__ = [
     "Splitting",
     "Status",
     "Unrolled",
+    "kernels",
     "operators",
     "penalties",
     "regularizers",

@@ -149,25 +149,24 @@ class Coupling:
             features: one tensor a branch.
             signs: matrices ``(B, C, C)`` in place of the derivative of ``|M|``: at a kink any number of [-1, 1] is one.
         """
-        check_features(features)
         if not self.ties_branches:
             return features
+        check_features(features)
         shares = []
         for index, (a, b) in enumerate(_meetings(features)):
             if self.diversity:
                 matrix = self.signs(torch.bmm(a, b.mT)) if signs is None else signs[index]
                 shares.append((self._mix(matrix, b), self._mix(matrix.mT, a)))
             else:
-                shares.append((b, a))
-        halves = _hand_out(shares, features)
-        return halves if self.heritage else tuple(z + half for z, half in zip(features, halves, strict=True))
+                shares.append((b / 2, a / 2))
+        handed = _hand_out(shares, features)
+        return handed if self.heritage else tuple(z + share for z, share in zip(features, handed, strict=True))
 
     def jacobian_at(self, features: Features) -> Callable[[Features], Features]:
         """``v -> h'(z) v``, symmetric; matrices are computed once for all products.
 
         With fixed signs h is linear, so that is ``fuse`` again; smoothing adds the derivative of the signs.
         """
-        check_features(features)
         if not self.diversity:
             return self.fuse
         matrices = products(features)
@@ -177,28 +176,34 @@ class Coupling:
         slopes = tuple(self._slope(matrix) for matrix in matrices)
 
         def product(v: Features) -> Features:
-            turned = self.turn(features, tuple(s * d for s, d in zip(slopes, change(features, v), strict=True)))
+            changes = change(features, v)
+            moves = tuple((slope * _finite(d)).to(d.dtype) for slope, d in zip(slopes, changes, strict=True))
+            turned = self.turn(features, moves)
             return tuple(straight + turn for straight, turn in zip(self.fuse(v, signs), turned, strict=True))
 
         return product
 
     def turn(self, features: Features, matrices: tuple[Tensor, ...]) -> Features:
-        """What a change of the signs by ``matrices`` adds to ``fuse(features)``; the adjoint of :func:`change`."""
+        """What a change of the signs by ``matrices`` adds to ``fuse(features)``.
+
+        That is -lambda/2 times the adjoint of :func:`change`.
+        """
+        half = -self.diversity / 2
         shares = [
-            (torch.bmm(-self.diversity * matrix, b), torch.bmm(-self.diversity * matrix.mT, a))
+            (torch.bmm(half * matrix, b), torch.bmm(half * matrix.mT, a))
             for matrix, (a, b) in zip(matrices, _meetings(features), strict=True)
         ]
         return _hand_out(shares, features)
 
     def _mix(self, matrix: Tensor, other: Tensor) -> Tensor:
-        """``(I - lambda matrix) other``, without the I where there is no heritage."""
-        return torch.baddbmm(other, matrix, other, beta=float(self.heritage), alpha=-self.diversity)
+        """``(I - lambda matrix) other / 2``, without the I where there is no heritage."""
+        return torch.baddbmm(other, matrix, other, beta=self.heritage / 2, alpha=-self.diversity / 2)
 
     def _slope(self, matrix: Tensor) -> Tensor:
-        """The second derivative of ``sqrt(M^2 + tau^2)``: ``tau^2 / (M^2 + tau^2)^(3/2)``."""
+        """The second derivative of ``sqrt(M^2 + tau^2)``, ``tau^2 / (M^2 + tau^2)^(3/2)``, in float32 or better."""
         wide = _finite(matrix)
         root = _root(wide, self.smoothing)
-        return _off_diagonal((self.smoothing / root).square() / root).to(matrix.dtype)
+        return _off_diagonal((self.smoothing / root).square() / root)
 
 
 def change(features: Features, v: Features) -> tuple[Tensor, ...]:
@@ -270,14 +275,14 @@ def _meet(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hand_out(shares: list[tuple[Tensor, Tensor]], features: Features) -> Features:
-    """Half of what each branch gets from its two meetings, at its own size.
+    """What each branch gets from its two meetings, at its own size.
 
     A meeting of branch i with the next gives a matrix to either; with one branch both are its own.
     """
     handed = []
     for index, z in enumerate(features):
         from_next, from_last = shares[index][0], shares[index - 1][1]
-        handed.append((_at_size_of(z, from_next) + _at_size_of(z, from_last)) / 2)
+        handed.append(_at_size_of(z, from_next) + _at_size_of(z, from_last))
     return tuple(handed)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from opteq._errors import ConvergenceError, ConvergenceWarning, unknown_name
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
+from opteq.problems.hidden import BoundMap
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.states import Layout, State, any_row, map_state
@@ -48,10 +49,10 @@ class Equilibrium(nn.Module):
     ) -> None:
         super().__init__()
         self.problem = _checked(problem, Problem, "problem", "a hidden problem such as opteq.OptEq")
-        self.solver: Solver = _checked(solver or Anderson(), Solver, "solver", "a solver such as opteq.Anderson()")
-        self.gradient: Gradient = _checked(
-            gradient or Implicit(), Gradient, "gradient", "a gradient such as opteq.Implicit()"
-        )
+        solver = Anderson() if solver is None else solver
+        gradient = Implicit() if gradient is None else gradient
+        self.solver: Solver = _checked(solver, Solver, "solver", "a solver such as opteq.Anderson()")
+        self.gradient: Gradient = _checked(gradient, Gradient, "gradient", "a gradient such as opteq.Implicit()")
         if on_failure not in _ON_FAILURE:
             raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
@@ -76,9 +77,17 @@ class Equilibrium(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _solve(self, x: Tensor, start: State | None) -> Solution:
         hidden = self.problem(x)
+        first = hidden.start()
+        layout = Layout.of(first)
+        if layout.batch != x.shape[0]:
+            raise ValueError(
+                f"the state has batch size {layout.batch}, but the input of shape {tuple(x.shape)} has {x.shape[0]}; "
+                "the first dimension of both is the batch"
+            )
         if start is not None:
-            Layout.of(hidden.start()).check(start, "start")
-            start = map_state(lambda part: part.detach(), start)
+            layout.check(start, "start")
+            # An earlier state may come from a run in another precision.
+            start = map_state(lambda part, own: part.detach().to(own.dtype), start, first)
         slot = BackwardSlot()
 
         def record(report: Report) -> None:
@@ -90,7 +99,9 @@ class Equilibrium(nn.Module):
         else:
             state, outcome = self.gradient.evaluate(hidden, self.solver, start)
         codes = outcome.codes
-        if hidden.jumps or any_row(codes != int(Status.CONVERGED)):
+        # Looking at the codes makes a GPU wait, so it is done only for problems that have more to say about them.
+        silent = type(hidden).diagnose is BoundMap.diagnose
+        if hidden.jumps or (not silent and any_row(codes != int(Status.CONVERGED))):
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
         report = Report(type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.trace)
@@ -107,9 +118,7 @@ class Equilibrium(nn.Module):
         return {**self.__dict__, "last": None, "_warned": set()}
 
     def _judge(self, report: Report, what: str, way: str, x: Tensor | None = None) -> None:
-        if self.on_failure == "ignore" or (self.on_failure == "warn" and way in self._warned):
-            return
-        if not any_row(report.failures()):
+        if self.on_failure == "ignore" or not any_row(report.failures()):
             return
         if x is not None and int(Status.NON_FINITE) in report.codes.tolist():
             bad = ~torch.isfinite(x)
@@ -118,6 +127,8 @@ class Equilibrium(nn.Module):
                 raise ValueError(
                     f"the input has {int(bad.sum())} values that are not finite, the first at index {first}"
                 )
+        if self.on_failure == "warn" and way in self._warned:
+            return
         message = report.describe_failures(what)
         if self.on_failure == "raise":
             raise ConvergenceError(message)

@@ -92,6 +92,7 @@ class Layout:
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
     channels_last: tuple[bool, ...]
+    device: torch.device
     is_tuple: bool
     coupled: bool = False
 
@@ -104,14 +105,19 @@ class Layout:
         for part in parts:
             if not isinstance(part, Tensor) or part.ndim < 1:
                 raise TypeError(f"a state holds tensors whose first dimension is the batch; got {part!r}")
+            if not part.is_floating_point():
+                raise TypeError(f"a state holds floating-point tensors; got {part.dtype}")
             if part.shape[0] != parts[0].shape[0]:
                 raise ValueError(
                     f"all blocks of a state have the same batch size; got {[tuple(p.shape) for p in parts]}"
                 )
+            if part.device != parts[0].device:
+                raise ValueError(f"all blocks of a state are on one device; got {[str(p.device) for p in parts]}")
         return cls(
             shapes=tuple(part.shape for part in parts),
             dtypes=tuple(part.dtype for part in parts),
             channels_last=tuple(_is_channels_last(part) for part in parts),
+            device=parts[0].device,
             is_tuple=isinstance(state, tuple),
             coupled=coupled,
         )
@@ -131,13 +137,23 @@ class Layout:
         """Dtype of the matrix."""
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
+    @property
+    def exact(self) -> bool:
+        """Whether :meth:`unpack` keeps every digit of the matrix."""
+        return all(dtype == self.dtype for dtype in self.dtypes)
+
     def check(self, state: State, what: str) -> None:
-        """Raise unless ``state`` has the shapes of this layout."""
+        """Raise unless ``state`` has the form, shapes and device of this layout, in any floating-point dtype."""
         if isinstance(state, tuple) != self.is_tuple or len(blocks(state)) != len(self.shapes):
             form = f"a tuple of {len(self.shapes)} tensors" if self.is_tuple else "one tensor"
             got = f"a tuple of {len(state)}" if isinstance(state, tuple) else "one tensor"
             raise ValueError(f"{what} should be {form}, like the starting state; got {got}")
         for part, shape in zip(blocks(state), self.shapes, strict=True):
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                got = str(part.dtype) if isinstance(part, Tensor) else type(part).__name__
+                raise TypeError(f"{what} should be floating-point tensors, like the starting state; got {got}")
+            if part.device != self.device:
+                raise ValueError(f"{what} should be on {self.device}, like the starting state; got {part.device}")
             if part.shape != shape:
                 raise ValueError(
                     f"{what} should have shape {tuple(shape)}, like the starting state; got {tuple(part.shape)}"

@@ -142,7 +142,7 @@ def plot_averages(measures: Mapping[str, BranchMeasures], axes: Axes | None = No
     """Average diversity against average heritage, a point a sample, a colour a network."""
     axes = _axes(axes)
     for name, one in measures.items():
-        axes.scatter(one.heritage.cpu(), one.diversity.cpu(), label=name, s=12)
+        axes.scatter(one.heritage.cpu().numpy(), one.diversity.cpu().numpy(), label=name, s=12)
     axes.set_xlabel("average heritage H")
     axes.set_ylabel("average diversity term D")
     axes.legend()
@@ -152,7 +152,7 @@ def plot_averages(measures: Mapping[str, BranchMeasures], axes: Axes | None = No
 def plot_correlation(measures: BranchMeasures, sample: int = 0, pair: int = 0, axes: Axes | None = None) -> Axes:
     """The channel products of branch ``pair`` (rows) and the next (columns) for one sample, as a heat map."""
     axes = _axes(axes)
-    image = axes.imshow(measures.correlations[pair][sample].float().cpu(), cmap="viridis")
+    image = axes.imshow(measures.correlations[pair][sample].float().cpu().numpy(), cmap="viridis")
     axes.figure.colorbar(image, ax=axes)
     axes.set_ylabel(f"channels of branch {pair}")
     axes.set_xlabel(f"channels of branch {(pair + 1) % len(measures.correlations)}")

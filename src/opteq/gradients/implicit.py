@@ -50,6 +50,11 @@ class Implicit(Gradient):
         whole(self, "max_steps")
         if self.linear is not None and not isinstance(self.linear, LinearSolver):
             raise TypeError(f"Implicit.linear should be CG(), MINRES(), GMRES() or None; got {self.linear!r}")
+        if self.linear is not None and (self.tol is not None or self.max_steps != type(self).max_steps):
+            raise ValueError(
+                f"Implicit.tol and max_steps have no effect beside linear, which brings its own; got tol={self.tol}, "
+                f"max_steps={self.max_steps}. Give them to {type(self.linear).__name__}"
+            )
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass solves the adjoint system."""

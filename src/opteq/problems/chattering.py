@@ -10,12 +10,12 @@ from torch import Tensor
 
 from opteq.couplings import Coupling, Features, change, products
 from opteq.penalties import Penalty
-from opteq.states import State, blocks, inner, map_state
+from opteq.states import State, any_row, blocks, inner, map_state
 
 Tensors = tuple[Tensor, ...]
 
-SETTLE = 24
-"""Plain steps before a cycle is looked for. The best state of a failed solve is close to it already."""
+SETTLE = 12
+"""Plain steps before a cycle is looked for. The best state of a solve is close to it already."""
 
 LONGEST = 8
 """Longest cycle that is looked for. A product that jumps back and forth by itself has period 2; several that interact
@@ -49,10 +49,15 @@ def signs_change(hidden: Jumping, y: Tensors) -> Tensor:
     return _differ(_signs(hidden, y), _signs(hidden, blocks(hidden.step(y))))
 
 
-def returns(hidden: Jumping, y: Tensors) -> Tensor:
+def returns(hidden: Jumping, y: Tensors, doubtful: Tensor) -> Tensor:
     """Which samples jump for ever: plain steps from ``y`` come back, and signs changed on the way, ``(B,)``.
 
     The second condition tells a cycle from slow convergence that swings around its limit.
+
+    Args:
+        hidden: the bound problem.
+        y: the state.
+        doubtful: the samples in question; the search ends when all of them were seen to return.
     """
     for _ in range(SETTLE):
         y = blocks(hidden.step(y))
@@ -64,8 +69,10 @@ def returns(hidden: Jumping, y: Tensors) -> Tensor:
     for _ in range(LONGEST - 1):
         switched = switched | _differ(_signs(hidden, here), before)
         here = blocks(hidden.step(here))
-        back = back | (switched & (_distance(here, origin) <= CLOSE * jump))
-    return back & (jump > 0)
+        back = back | (switched & (jump > 0) & (_distance(here, origin) <= CLOSE * jump))
+        if not any_row(doubtful & ~back):
+            break
+    return doubtful & back
 
 
 def inclusion_residual(hidden: Jumping, y: Tensors, zero: float, steps: int, gain: Callable[[], float]) -> Tensor:

@@ -100,7 +100,7 @@ class DeepOptEq(Problem):
         """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``."""
         slope = self.penalty.lipschitz
         norms = [float(branch.W.norm()) for branch in self.branches()]
-        alphas = [float(alpha) for alpha in self.alphas()]
+        alphas = [_number(alpha) for alpha in self.alphas()]
         factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
         contraction = math.prod(factors)
         # With a bounded activation every layer maps a large enough ball into itself, its skip connection included.
@@ -147,9 +147,8 @@ class DeepOptEq(Problem):
             mlp: linear layers with one activation between them, e.g. Linear, ReLU, Linear.
             alpha: 1 gives a chain with a leading zero layer that cuts the loop, reached in one sweep (Lemmas 1 and 2,
                 corrected). Below 1 the hidden layers appear twice, so that their feedback cancels exactly, each time
-                behind as many zero layers as make a sweep contract: the smaller alpha, the more. Either way the
-                equilibrium is unique, every solver finds it from any start, and the certificate says so. Its precision
-                is the solver's ``tol``.
+                behind as many zero layers as make a sweep contract: the smaller alpha, the more. Either way there is
+                one equilibrium, which the certificate confirms; every solver finds it, to the precision of its ``tol``.
             nonexpansive: with alpha 1 and a positively homogeneous activation (ReLU and the like), scale every W to
                 norm 1 at most, so that each layer is a prox.
 
@@ -238,7 +237,7 @@ class BoundDeepOptEq(BoundMap):
         rows = []
         for index, (block, alpha) in enumerate(zip(self.layers, self.alphas, strict=True)):
             before, after = points[index], points[index + 1]
-            weight = float(alpha)
+            weight = _number(alpha)
             if weight == 1:
                 gap = after - block(before)
             else:
@@ -256,13 +255,13 @@ class BoundDeepOptEq(BoundMap):
         if count > 2:
             raise ValueError(f"only one or two layers have a joint objective; this has {count}: see inclusion_residual")
         points = self.trajectory(z)
-        last, weight = self.layers[-1], float(self.alphas[-1])
+        last, weight = self.layers[-1], _number(self.alphas[-1])
         if weight == 1:  # the envelope is phi, known at images: equal to the value at z where z is a fixed point
             total = last.envelope(points[-2], 1.0)
         else:
             total = weight * last.envelope(last.preimage(points[0], weight), weight)
         if count == 2:
-            first = float(self.alphas[0])
+            first = _number(self.alphas[0])
             total = total + first * self.layers[0].envelope(points[0], first)
             total = total + half_square(points[1] - points[0])
         return total
@@ -278,6 +277,10 @@ class _SideBySide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=self.dim)
+
+
+def _number(alpha: float | Tensor) -> float:
+    return float(alpha.detach()) if isinstance(alpha, Tensor) else alpha
 
 
 def _towards(old: Tensor, new: Tensor, alpha: float | Tensor) -> Tensor:

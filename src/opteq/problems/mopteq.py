@@ -211,11 +211,11 @@ class BoundMOptEq(Hidden):
         if not self.jumps:
             return codes
         parts = blocks(y)
-        beside = (codes == int(Status.CONVERGED)) & signs_change(self, parts)
-        doubtful = beside | (codes == int(Status.MAX_STEPS))
+        failed = codes == int(Status.MAX_STEPS)
+        doubtful = failed | ((codes == int(Status.CONVERGED)) & signs_change(self, parts))
         if not any_row(doubtful):
             return codes
-        return torch.where(doubtful & returns(self, parts), int(Status.CYCLING), codes)
+        return torch.where(returns(self, parts, doubtful), int(Status.CYCLING), codes)
 
     @torch.no_grad()
     def inclusion_residual(self, y: State, zero: float = 1e-6, steps: int = 300) -> Tensor:

@@ -79,7 +79,8 @@ class OptEq(Problem):
 
         With a regulariser: a step takes ``z - gamma grad R(z)``, which stretches distances by some factor, and
         ``<dz, d(z - gamma grad R)>`` is at most ``|dz|^2`` times another one, which is 1 for every convex R. The first
-        bounds the step, the second suffices for uniqueness and the Lipschitz constant, since sigma is a gradient.
+        bounds the step. The second is enough for uniqueness and the Lipschitz constant: sigma is the gradient of a
+        convex function, so ``<dy, dt> >= |dy|^2 / L`` for the states y and pre-activations t of two equilibria.
         """
         norm, slope = float(self.W.norm()), self.penalty.lipschitz
         factor = slope * norm**2 / self.mu
@@ -103,7 +104,7 @@ class OptEq(Problem):
         else:
             lipschitz = float(carried) * slope * norm / self.mu / (1 - factor * pull)
             share = "" if pull == 1 else f"{pull:.4g} "
-            reasons["lipschitz"] = f"|U| L |W| / mu / (1 - {share}L |W|^2 / mu), since sigma is a gradient"
+            reasons["lipschitz"] = f"|U| L |W| / mu / (1 - {share}L |W|^2 / mu), since sigma is a convex function's gradient"
         return Certificate(exists, unique, contraction, lipschitz, reasons)
 
     def _prior_factors(self) -> tuple[float | None, float | None]:
@@ -123,7 +124,7 @@ class OptEq(Problem):
         if R is not None and R.convex and factor < 1 and not banach:
             why = "phi is strongly convex where L |W|^2 < mu, so phi + gamma R has exactly one minimiser"
             return True, True, {"exists": why, "unique": why}
-        if R is None or R.gradient_lipschitz is not None:
+        if R is None or R.gradient_lipschitz is not None or not self.penalty.bounded:
             return existence(contraction, self.penalty.bounded)
         # Decorrelation, for one, has a gradient that jumps where a feature vanishes: Brouwer needs it continuous.
         return existence(contraction, False, f"the gradient of {_name(R)} is not known to be continuous")

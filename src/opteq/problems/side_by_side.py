@@ -29,6 +29,7 @@ class BoundParallel(BoundMap):
         self._slices = [slice(first, last) for first, last in pairwise(ends)]
         self.structure = min((part.structure for part in parts), key=_WEAKEST_FIRST.index)
         self.coupled = any(part.coupled for part in parts)
+        self.jumps = any(part.jumps for part in parts)
         self.damping = _least([part.damping for part in parts])
         if all(part.measured is not None for part in parts):
             self.measured = self._measured

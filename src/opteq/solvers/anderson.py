@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq._validate import share, whole
 from opteq.solvers.base import Solver
-from opteq.solvers.history import History
+from opteq.solvers.history import History, with_column
 from opteq.solvers.method import InverseEstimate, Method, Task
 from opteq.states import row_norms, zeros_a_row
 
@@ -74,7 +74,6 @@ class _AndersonMixing(Method):
         return ~self.used.any(dim=1)
 
     def restart(self, rows: Tensor) -> None:
-        # Unused columns get weight zero, so there is no need to clear them.
         self.used = self.used & ~rows[:, None]
         self.fresh = self.fresh | rows
 
@@ -83,16 +82,18 @@ class _AndersonMixing(Method):
 
     def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
         length = row_norms(turn)
-        known = active & ~self.fresh & torch.isfinite(length) & (length > 0)
-        scale = torch.where(known, length, 1.0).to(turn.dtype)[:, None]
+        scale = torch.where(length > 0, length, 1.0).to(turn.dtype)[:, None]
         unit = turn / scale
-        self.residuals.push(unit, active)
-        self.moves.push(move / scale + self.damping * unit, active)
+        shift = move / scale + self.damping * unit
+        # A difference of zero teaches nothing, and one that overflows would stay in the ring as infinity times zero.
+        known = active & ~self.fresh & torch.isfinite(length) & (length > 0) & torch.isfinite(row_norms(shift))
+        self.residuals.push(unit, known)
+        self.moves.push(shift, known)
         slot = self.residuals.slot
-        self.used = _with_column(self.used, slot, torch.where(active, known, self.used[:, slot]))
+        self.used = with_column(self.used, slot, torch.where(active, known, self.used[:, slot]))
         cosines = self.residuals.products(unit)[:, :, 0].to(self.gram.dtype)
         line = torch.where(active[:, None], cosines, self.gram[:, slot])
-        self.gram = _with_column(_with_column(self.gram, slot, line).mT, slot, line)
+        self.gram = with_column(with_column(self.gram, slot, line).mT, slot, line)
 
     def _weights(self, change: Tensor) -> Tensor:
         length = row_norms(change).clamp(min=torch.finfo(torch.float32).tiny)
@@ -131,10 +132,3 @@ class _MultisecantInverse(InverseEstimate):
         method = self.method
         shares = method.moves.products(rows)[:, :, 0].to(method.gram.dtype)
         return method.damping * rows - method.residuals.combine(method._solve(shares))
-
-
-def _with_column(matrix: Tensor, slot: int, values: Tensor) -> Tensor:
-    """A copy with ``[:, slot]`` replaced; the copy is small, and a tape may still need the original."""
-    matrix = matrix.clone()
-    matrix[:, slot] = values
-    return matrix

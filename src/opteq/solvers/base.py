@@ -112,7 +112,11 @@ class Solver:
             return layout.pack(image), merit
 
         def admissible(rows: Tensor) -> Tensor:
-            return rows if project is None else layout.pack(project(layout.unpack(rows)))
+            if project is None and layout.exact:
+                return rows
+            # By way of the state's own dtype: a residual then belongs to a point that can be returned.
+            state = layout.unpack(rows)
+            return layout.pack(state if project is None else project(state))
 
         with caller.off():
             first = layout.pack(start)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq._validate import share, whole
 from opteq.solvers.base import Solver
-from opteq.solvers.history import History
+from opteq.solvers.history import History, with_column
 from opteq.solvers.method import InverseEstimate, Method, Task
 from opteq.states import row_norms, zeros_a_row
 
@@ -20,7 +20,8 @@ class Broyden(Solver):
 
     With ``g = T(y) - y`` the step is ``y <- y + H g``, where ``H ~ (I - J)^-1`` starts as ``damping I`` and after a
     move ``s`` with change of residual ``-t`` becomes ``H + (s - H t) (H's)' / <H's, t>``, so that ``H t = s``.
-    When the memory is full the oldest term goes first, so the newest secant always holds.
+    When the memory is full the estimate begins anew: each term was made to fit those before it, so what is left after
+    dropping the oldest is no estimate of anything.
 
     Args:
         memory: number of terms.
@@ -46,13 +47,16 @@ class Broyden(Solver):
 
 
 class _BroydenUpdates(Method, InverseEstimate):
-    """``H = damping I + sum of left_i right_i'``."""
+    """``H = damping I + sum of left_i right_i'`` over the terms in use."""
+
+    # On a linear map of dimension n Broyden ends in 2 n steps, but not downhill: held to a factor of 2 it ends nowhere.
+    growth = 30.0
 
     def __init__(self, start: Tensor, memory: int, damping: float | Tensor) -> None:
         self.damping = damping
         self.left = History(start, memory)
         self.right = History(start, memory)
-        self.terms = zeros_a_row(start, dtype=torch.int64)
+        self.used = zeros_a_row(start, memory, dtype=torch.bool)
         self.fresh = ~zeros_a_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
 
@@ -65,12 +69,10 @@ class _BroydenUpdates(Method, InverseEstimate):
         return point + self.apply(change)
 
     def plain(self) -> Tensor:
-        return self.terms == 0
+        return ~self.used.any(dim=1)
 
     def restart(self, rows: Tensor) -> None:
-        self.left.forget(rows)
-        self.right.forget(rows)
-        self.terms = torch.where(rows, 0, self.terms)
+        self.used = self.used & ~rows[:, None]
         self.fresh = self.fresh | rows
 
     def inverse(self) -> InverseEstimate:
@@ -78,31 +80,28 @@ class _BroydenUpdates(Method, InverseEstimate):
 
     def apply(self, rows: Tensor) -> Tensor:
         """``H`` times each row."""
-        return self.damping * rows + self.left.combine(self.right.products(rows)[:, :, 0])
+        return self.damping * rows + self._sum(self.left, self.right, rows)
 
     def adjoint(self, rows: Tensor) -> Tensor:
-        return self.damping * rows + self.right.combine(self.left.products(rows)[:, :, 0])
+        return self.damping * rows + self._sum(self.right, self.left, rows)
+
+    def _sum(self, ahead: History, behind: History, rows: Tensor) -> Tensor:
+        return ahead.combine(torch.where(self.used, behind.products(rows)[:, :, 0], 0.0))
 
     def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
+        slot = self.left.following
+        self.used = self.used & ~(active & self.used[:, slot])[:, None]  # the memory is full: begin anew
         length = row_norms(move)
         known = active & ~self.fresh & torch.isfinite(length) & (length > 0)
         scale = torch.where(known, length, 1.0).to(move.dtype)[:, None]
         move, turn = move / scale, turn / scale  # of length one, so that products neither overflow nor vanish
-        nothing = torch.zeros_like(move)
-        self.left.push(nothing, active)  # the oldest term goes before the new one is made
-        self.right.push(nothing, active)
         back = self.adjoint(move)
-        ahead = self.apply(turn)
         slope = (back * turn).sum(dim=1)
-        # A slope lost in rounding would make the update arbitrary large: such a step teaches nothing.
+        # A slope lost in rounding would make the update arbitrarily large: such a step teaches nothing.
         least = 1e3 * torch.finfo(move.dtype).eps * row_norms(back) * row_norms(turn)
         sound = known & torch.isfinite(slope) & (slope.abs() > least)
-        left = (move - ahead) / torch.where(sound, slope, 1.0)[:, None]
-        self._replace(self.left, left, sound)
-        self._replace(self.right, back, sound)
-        self.terms = self.terms + sound
-
-    @staticmethod
-    def _replace(history: History, column: Tensor, rows: Tensor) -> None:
-        history.slot -= 1
-        history.push(column, rows)
+        left = (move - self.apply(turn)) / torch.where(sound, slope, 1.0)[:, None]
+        sound = sound & torch.isfinite(row_norms(left))
+        self.left.push(left, sound)
+        self.right.push(back, sound)
+        self.used = with_column(self.used, slot, torch.where(active, sound, self.used[:, slot]))

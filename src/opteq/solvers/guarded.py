@@ -10,15 +10,15 @@ from opteq.solvers.method import Method, Task
 from opteq.solvers.status import Status
 from opteq.states import row_norms
 
-GROWTH = 2.0
-"""How far a proposal's residual may rise above the best one where the problem has no merit to judge by."""
-
 
 class GuardedIteration:
     """A :class:`~opteq.solvers.loop.Process` that moves a batch of points towards ``y = T(y)``.
 
-    Extrapolating methods can overshoot. A proposal is taken where it is a plain step, or sets a new least
-    residual, or does not raise the merit; without a merit, where its residual is at most twice the least one.
+    Extrapolating methods can overshoot. A proposal is taken where it is a plain step, or brings ``|T(y) - y|`` to a new
+    low, or does not raise the merit; without a merit, where ``|T(y) - y|`` is at most a few times its least value.
+    That length is not divided by ``|T(y)|`` as the stopping rule does: far out along a direction that T hardly shrinks
+    the quotient is small, and a row that was drawn there would be kept from coming back.
+
     A refused row stays where it is and forgets its history, so that its next step is plain. Plain steps always
     count: they decrease a merit by its definition, and without one there is nothing better to do.
     """
@@ -64,7 +64,7 @@ class GuardedIteration:
 
     def _harmless(self, gap: Tensor, merit: Tensor | None) -> Tensor:
         if merit is None or self.merit is None:
-            return gap <= GROWTH * self.least
+            return gap <= self.method.growth * self.least
         # Close to the solution the merit changes by less than it is rounded; that is no reason to refuse.
         rounding = 64 * self.eps * self.merit.abs()
         return merit <= self.merit + rounding

@@ -11,22 +11,23 @@ from opteq.states import zeros_a_row
 class History:
     """``memory`` vectors a row, written round and round: a tensor ``(R, memory, N)`` that starts at zero.
 
-    A vector of zeros says nothing, so an empty or forgotten slot needs no special care in products.
+    Only finite columns are written, so the weight zero is enough to leave one out.
     """
 
     def __init__(self, like: Tensor, memory: int) -> None:
         self.columns = zeros_a_row(like, memory, like.shape[1])
         self.slot = -1
 
+    @property
+    def following(self) -> int:
+        """The slot that is written next, which holds the oldest column."""
+        return (self.slot + 1) % self.columns.shape[1]
+
     def push(self, column: Tensor, rows: Tensor) -> None:
         """Write ``column`` over the oldest one in ``rows``; other rows keep theirs."""
-        self.slot = (self.slot + 1) % self.columns.shape[1]
+        self.slot = self.following
         new = torch.where(rows[:, None], column, self.columns[:, self.slot])
         self._write(self.slot, new)
-
-    def forget(self, rows: Tensor) -> None:
-        """Zero every column of ``rows``."""
-        self.columns = torch.where(rows[:, None, None], 0.0, self.columns)
 
     def products(self, *vectors: Tensor) -> Tensor:
         """Inner products of every column with each vector ``(R, N)``: ``(R, memory, len(vectors))``."""
@@ -43,3 +44,10 @@ class History:
             self.columns = torch.cat([before, column[:, None], after], dim=1)
         else:
             self.columns[:, slot] = column
+
+
+def with_column(matrix: Tensor, slot: int, values: Tensor) -> Tensor:
+    """A copy with ``[:, slot]`` replaced; the copy is small, and a tape may still need the original."""
+    matrix = matrix.clone()
+    matrix[:, slot] = values
+    return matrix

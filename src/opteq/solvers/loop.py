@@ -36,7 +36,8 @@ class Rule:
         tol: largest relative residual that counts as converged.
         max_steps: number of steps at most.
         check_every: how often the host looks at whether all rows have finished. Looking makes a GPU wait, and
-            finished rows are frozen on the device in any case, so answers do not depend on it.
+            finished rows are frozen on the device in any case, so answers do not depend on it. More than ``max_steps``
+            means never.
         to_the_end: take every step and return the last point: for methods whose early points have a small
             residual without being what is sought.
     """
@@ -66,14 +67,14 @@ def iterate(process: Process, rule: Rule) -> Finish:
     of the point returned. NaN compares false and is chosen with ``where``, so it never replaces a finite point.
     """
     point, residual = process.first()
-    best, best_residual = point, torch.nan_to_num(residual, nan=torch.inf)
+    best, best_residual = point, torch.where(torch.isfinite(residual), residual, torch.inf)
     steps = torch.zeros_like(residual, dtype=torch.int64)
     dead = torch.where(torch.isfinite(residual), 0, int(Status.NON_FINITE))
     done = best_residual <= rule.tol
     trace = [residual]
     for step in range(rule.max_steps):
         active = (dead == 0) if rule.to_the_end else ~done & (dead == 0)
-        if step % rule.check_every == 0 and not any_row(active, unseen=True):
+        if (step + 1) % rule.check_every == 0 and not any_row(active, unseen=True):
             break
         point, residual = process.advance(active)
         chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < best_residual)

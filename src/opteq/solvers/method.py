@@ -48,6 +48,9 @@ class InverseEstimate(ABC):
 class Method(ABC):
     """The part of a solver that differs: how the next point is proposed from what was seen."""
 
+    growth: float = 2.0
+    """How far ``|T(y) - y|`` may rise above its least value where the problem has no merit to judge proposals by."""
+
     @abstractmethod
     def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
         """The next point, from a point and ``image = T(point)``; rows outside ``active`` are finished."""

@@ -72,6 +72,9 @@ class SAM(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.regularizer, type):
+            name = self.regularizer.__name__
+            raise TypeError(f"SAM.regularizer should be an object; got the class {name}; did you mean {name}()?")
         for name in ("gradient", "gradient_lipschitz", "couples_batch"):
             if not hasattr(self.regularizer, name):
                 raise TypeError(

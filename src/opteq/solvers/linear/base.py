@@ -45,8 +45,8 @@ class LinearSolver(ABC):
             eps: rounding of ``product``, below which no residual is asked for.
         """
         # Unit right sides, by way of their largest entry: then neither norms nor recurrences overflow or vanish.
-        largest = _nonzero(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
-        length = _nonzero(row_norms(rhs / largest).to(rhs.dtype)[:, None])
+        largest = _usable(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
+        length = _usable(row_norms(rhs / largest).to(rhs.dtype)[:, None])
         every = self.check_every or (1 if rhs.device.type == "cpu" else 4)
         rule = Rule(max(self.tol, eps, torch.finfo(rhs.dtype).eps), self.max_steps, every)
         finish = iterate(self._process(product, rhs / largest / length), rule)
@@ -57,8 +57,9 @@ class LinearSolver(ABC):
         """The iteration for right sides of length one or zero."""
 
 
-def _nonzero(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, scale, 1.0)
+def _usable(scale: Tensor) -> Tensor:
+    """Scales that can be divided by; 1 where a row is zero or not finite."""
+    return torch.where((scale > 0) & torch.isfinite(scale), scale, 1.0)
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class _ArnoldiCycle:
         if self.size == self.restart:
             self._begin(self.rhs - self.product(self.point))
         image = self.product(self.basis[:, self.size])
+        noise = 10 * torch.finfo(image.dtype).eps * row_norms(image)
         known = self.basis[:, : self.size + 1]
         shares = torch.zeros_like(self.hessenberg[:, : self.size + 1, 0])
         for _ in range(2):
@@ -64,6 +65,7 @@ class _ArnoldiCycle:
             image = image - (known.mT @ overlap)[:, :, 0]
             shares = shares + overlap[:, :, 0]
         length = row_norms(image)
+        length = torch.where(length <= noise, 0.0, length)  # the space is exhausted: only rounding points out of it
         self.hessenberg[:, : self.size + 1, self.size] = shares
         self.hessenberg[:, self.size + 1, self.size] = length
         self.basis[:, self.size + 1] = image * columns(ratio(torch.ones_like(length), length), image)
@@ -91,9 +93,9 @@ class _ArnoldiCycle:
         q, r = torch.linalg.qr(torch.where(finite[:, None, None], matrix, 0.0))
         target = self.length[:, None, None] * q[:, :1].mT
         diagonal = r.diagonal(dim1=-2, dim2=-1)
-        # A pivot of zero means that the space is exhausted: what cannot be reached gets weight zero.
+        # A pivot that is zero but for rounding belongs to what cannot be reached: that gets weight zero.
         largest = diagonal.abs().amax(dim=1, keepdim=True)
-        sound = diagonal.abs() > torch.finfo(r.dtype).eps * largest
+        sound = diagonal.abs() > 10 * torch.finfo(self.basis.dtype).eps * largest
         guarded = torch.where(sound, 0.0, 1.0).diag_embed() + torch.where(sound[:, :, None], r, 0.0)
         weights = torch.linalg.solve_triangular(guarded, torch.where(sound[:, :, None], target, 0.0), upper=True)
         goal = torch.zeros_like(matrix[:, :, :1])
