@@ -47,7 +47,7 @@ def bound(channels: int, batch: int, size: int, options: argparse.Namespace) -> 
     torch.manual_seed(0)
     branches = [opteq.Branch(op.Conv2d(channels, channels, 3), nn.Conv2d(3, channels, 3, padding=1)) for _ in range(3)]
     problem = MOptEq(branches, diversity=0.01).to(options.device, options.dtype)
-    return problem(torch.randn(batch, 3, size, size, device=options.device, dtype=options.dtype))
+    return problem.bind(torch.randn(batch, 3, size, size, device=options.device, dtype=options.dtype))
 
 
 @torch.no_grad()

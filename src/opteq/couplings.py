@@ -138,7 +138,9 @@ class Coupling:
         """The derivative of ``|M|`` (or of what replaces it), zero on the diagonal, of the dtype of ``matrix``."""
         if not self.smoothing:
             # Its derivative is zero wherever it has one: without the tape, no products with zeros are computed.
-            return _off_diagonal(torch.sign(matrix.detach()))
+            signs = torch.sign(matrix.detach())
+            signs.diagonal(dim1=-2, dim2=-1).zero_()
+            return signs
         wide = _finite(matrix)
         return _off_diagonal(wide / _root(wide, self.smoothing)).to(matrix.dtype)
 
@@ -152,15 +154,15 @@ class Coupling:
         if not self.ties_branches:
             return features
         check_features(features)
-        shares = []
-        for index, (a, b) in enumerate(_meetings(features)):
-            if self.diversity:
-                matrix = self.signs(torch.bmm(a, b.mT)) if signs is None else signs[index]
-                shares.append((self._mix(matrix, b), self._mix(matrix.mT, a)))
-            else:
-                shares.append((b / 2, a / 2))
-        handed = _hand_out(shares, features)
-        return handed if self.heritage else tuple(z + share for z, share in zip(features, handed, strict=True))
+        pairs = _meetings(features)
+        if not self.diversity:
+            return tuple(
+                (_at_size_of(z, pairs[index][1]) + _at_size_of(z, pairs[index - 1][0])) / 2
+                for index, z in enumerate(features)
+            )
+        if signs is None:
+            signs = tuple(self.signs(torch.bmm(a, b.mT)) for a, b in pairs)
+        return self._spread(features, pairs, tuple(self._weights(matrix) for matrix in signs))
 
     def jacobian_at(self, features: Features) -> Callable[[Features], Features]:
         """``v -> h'(z) v``, symmetric; matrices are computed once for all products.
@@ -170,16 +172,16 @@ class Coupling:
         if not self.diversity:
             return self.fuse
         matrices = products(features)
-        signs = tuple(self.signs(matrix) for matrix in matrices)
-        if not self.smoothing:
-            return lambda v: self.fuse(v, signs)
-        slopes = tuple(self._slope(matrix) for matrix in matrices)
+        weights = tuple(self._weights(self.signs(matrix)) for matrix in matrices)
+        slopes = tuple(self._slope(matrix) for matrix in matrices) if self.smoothing else ()
 
         def product(v: Features) -> Features:
+            straight = self._spread(v, _meetings(v), weights)
+            if not self.smoothing:
+                return straight
             changes = change(features, v)
             moves = tuple((slope * _finite(d)).to(d.dtype) for slope, d in zip(slopes, changes, strict=True))
-            turned = self.turn(features, moves)
-            return tuple(straight + turn for straight, turn in zip(self.fuse(v, signs), turned, strict=True))
+            return tuple(u + w for u, w in zip(straight, self.turn(features, moves), strict=True))
 
         return product
 
@@ -188,16 +190,19 @@ class Coupling:
 
         That is -lambda/2 times the adjoint of :func:`change`.
         """
-        half = -self.diversity / 2
-        shares = [
-            (torch.bmm(half * matrix, b), torch.bmm(half * matrix.mT, a))
-            for matrix, (a, b) in zip(matrices, _meetings(features), strict=True)
-        ]
-        return _hand_out(shares, features)
+        weights = tuple(-self.diversity / 2 * matrix for matrix in matrices)
+        return _hand_out(features, _meetings(features), weights)
 
-    def _mix(self, matrix: Tensor, other: Tensor) -> Tensor:
-        """``(I - lambda matrix) other / 2``, without the I where there is no heritage."""
-        return torch.baddbmm(other, matrix, other, beta=self.heritage / 2, alpha=-self.diversity / 2)
+    def _weights(self, signs: Tensor) -> Tensor:
+        """``(I - lambda signs) / 2``, without the I where there is no heritage; so heritage costs no product."""
+        weights = -self.diversity / 2 * signs
+        if self.heritage:
+            weights.diagonal(dim1=-2, dim2=-1).add_(0.5)
+        return weights
+
+    def _spread(self, features: Features, pairs: list[tuple[Tensor, Tensor]], weights: tuple[Tensor, ...]) -> Features:
+        handed = _hand_out(features, pairs, weights)
+        return handed if self.heritage else tuple(z + share for z, share in zip(features, handed, strict=True))
 
     def _slope(self, matrix: Tensor) -> Tensor:
         """The second derivative of ``sqrt(M^2 + tau^2)``, ``tau^2 / (M^2 + tau^2)^(3/2)``, in float32 or better."""
@@ -274,15 +279,21 @@ def _meet(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return first.flatten(2), second.flatten(2)
 
 
-def _hand_out(shares: list[tuple[Tensor, Tensor]], features: Features) -> Features:
-    """What each branch gets from its two meetings, at its own size.
+def _hand_out(features: Features, pairs: list[tuple[Tensor, Tensor]], weights: tuple[Tensor, ...]) -> Features:
+    """What each branch gets from its two meetings, at its own size: ``weights`` times the other's channels.
 
-    A meeting of branch i with the next gives a matrix to either; with one branch both are its own.
+    In the meeting of branch i with the next, branch i gets ``weights[i]`` times the next one's channels, and the next
+    one gets the transpose times those of branch i.
     """
     handed = []
     for index, z in enumerate(features):
-        from_next, from_last = shares[index][0], shares[index - 1][1]
-        handed.append(_at_size_of(z, from_next) + _at_size_of(z, from_last))
+        after, ahead = pairs[index][1], weights[index]
+        before, behind = pairs[index - 1][0], weights[index - 1].mT
+        share = torch.bmm(ahead, after)
+        if before.shape == after.shape:  # the two meetings have one size: add the second where the first is
+            handed.append(_at_size_of(z, torch.baddbmm(share, behind, before)))
+        else:
+            handed.append(_at_size_of(z, share) + _at_size_of(z, torch.bmm(behind, before)))
     return tuple(handed)
 
 

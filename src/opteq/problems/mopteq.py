@@ -42,7 +42,7 @@ class MOptEq(Problem):
 
     D has kinks. With ``smoothing=0`` the step jumps where a product of channels changes sign, a fixed point need not
     exist, and for lambda in use many samples end in small cycles: they are reported as ``CYCLING``, never as converged.
-    ``smoothing`` > 0 gives every sample an equilibrium.
+    ``smoothing`` > 0 makes the step continuous and such cycles go away.
 
     Args:
         branches: :class:`Branch` objects, whose features all have the same number of channels.
@@ -127,7 +127,7 @@ class MOptEq(Problem):
     def known_convexity(self) -> bool:
         """Whether the bounds of the W alone, whatever the weights, make the objective strongly convex."""
         bounds = [branch.W.bound for branch in self.each()]
-        channels = self.channels()
+        channels = self.channels() if self.coupling.diversity else 1
         if channels is None or any(bound is None for bound in bounds):
             return False
         largest = max(bound for bound in bounds if bound is not None)
@@ -211,8 +211,8 @@ class BoundMOptEq(Hidden):
         if not self.jumps:
             return codes
         parts = blocks(y)
-        failed = codes == int(Status.MAX_STEPS)
-        doubtful = failed | ((codes == int(Status.CONVERGED)) & signs_change(self, parts))
+        beside = (codes == int(Status.CONVERGED)) & signs_change(self, parts)
+        doubtful = beside | (codes == int(Status.MAX_STEPS))
         if not any_row(doubtful):
             return codes
         return torch.where(returns(self, parts, doubtful), int(Status.CYCLING), codes)

@@ -104,7 +104,9 @@ class OptEq(Problem):
         else:
             lipschitz = float(carried) * slope * norm / self.mu / (1 - factor * pull)
             share = "" if pull == 1 else f"{pull:.4g} "
-            reasons["lipschitz"] = f"|U| L |W| / mu / (1 - {share}L |W|^2 / mu), since sigma is a convex function's gradient"
+            reasons["lipschitz"] = (
+                f"|U| L |W| / mu / (1 - {share}L |W|^2 / mu), since sigma is a convex function's gradient"
+            )
         return Certificate(exists, unique, contraction, lipschitz, reasons)
 
     def _prior_factors(self) -> tuple[float | None, float | None]:

@@ -18,6 +18,7 @@ class Status(IntEnum):
     INDEFINITE = 3
     CYCLING = 4
     APPROXIMATE = 5
+    SINGULAR = 6
 
     @property
     def message(self) -> str:
@@ -43,6 +44,10 @@ _MESSAGES = {
         "the iterates jump for ever between points where the map is discontinuous, so there may be no fixed point, "
         "however small the residual. Smooth the map (MOptEq(smoothing=...)); problem(x).inclusion_residual(state) "
         "tells how far the state is from an equilibrium with set-valued signs"
+    ),
+    Status.SINGULAR: (
+        "the linear system has no solution that rounding lets through: the equilibrium is not isolated, or nearly so. "
+        "The nearest answer of moderate length is used; give the operators a smaller bound"
     ),
     Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",
 }

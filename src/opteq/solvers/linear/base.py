@@ -74,6 +74,15 @@ def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0.0, numerator / safe)
 
 
+def lost(point: Tensor, size: Tensor) -> Tensor:
+    """Rows whose answer is so long that rounding hides what A, of norm ``size``, makes of it.
+
+    Right sides have length one, so the rounding of ``A x`` beside them is ``eps size |x|``. Where A is singular, a
+    Krylov method goes on to multiply noise, and reports a residual that has nothing to do with its answer.
+    """
+    return torch.finfo(point.dtype).eps * size * row_norms(point) > 1e-3
+
+
 def columns(scalars: Tensor, like: Tensor) -> Tensor:
     """Numbers a row ``(R,)`` shaped to multiply rows ``(R, N)``, in their dtype."""
     return scalars.to(like.dtype)[:, None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.solvers.linear.base import LinearSolver, Product, columns, dots, ratio
+from opteq.solvers.linear.base import LinearSolver, Product, columns, dots, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
 
@@ -17,7 +17,7 @@ class CG(LinearSolver):
     """Conjugate gradients: the fewest products for a symmetric positive definite A, and the least memory.
 
     A direction of non-positive curvature ends a row with :attr:`Status.INDEFINITE`, since its answer would not
-    be one.
+    be one, and :attr:`Status.SINGULAR` ends one whose answer grows out of all proportion.
     """
 
     def _process(self, product: Product, rhs: Tensor) -> Process:
@@ -31,6 +31,7 @@ class _ConjugateGradients:
         self.residual = rhs
         self.direction = rhs
         self.square = dots(rhs, rhs)
+        self.size = torch.zeros_like(self.square)  # of A, from below
         self.codes = torch.zeros_like(self.square, dtype=torch.int64)
 
     def first(self) -> tuple[Tensor, Tensor]:
@@ -39,15 +40,18 @@ class _ConjugateGradients:
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
         image = self.product(self.direction)
         curvature = dots(self.direction, image)
-        self.codes = torch.where(active & (curvature <= 0), int(Status.INDEFINITE), 0)
-        self.codes = torch.where(torch.isfinite(curvature), self.codes, int(Status.NON_FINITE))
         length = torch.where(curvature > 0, ratio(self.square, curvature), 0.0)
+        self.size = torch.maximum(self.size, ratio(curvature, self.square))
         self.point = self.point + columns(length, image) * self.direction
+        hidden = lost(self.point, self.size)
+        self.codes = torch.where(hidden, int(Status.SINGULAR), 0)
+        self.codes = torch.where(active & (curvature <= 0), int(Status.INDEFINITE), self.codes)
+        self.codes = torch.where(torch.isfinite(curvature), self.codes, int(Status.NON_FINITE))
         self.residual = self.residual - columns(length, image) * image
         square = dots(self.residual, self.residual)
         self.direction = self.residual + columns(ratio(square, self.square), image) * self.direction
         self.square = square
-        return self.point, square.sqrt()
+        return self.point, torch.where(hidden, torch.inf, square.sqrt())
 
     def dead_ends(self) -> Tensor | None:
         return self.codes

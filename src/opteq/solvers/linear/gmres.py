@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from opteq._validate import whole
-from opteq.solvers.linear.base import LinearSolver, Product, columns, ratio
+from opteq.solvers.linear.base import LinearSolver, Product, columns, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import row_norms, zeros_a_row
+from opteq.states import row_norms
 
 
 @dataclass(frozen=True, kw_only=True)
 class GMRES(LinearSolver):
     """Generalised minimal residuals with restarts: for systems without symmetry.
+
+    Where the system has no solution, a row ends with :attr:`Status.SINGULAR`.
 
     Args:
         restart: vectors kept before the method begins again from its last answer; memory grows with it.
@@ -42,6 +44,7 @@ class _ArnoldiCycle:
     def __init__(self, product: Product, rhs: Tensor, restart: int) -> None:
         self.product, self.rhs, self.restart = product, rhs, restart
         self.point = torch.zeros_like(rhs)
+        self.norm = row_norms(self.point)  # of A, from below
         self.codes: Tensor | None = None
         self.base: Tensor
         self.basis: Tensor
@@ -57,7 +60,6 @@ class _ArnoldiCycle:
         if self.size == self.restart:
             self._begin(self.rhs - self.product(self.point))
         image = self.product(self.basis[:, self.size])
-        noise = 10 * torch.finfo(image.dtype).eps * row_norms(image)
         known = self.basis[:, : self.size + 1]
         shares = torch.zeros_like(self.hessenberg[:, : self.size + 1, 0])
         for _ in range(2):
@@ -65,26 +67,29 @@ class _ArnoldiCycle:
             image = image - (known.mT @ overlap)[:, :, 0]
             shares = shares + overlap[:, :, 0]
         length = row_norms(image)
-        length = torch.where(length <= noise, 0.0, length)  # the space is exhausted: only rounding points out of it
         self.hessenberg[:, : self.size + 1, self.size] = shares
         self.hessenberg[:, self.size + 1, self.size] = length
         self.basis[:, self.size + 1] = image * columns(ratio(torch.ones_like(length), length), image)
         self.size += 1
         weights, residual = self._least_squares()
         self.point = self.base + (self.basis[:, : self.size].mT @ weights.to(image.dtype))[:, :, 0]
-        self.codes = torch.where(torch.isfinite(residual), 0, int(Status.NON_FINITE))
-        return self.point, residual
+        self.norm = torch.maximum(self.norm, torch.hypot(row_norms(shares), length))
+        hidden = lost(self.point, self.norm)
+        self.codes = torch.where(hidden | (length == 0), int(Status.SINGULAR), 0)
+        self.codes = torch.where(torch.isfinite(residual), self.codes, int(Status.NON_FINITE))
+        return self.point, torch.where(hidden, torch.inf, residual)
 
     def dead_ends(self) -> Tensor | None:
         return self.codes
 
     def _begin(self, residual: Tensor) -> None:
+        rows, width = residual.shape
         small = torch.float32 if residual.device.type == "mps" else torch.float64
         self.base = self.point
         self.length = row_norms(residual).to(small)
-        self.basis = zeros_a_row(residual, self.restart + 1, residual.shape[1])
+        self.basis = residual.new_zeros(rows, self.restart + 1, width)
         self.basis[:, 0] = residual * columns(ratio(torch.ones_like(self.length), self.length), residual)
-        self.hessenberg = zeros_a_row(residual, self.restart + 1, self.restart, dtype=small)
+        self.hessenberg = torch.zeros(rows, self.restart + 1, self.restart, dtype=small, device=residual.device)
         self.size = 0
 
     def _least_squares(self) -> tuple[Tensor, Tensor]:
@@ -93,9 +98,9 @@ class _ArnoldiCycle:
         q, r = torch.linalg.qr(torch.where(finite[:, None, None], matrix, 0.0))
         target = self.length[:, None, None] * q[:, :1].mT
         diagonal = r.diagonal(dim1=-2, dim2=-1)
-        # A pivot that is zero but for rounding belongs to what cannot be reached: that gets weight zero.
+        # A pivot of zero means that the space is exhausted: what cannot be reached gets weight zero.
         largest = diagonal.abs().amax(dim=1, keepdim=True)
-        sound = diagonal.abs() > 10 * torch.finfo(self.basis.dtype).eps * largest
+        sound = diagonal.abs() > torch.finfo(r.dtype).eps * largest
         guarded = torch.where(sound, 0.0, 1.0).diag_embed() + torch.where(sound[:, :, None], r, 0.0)
         weights = torch.linalg.solve_triangular(guarded, torch.where(sound[:, :, None], target, 0.0), upper=True)
         goal = torch.zeros_like(matrix[:, :, :1])
