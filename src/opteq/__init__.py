@@ -1,6 +1,6 @@
 """Networks whose output solves an optimisation problem that a person can read and edit."""
 
-from opteq import kernels, operators, penalties, regularizers
+from opteq import analysis, couplings, kernels, operators, penalties, regularizers
 from opteq._errors import ConvergenceError, ConvergenceWarning
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit, OneStep, Phantom, Shine, Unrolled
@@ -55,6 +55,8 @@ __all__ = [
     "Splitting",
     "Status",
     "Unrolled",
+    "analysis",
+    "couplings",
     "kernels",
     "operators",
     "penalties",

@@ -57,9 +57,8 @@ class MOptEq(Problem):
             equilibrium would have otherwise (``problem(x).perturbation_agreement(state)`` tells).
 
     >>> import torch, opteq
-    >>> from opteq.problems.mopteq import MOptEq
     >>> branches = [opteq.Branch(opteq.operators.Dense(4, 6, bound=0.7), torch.nn.Linear(3, 6)) for _ in range(3)]
-    >>> layer = opteq.Equilibrium(MOptEq(branches, diversity=0.1, smoothing=0.1))
+    >>> layer = opteq.Equilibrium(opteq.MOptEq(branches, diversity=0.1, smoothing=0.1))
     >>> [tuple(z.shape) for z in layer(torch.randn(2, 3))]
     [(2, 4), (2, 4), (2, 4)]
     """

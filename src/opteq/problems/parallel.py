@@ -65,9 +65,8 @@ class Parallel(SideBySide):
         scales: for each part, the whole factor by which it sees a smaller picture; None means 1 for all.
 
     >>> import torch, opteq
-    >>> from opteq.problems.parallel import Parallel
     >>> parts = [opteq.OptEq(opteq.operators.Conv2d(2, 3, 3, bound=0.9), torch.nn.Conv2d(1, 3, 1)) for _ in range(2)]
-    >>> layer = opteq.Equilibrium(Parallel(parts, scales=[1, 2]))
+    >>> layer = opteq.Equilibrium(opteq.Parallel(parts, scales=[1, 2]))
     >>> [tuple(z.shape) for z in layer(torch.randn(5, 1, 8, 8))]
     [(5, 2, 8, 8), (5, 2, 4, 4)]
     """

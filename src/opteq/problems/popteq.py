@@ -35,12 +35,11 @@ class POptEq(SideBySide):
             concatenation at that size, which keeps the number of channels.
 
     >>> import torch, opteq
-    >>> from opteq.problems.popteq import POptEq
     >>> branches = [
     ...     opteq.Branch(opteq.operators.Conv2d(4, 6, 3, bound=0.9), torch.nn.Conv2d(3, 6, 3, padding=1), scale)
     ...     for scale in (1, 2)
     ... ]
-    >>> opteq.Equilibrium(POptEq(branches, fuse="sum"))(torch.randn(2, 3, 8, 8)).shape
+    >>> opteq.Equilibrium(opteq.POptEq(branches, fuse="sum"))(torch.randn(2, 3, 8, 8)).shape
     torch.Size([2, 4, 8, 8])
     """
 
