@@ -47,7 +47,9 @@ def feature_ratio(problem: Problem, x: Tensor, other: Tensor) -> Tensor:
 
 
 def dense(activation: str | penalties.Penalty = "relu", norm: float = 0.9, **options: object) -> opteq.OptEq:
-    return opteq.OptEq(op.Dense(5, 6, bound=norm), nn.Linear(4, 6), activation, **options)
+    W = op.Dense(5, 6, bound=norm)
+    W.weight.data.mul_(3)  # well above the bound, which then decides
+    return opteq.OptEq(W, nn.Linear(4, 6), activation, **options)
 
 
 def deep(activation: str = "relu", **options: object) -> opteq.DeepOptEq:
@@ -233,7 +235,7 @@ def test_a_convex_prior_of_unbounded_curvature() -> None:
 
 UNKNOWN: dict[str, tuple[Callable[[], Problem], dict[str, str]]] = {
     "expanding": (
-        lambda: dense(norm=1.5),
+        lambda: opteq.OptEq(operator(torch.full((1, 1), 1.5)), nn.Linear(4, 1)),
         {
             "exists": "bounded only by 2.25, not below 1, and the activation is unbounded",
             "unique": "bounded only by 2.25, not below 1",

@@ -131,7 +131,7 @@ def test_the_inclusion_residual_against_finite_differences_of_envelopes(alpha: f
 
 def test_a_preimage_that_is_not_found_is_an_error() -> None:
     problem = network((6,), alpha=0.9, bound=5.0)
-    for branch in problem.branches():
+    for branch in problem.branches:
         branch.W.weight.data.mul_(10)  # up to its bound
     with pytest.raises(RuntimeError, match=r"preimage was not found .*after 2 steps.*alpha=0.9"):
         problem(inputs()).layers[0].preimage(inputs(3, 5), 0.9, max_steps=2)
@@ -263,17 +263,17 @@ def test_the_layers_stacked_are_one_equation(activation: str) -> None:
 
 def test_a_learned_alpha_stays_inside_and_moves() -> None:
     problem = network((6, 3), alpha=(0.3, 0.7), learn_alpha=True)
-    torch.testing.assert_close(torch.stack(list(problem.alphas())), torch.tensor([0.3, 0.7], dtype=torch.float64))
+    torch.testing.assert_close(torch.stack(list(problem.alphas)), torch.tensor([0.3, 0.7], dtype=torch.float64))
     layer = opteq.Equilibrium(problem, EXACT)
     optimiser = torch.optim.SGD(layer.parameters(), lr=1.0)
-    before = [float(alpha.detach()) for alpha in problem.alphas()]
+    before = [float(alpha.detach()) for alpha in problem.alphas]
     for _ in range(20):
         optimiser.zero_grad()
         (-layer(inputs())[:, 0].sum()).backward()
         assert problem.alpha_logit.grad is not None
         assert (problem.alpha_logit.grad != 0).all()
         optimiser.step()
-    after = [float(alpha.detach()) for alpha in problem.alphas()]
+    after = [float(alpha.detach()) for alpha in problem.alphas]
     assert all(0 < alpha < 1 for alpha in after)
     assert all(abs(a - b) > 1e-3 for a, b in zip(after, before, strict=True))
 
@@ -293,8 +293,8 @@ def test_the_gradient_of_alpha_against_finite_differences() -> None:
 
 
 def test_one_alpha_or_one_a_layer() -> None:
-    assert network((6, 3)).alphas() == [0.8, 0.8]
-    assert network((6, 3), alpha=(1, 0.5)).alphas() == [1.0, 0.5]
+    assert network((6, 3)).alphas == [0.8, 0.8]
+    assert network((6, 3), alpha=(1, 0.5)).alphas == [1.0, 0.5]
 
 
 # ---------------------------------------------------------------------------------------------------- the interface

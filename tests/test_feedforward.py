@@ -71,11 +71,11 @@ def test_nonexpansive_chain_is_made_of_proxes(depth: int) -> None:
     for activation in (nn.ReLU, lambda: nn.LeakyReLU(0.2), nn.Identity):
         network, x = mlp(depth, activation, gain=2.0), inputs(depth)
         problem = opteq.DeepOptEq.from_feedforward(network, nonexpansive=True)
-        norms = [float(torch.linalg.matrix_norm(branch.W.weight.detach(), 2)) for branch in problem.branches()]
+        norms = [float(torch.linalg.matrix_norm(branch.W.weight.detach(), 2)) for branch in problem.branches]
         assert max(norms) <= 1 + 1e-12
         assert_same(problem, network, x, opteq.Anderson(tol=1e-12))
     plain = opteq.DeepOptEq.from_feedforward(mlp(depth, gain=2.0))
-    assert depth == 1 or max(float(branch.W.norm()) for branch in plain.branches()) > 1
+    assert depth == 1 or max(float(branch.W.norm()) for branch in plain.branches) > 1
 
 
 # ---------------------------------------------------------------------------------------------------- with the skip
@@ -91,7 +91,7 @@ def test_equilibrium_with_skip_connections_is_the_predicted_one(
     network, x = mlp(depth, activation), inputs(depth)
     problem = opteq.DeepOptEq.from_feedforward(network, alpha=alpha)
     count, q = len(problem.layers), 1 - alpha
-    active = [i for i, branch in enumerate(problem.branches()) if branch.U is not None]
+    active = [i for i, branch in enumerate(problem.branches) if branch.U is not None]
     assert len(active) == 2 * depth
     with torch.no_grad():
         values = 2 * hidden_values(network, x)
@@ -136,7 +136,7 @@ def test_without_idle_layers_there_are_other_equilibria() -> None:
     network, x = mlp(2, nn.Tanh, gain=3.0), inputs(2)
     problem = opteq.DeepOptEq.from_feedforward(network, alpha=0.3)
     hidden = problem(x)
-    active = [i for i, branch in enumerate(problem.branches()) if branch.U is not None]
+    active = [i for i, branch in enumerate(problem.branches) if branch.U is not None]
     assert len(active) < len(problem.layers)
     # The construction with the same Gram blocks and no idle layers: the echo is q^N instead of q^(N + idle).
     width, echo = hidden.layers[-1].W.weight.shape[1] // 2, 0.7**2

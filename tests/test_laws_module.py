@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import opteq
 from all_cases import CASES
@@ -109,6 +109,21 @@ def test_second_derivatives_are_right_on_a_tape(gradient: Gradient) -> None:
     else:  # a phantom gradient is the derivative of its own steps, with the point they start from held fixed
         (slope,) = torch.autograd.grad(probe_loss(layer(x)), x, create_graph=True)
         assert torch.isfinite(torch.autograd.grad(slope.sum(), x)[0]).all()
+
+
+# torch scripts a formula of its own in forward mode, and warns about that.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_forward_mode_is_refused_or_right() -> None:
+    (case,) = by_name("opteq-tanh")
+    x, tangent = case.input(), case.input(seed=1)
+    for gradient in (opteq.Implicit(), opteq.Phantom(), opteq.OneStep(), opteq.Shine()):
+        layer = opteq.Equilibrium(case.problem(), SOLVERS["broyden"], gradient)
+        with pytest.raises(RuntimeError, match=r"forward-mode differentiation .* does not pass"):
+            jvp(layer, (x,), (tangent,))
+    layer = opteq.Equilibrium(case.problem(), SOLVERS["picard"], opteq.Unrolled(60), on_failure="ignore")
+    _, found = jvp(layer, (x,), (tangent,))
+    expected = (layer(x + 1e-6 * tangent) - layer(x - 1e-6 * tangent)) / 2e-6
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
 
 
 def kept_bytes(steps: int, gradient: Gradient) -> int:

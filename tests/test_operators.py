@@ -179,7 +179,7 @@ def test_pool_norm_is_that_of_the_matrix() -> None:
 @pytest.mark.parametrize("bound", [None, 0.5, 2.0])
 def test_initial_norm(make: Callable[[float | None], op.Operator], bound: float | None) -> None:
     A = make(bound)
-    target = bound or 0.9
+    target = 0.9 if bound is None else 0.98 * bound  # just within the bound, off its kink
     assert 0.95 * target <= A.norm() <= target * 1.001
     assert A.weight.std() > 0
     with torch.no_grad():

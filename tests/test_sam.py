@@ -350,5 +350,5 @@ def test_wrong_options(options: dict[str, object], error: type[Exception], messa
 
 
 def test_unknown_option() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
+    with pytest.raises(TypeError, match="SAM has no option 'beta'; did you mean 'eta'"):
         opteq.SAM(regularizer=regularizers.Ridge(), beta=0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -172,3 +171,377 @@ def test_any_map(kind: type[Solver], name: str, batch: int, n: int, dtype: torch
     start = sample.shift() * 0.5
     solver = kind(max_steps=25)
     check(solver.solve(step, start), step, start, solver)
+
+
+@each_solver
+@examples(10)
+@given(batch=st.integers(1, 3), seed=seeds)
+def test_tuple_states_of_different_shapes_and_dtypes(kind: type[Solver], batch: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, 3), (batch, 2, 2), (batch,), (batch, 0)]
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    start = tuple(torch.randn(s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True))
+    shifts = [part.clone() for part in start]
+
+    def step(y: State) -> State:
+        total = sum(part.reshape(batch, part[0].numel()).sum(1).double() for part in blocks(y))
+        mix = 0.3 * (0.2 * total).cos()
+        return tuple(
+            (shift + mix.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype)).to(part.dtype)
+            for part, shift in zip(blocks(y), shifts, strict=True)
+        )
+
+    def full_rows(state: State) -> Tensor:
+        return torch.cat([part.reshape(batch, part[0].numel()).double() for part in blocks(state)], dim=1)
+
+    outcome = kind(max_steps=60).solve(step, start)
+    assert isinstance(outcome.state, tuple)
+    assert [(p.shape, p.dtype) for p in outcome.state] == [(p.shape, p.dtype) for p in start]
+    assert (outcome.codes == 0).all()
+    assert outcome.tol == torch.finfo(torch.bfloat16).eps  # the coarsest block decides what can be asked for
+    here, there = full_rows(outcome.state), full_rows(step(outcome.state))
+    torch.testing.assert_close((there - here).norm(dim=1) / there.norm(dim=1), outcome.residual)
+
+
+@each_solver
+def test_a_bad_mate_changes_nothing(kind: type[Solver]) -> None:
+    """Bit for bit: the same batch with one sample's map replaced by something that never finishes."""
+    sample = Sample(4, 5, torch.float64, 3)
+    good = affine(0.95)(sample)
+    mate = (torch.arange(4) == 2)[:, None]
+    solver = kind(tol=1e-6, max_steps=40)
+    expected = solver.solve(good, sample.shift())
+    others = [0, 1, 3]
+    for bad in (MAPS[name](sample) for name in ("nan", "overflows", "expanding", "cycle", "jumps", "identity")):
+        outcome = solver.solve(lambda y, bad=bad: torch.where(mate, bad(y), good(y)), sample.shift())
+        for field in ("state", "residual", "steps", "codes"):
+            assert torch.equal(getattr(outcome, field)[others], getattr(expected, field)[others])
+
+
+@each_solver
+@examples(8)
+@given(seed=seeds, norm=st.sampled_from([0.3, 0.9, 0.99]))
+def test_a_batch_equals_its_samples(kind: type[Solver], seed: int, norm: float) -> None:
+    sample = Sample(4, 9, torch.float64, seed)
+    matrix, shift = sample.matrix(norm), sample.shift() * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])
+    solver = kind(tol=1e-3, max_steps=300)  # loose: where it stopped still shows
+    together = solver.solve(lambda y: torch.tanh(y @ matrix.T) + shift, torch.ones_like(shift))
+    for i in range(4):
+        one = slice(i, i + 1)
+        alone = solver.solve(lambda y, one=one: torch.tanh(y @ matrix.T) + shift[one], torch.ones_like(shift[one]))
+        assert alone.steps.tolist() == together.steps[one].tolist()
+        torch.testing.assert_close(alone.state, together.state[one], rtol=1e-6, atol=1e-8)
+
+
+# ----------------------------------------------------------------------------------------- what linear maps deserve
+
+
+def spectral(n: int, low: float, high: float, seed: int) -> tuple[Tensor, Tensor]:
+    """A symmetric matrix with eigenvalues evenly from ``low`` to ``high`` in a random basis, and right sides."""
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
+    values = torch.linspace(high, low, n, dtype=torch.float64)
+    return (basis * values) @ basis.T, torch.randn(3, n, generator=generator, dtype=torch.float64)
+
+
+def dense_solution(matrix: Tensor, shift: Tensor) -> Tensor:
+    return torch.linalg.solve(torch.eye(len(matrix), dtype=matrix.dtype) - matrix, shift.T).T
+
+
+@examples(40)
+@given(n=st.integers(1, 8), high=st.sampled_from([0.5, 0.9, 0.99, 0.9999]), seed=seeds, shear=st.sampled_from([0, 0.3]))
+def test_anderson_ends_in_the_dimension(n: int, high: float, seed: int, shear: float) -> None:
+    matrix, shift = spectral(n, -high, high, seed)
+    matrix = matrix + shear * matrix.triu(1)
+    outcome = opteq.Anderson(tol=1e-9, max_steps=100, memory=n).solve(lambda y: y @ matrix.T + shift, 0 * shift)
+    exact = dense_solution(matrix, shift)
+    assert (outcome.codes == 0).all()
+    assert int(outcome.steps.max()) <= n + 4
+    inverse = float(torch.linalg.matrix_norm(torch.linalg.inv(torch.eye(n, dtype=torch.float64) - matrix), 2))
+    assert ((outcome.state - exact).norm(dim=1) <= 2e-9 * inverse * outcome.state.norm(dim=1)).all()
+
+
+@examples(40)
+@given(n=st.integers(1, 8), high=st.sampled_from([0.5, 0.9, 0.99]), seed=seeds)
+def test_broyden_ends_in_twice_the_dimension(n: int, high: float, seed: int) -> None:
+    matrix, shift = spectral(n, -high, high, seed)
+    outcome = opteq.Broyden(tol=1e-9, max_steps=100, memory=2 * n).solve(lambda y: y @ matrix.T + shift, 0 * shift)
+    assert (outcome.codes == 0).all()
+    assert int(outcome.steps.max()) <= 3 * n + 6  # 2 n, and some for proposals that were refused
+    torch.testing.assert_close(outcome.state, dense_solution(matrix, shift), rtol=1e-5, atol=1e-6)
+
+
+@each_extrapolating
+def test_badly_conditioned_contractions_in_few_steps(kind: type[Solver]) -> None:
+    """Plain steps would need some 200 000; a guard by relative residuals kept Broyden from coming back at all."""
+    solved = 0
+    for seed in range(10):
+        matrix, shift = spectral(5, -0.9999, 0.9999, seed)
+        outcome = kind(tol=1e-8, max_steps=60).solve(lambda y: y @ matrix.T + shift, torch.zeros_like(shift))  # noqa: B023
+        solved += int((outcome.codes == 0).sum())
+    assert solved == 30
+
+
+@each_extrapolating
+def test_memory_shorter_than_the_dimension(kind: type[Solver]) -> None:
+    for memory in (1, 2, 3):
+        matrix, shift = spectral(40, -0.9, 0.9, memory)
+        outcome = kind(tol=1e-8, max_steps=300, memory=memory).solve(
+            lambda y, matrix=matrix, shift=shift: y @ matrix.T + shift, torch.zeros_like(shift)
+        )
+        assert (outcome.codes == 0).all()
+        torch.testing.assert_close(outcome.state, dense_solution(matrix, shift), rtol=1e-5, atol=1e-5)
+
+
+@each_extrapolating
+def test_expanding_linear_maps_have_fixed_points_too(kind: type[Solver]) -> None:
+    matrix, shift = spectral(5, -3.0, 0.9, 1)
+    outcome = kind(tol=1e-10, max_steps=60).solve(lambda y: y @ matrix.T + shift, torch.zeros_like(shift))
+    assert (outcome.codes == 0).all()
+    torch.testing.assert_close(outcome.state, dense_solution(matrix, shift), rtol=1e-7, atol=1e-8)
+    picard = opteq.Picard(max_steps=60).solve(lambda y: y @ matrix.T + shift, torch.zeros_like(shift))
+    assert (picard.codes != 0).all()
+
+
+@each_solver
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_scale_of_the_problem_does_not_matter(kind: type[Solver], scale: float, dtype: torch.dtype) -> None:
+    matrix, shift = spectral(4, -0.8, 0.8, 2)
+    matrix, shift = matrix.to(dtype), shift.to(dtype)
+    solver = kind(tol=1e-5, max_steps=80, floor=1e-45)
+
+    def solve(scale: float) -> Outcome:
+        return solver.solve(lambda y: y @ matrix.T + scale * shift, torch.zeros_like(shift))
+
+    plain, scaled = solve(1.0), solve(scale)
+    assert (scaled.codes == 0).all()
+    torch.testing.assert_close(scaled.state / scale, plain.state, rtol=1e-3, atol=1e-4)
+
+
+def test_a_state_below_the_floor_counts_as_zero() -> None:
+    for kind in KINDS.values():
+        outcome = kind(tol=1e-4, max_steps=100, floor=1e-6).solve(lambda y: 0.5 * y, torch.ones(1, 3))
+        assert outcome.codes.tolist() == [0]
+        assert float(outcome.state.norm()) < 1e-9
+
+
+# -------------------------------------------------------------------------------------------------------- the options
+
+
+@each_solver
+@pytest.mark.parametrize("name", ["contraction", "non-normal", "nan-far-out", "expanding", "identity"])
+def test_how_often_the_host_looks_changes_no_answer(kind: type[Solver], name: str) -> None:
+    sample = Sample(3, 4, torch.float64, 5)
+    step = MAPS[name](sample)
+    expected = kind(tol=1e-6, max_steps=30, check_every=1).solve(step, sample.shift())
+    for every in (2, 7, 1000):
+        outcome = kind(tol=1e-6, max_steps=30, check_every=every).solve(step, sample.shift())
+        for field in ("state", "residual", "steps", "codes"):
+            assert torch.equal(getattr(outcome, field), getattr(expected, field))
+        assert torch.equal(outcome.trace[: len(expected.trace)].nan_to_num(-1), expected.trace.nan_to_num(-1))
+
+
+def test_the_host_never_looks_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr("opteq.solvers.loop.any_row", lambda mask, unseen: looks.append(1) or bool(mask.any()))
+    for kind in KINDS.values():
+        kind(max_steps=9, check_every=10).solve(lambda y: y.cos(), torch.zeros(2, 3))
+        assert not looks
+    opteq.Picard(max_steps=9, tol=1e-30, check_every=4).solve(lambda y: y.cos(), torch.zeros(2, 3))
+    assert len(looks) == 2
+
+
+def test_damping_stops_a_cycle() -> None:
+    def flip(y: Tensor) -> Tensor:
+        return 2.0 - y
+
+    start = torch.tensor([[5.0], [-3.0]])
+    assert (opteq.Picard(max_steps=50).solve(flip, start).codes == int(Status.MAX_STEPS)).all()
+    damped = opteq.Picard(damping=0.5).solve(flip, start)
+    assert damped.state.tolist() == [[1.0], [1.0]]
+    assert damped.steps.tolist() == [1, 1]
+
+
+@each_solver
+def test_damping_by_the_problem_and_by_the_user(kind: type[Solver]) -> None:
+    """The user's damping goes before the problem's; one a sample is possible."""
+    visited: list[Tensor] = []
+
+    def step(y: Tensor) -> Tensor:
+        visited.append(y.clone())
+        return 2.0 - 3.0 * y
+
+    start = torch.tensor([[1.0], [4.0]])
+    for damping, expected in ((0.25, [[0.5], [0.5]]), (torch.tensor([0.25, 0.5]), [[0.5], [-3.0]])):
+        visited.clear()
+        kind(max_steps=1).solve(step, start, damping=damping)
+        assert visited[1].tolist() == expected
+        visited.clear()
+        kind(max_steps=1, damping=0.125).solve(step, start, damping=damping)
+        assert visited[1].tolist() == [[0.75], [2.25]]
+    visited.clear()
+    kind(max_steps=1).solve(step, start, damping=torch.tensor([0.25, 0.5]), coupled=True)
+    assert visited[1].tolist() == [[0.5], [0.5]]  # one system: the more careful damping of the two
+
+
+@each_solver
+def test_coupled_samples_are_one_system(kind: type[Solver]) -> None:
+    sample = Sample(3, 4, torch.float64, 8)
+    shift = sample.shift()
+
+    def step(y: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(y.mean(dim=0, keepdim=True)) + 0.3 * y.cos() + shift
+
+    solver = kind(tol=1e-8, max_steps=200)
+    whole = solver.solve(step, torch.zeros_like(shift), coupled=True)
+    flat = solver.solve(lambda v: step(v.reshape(3, 4)).reshape(1, 12), torch.zeros(1, 12, dtype=torch.float64))
+    assert torch.equal(whole.state, flat.state.reshape(3, 4))
+    for field in ("residual", "steps", "codes"):
+        assert getattr(whole, field).tolist() == getattr(flat, field).tolist() * 3
+    assert whole.trace.shape == (int(flat.steps) + 1, 3)
+    empty = solver.solve(lambda y: y, torch.zeros(0, 4), coupled=True)
+    assert empty.state.shape == (0, 4)
+    assert empty.residual.shape == (0,)
+
+
+# --------------------------------------------------------------------------------------------------------- the guards
+
+
+def flat_far_out(y: Tensor) -> Tensor:
+    """``y - slope(y)`` with a slope that is nearly constant away from its zero at 5: a secant through it overshoots."""
+    return y - 0.9 * torch.tanh(y - 5)
+
+
+def flat_merit(y: Tensor) -> Tensor:
+    """The convex function whose gradient step ``flat_far_out`` is."""
+    return 0.9 * torch.log(torch.cosh((y - 5).double()))[:, 0]
+
+
+@each_extrapolating
+def test_a_proposal_that_raises_the_merit_is_refused(kind: type[Solver]) -> None:
+    visited: list[Tensor] = []
+
+    def step(y: Tensor) -> Tensor:
+        visited.append(y.clone())
+        return flat_far_out(y)
+
+    start = torch.full((1, 1), 8.0, dtype=torch.float64)
+    kind(max_steps=3).solve(step, start)
+    first, second, third, fourth = visited
+    assert torch.equal(second, flat_far_out(first))
+    assert float(third) < -10  # the secant jumps far beyond 5
+    assert not torch.equal(fourth, flat_far_out(second))  # and unguarded the solver goes on from there
+    visited.clear()
+    outcome = kind(max_steps=60, tol=1e-8).solve(step, start, measured=lambda y: (step(y), flat_merit(y)))
+    assert torch.equal(visited[2], third)
+    assert torch.equal(visited[3], flat_far_out(second))  # a plain step from where it was
+    assert float(outcome.state) == pytest.approx(5)
+
+
+@pytest.mark.parametrize(("kind", "growth"), [(opteq.Anderson, 2), (opteq.Broyden, 30)])
+def test_without_a_merit_a_residual_may_not_grow_too_far(kind: type[Solver], growth: float) -> None:
+    """As above, but beyond zero the map is steep: the jump lands where ``|T(y) - y|`` is large."""
+    visited: list[Tensor] = []
+
+    def step(y: Tensor, steepness: float) -> Tensor:
+        visited.append(y.clone())
+        return flat_far_out(y) - steepness * y.clamp(max=0)
+
+    start = torch.full((1, 1), 8.0, dtype=torch.float64)
+    for steepness, refused in ((0.01 * growth, False), (growth, True)):
+        visited.clear()
+        kind(max_steps=3).solve(lambda y, steepness=steepness: step(y, steepness), start)
+        _, second, third, fourth = visited
+        ratio = float((step(third, steepness) - third).abs() / (step(second, steepness) - second).abs())
+        assert (ratio > growth) == refused
+        assert torch.equal(fourth, flat_far_out(second)) == refused
+
+
+@each_extrapolating
+def test_projection_keeps_points_in_the_domain(kind: type[Solver]) -> None:
+    visited: list[Tensor] = []
+    shift = torch.tensor([[1e-4, 0.05]], dtype=torch.float64)
+
+    def power(y: Tensor) -> Tensor:
+        visited.append(y.clone())
+        return 0.1 * y**1.5 + shift  # no number for negative y
+
+    start = torch.tensor([[4.0, 9.0]], dtype=torch.float64)
+    solver = kind(tol=1e-10, max_steps=100)
+    solver.solve(power, start)
+    assert any((y < 0).any() for y in visited)  # so there is something to keep out
+    visited.clear()
+    outcome = solver.solve(power, start, project=torch.relu)
+    assert all((y >= 0).all() for y in visited)
+    assert outcome.codes.tolist() == [0]
+    expected = shift
+    for _ in range(60):
+        expected = power(expected)
+    torch.testing.assert_close(outcome.state, expected, rtol=1e-8, atol=0)
+
+
+@each_extrapolating
+def test_infinite_differences_do_not_stay_in_the_memory(kind: type[Solver]) -> None:
+    """The first difference of residuals overflows float32. Zero times infinity is no number, so it must not be kept."""
+    images = iter([2e38, 1e30])
+
+    def step(y: Tensor) -> Tensor:
+        return torch.full_like(y, next(images, 1.0))
+
+    outcome = kind(max_steps=20).solve(step, torch.zeros(1, 1))
+    assert outcome.codes.tolist() == [0]
+    assert float(outcome.state) == pytest.approx(1.0)
+
+
+# ------------------------------------------------------------------------------------------- memory formats, estimates
+
+
+@each_solver
+def test_channels_last_states_give_the_same_answers(kind: type[Solver]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kernel = 0.08 * torch.randn(3, 3, 3, 3, generator=generator, dtype=torch.float64)
+    shift = torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64)
+
+    def solve(layout: torch.memory_format) -> Outcome:
+        own = shift.contiguous(memory_format=layout)
+        return kind(tol=1e-10, max_steps=200).solve(
+            lambda y: torch.tanh(torch.conv2d(y, kernel, padding=1)) + own, torch.zeros_like(own)
+        )
+
+    plain, last = solve(torch.contiguous_format), solve(torch.channels_last)
+    assert (last.codes == 0).all()
+    assert last.steps.tolist() == plain.steps.tolist()
+    torch.testing.assert_close(last.state, plain.state, rtol=1e-8, atol=1e-9)
+    assert last.state.is_contiguous(memory_format=torch.channels_last)
+    assert plain.state.is_contiguous()
+
+
+@each_extrapolating
+def test_the_inverse_estimate_is_exact_where_everything_was_seen(kind: type[Solver]) -> None:
+    matrix, shift = spectral(4, -0.7, 0.8, 6)
+    outcome = kind(tol=1e-13, max_steps=30, memory=12).solve(lambda y: y @ matrix.T + shift, torch.zeros_like(shift))
+    assert outcome.inverse is not None
+    inverse = torch.linalg.inv(torch.eye(4, dtype=torch.float64) - matrix)
+    # What the last steps taught is right in the directions taken: (I - J)^-1 applied to residuals gives moves.
+    found = torch.stack([outcome.inverse.adjoint(e.expand(3, 4)) for e in torch.eye(4, dtype=torch.float64)], dim=1)
+    assert float((found[0].T - inverse).norm() / inverse.norm()) < (1e-3 if kind is opteq.Anderson else 0.5)
+
+
+@each_solver
+def test_no_inverse_estimate_from_a_solver_without_memory(kind: type[Solver]) -> None:
+    outcome = kind().solve(lambda y: y.cos(), torch.zeros(1, 2))
+    assert (outcome.inverse is None) == (kind is opteq.Picard)
+
+
+def test_sam_on_bad_maps() -> None:
+    """SAM returns its last finite point, not its best; it must be finite and truly have the residual it reports."""
+    sam = opteq.SAM(regularizer=opteq.regularizers.Ridge(), max_steps=15)
+    for name, make in MAPS.items():
+        sample = Sample(3, 4, torch.float64, 1)
+        step = make(sample)
+        outcome = sam.solve(step, sample.shift())
+        assert torch.isfinite(outcome.state).all(), name
+        finite = torch.isfinite(outcome.residual)
+        torch.testing.assert_close(outcome.residual[finite], residual_of(step, outcome.state)[finite])
+        assert ((outcome.codes == 0) == (outcome.residual <= outcome.tol)).all()

@@ -21,6 +21,6 @@ def unknown_name(what: str, name: object, options: Iterable[str]) -> ValueError:
     "unknown activation 'rellu'; did you mean 'relu'? Known: relu, tanh."
     """
     known = sorted(options)
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return ValueError(f"unknown {what} {name!r}; {hint}Known: {', '.join(known)}.")

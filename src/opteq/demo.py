@@ -46,8 +46,8 @@ def run(samples: int = 256, console: Console | None = None) -> Solution:
     solution = layer.solve(x)
     plain = Equilibrium(problem, Picard(tol=1e-5, max_steps=500)).solve(x)
     console.print(
-        f"\n[bold]How the solve went[/bold]: {int(solution.converged.sum())} of {samples} samples converged; Anderson took "
-        f"{float(solution.steps.float().mean()):.1f} steps on average (plain iteration "
+        f"\n[bold]How the solve went[/bold]: {int(solution.converged.sum())} of {samples} samples converged; "
+        f"Anderson took {float(solution.steps.float().mean()):.1f} steps on average (plain iteration "
         f"{float(plain.steps.float().mean()):.1f}), worst relative residual {float(solution.residual.max()):.1e}."
     )
     console.print(_terms(layer, x, labels, solution))

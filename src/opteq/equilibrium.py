@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from opteq._errors import ConvergenceError, ConvergenceWarning, unknown_name
+from opteq._options import NamedOptions
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap
@@ -19,7 +21,7 @@ from opteq.states import Layout, State, any_row, map_state
 _ON_FAILURE = ("warn", "raise", "ignore")
 
 
-class Equilibrium(nn.Module):
+class Equilibrium(nn.Module, metaclass=NamedOptions):
     """A layer whose output is the equilibrium of a hidden problem.
 
     Args:
@@ -76,6 +78,8 @@ class Equilibrium(nn.Module):
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _solve(self, x: Tensor, start: State | None) -> Solution:
+        if not self.gradient.forward_mode:
+            self._refuse_forward_mode(x)
         hidden = self.problem(x)
         first = hidden.start()
         layout = Layout.of(first)
@@ -116,6 +120,15 @@ class Equilibrium(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Reports belong to the process that made them: a copy begins without any, and warns for itself.
         return {**self.__dict__, "last": None, "_warned": set()}
+
+    def _refuse_forward_mode(self, x: Tensor) -> None:
+        # The solve takes no tangent along, so forward mode would see a constant where there is none.
+        duals = (forward_ad.unpack_dual(t) for t in (x, *self.parameters()) if isinstance(t, Tensor))  # type: ignore[no-untyped-call]
+        if any(dual.tangent is not None for dual in duals):
+            raise RuntimeError(
+                f"forward-mode differentiation (torch.func.jvp, jacfwd) does not pass through {self.gradient}; "
+                "use reverse mode (vjp, jacrev), or gradient=opteq.Unrolled(steps)"
+            )
 
     def _judge(self, report: Report, what: str, way: str, x: Tensor | None = None) -> None:
         if self.on_failure == "ignore" or not any_row(report.failures()):

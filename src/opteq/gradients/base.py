@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
+from opteq._options import NamedOptions
 from opteq.problems.hidden import BoundMap
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
@@ -17,8 +19,11 @@ Record = Callable[[Report], None]
 
 
 @dataclass(frozen=True)
-class Gradient(ABC):
+class Gradient(metaclass=NamedOptions):
     """How an equilibrium is differentiated. It is independent of how the equilibrium is found."""
+
+    forward_mode: ClassVar[bool] = False
+    """Whether forward-mode differentiation (``torch.func.jvp``) passes through."""
 
     @abstractmethod
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
@@ -50,7 +55,11 @@ def find(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
     form = hidden.feature_form()
     first = form.start if start is None else hidden.features(start)
     outcome = solver.solve(form.step, first, damping=hidden.damping, coupled=hidden.coupled)
-    return replace(outcome, state=form.state(outcome.state))
+    # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
+    state = map_state(
+        lambda new, old: torch.where(torch.isfinite(new), new, old), form.state(outcome.state), hidden.start()
+    )
+    return replace(outcome, state=state)
 
 
 def find_without_tape(hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:

@@ -12,7 +12,7 @@ from opteq.solvers import Outcome, Solver
 from opteq.states import State, map_state
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Phantom(Gradient):
     """Differentiate ``steps`` damped steps ``y <- (1 - damping) y + damping T(y)`` taken from the equilibrium.
 

@@ -17,7 +17,7 @@ from opteq.solvers.method import InverseEstimate
 from opteq.states import Layout, State, blocks, like, row_norms
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shine(Gradient):
     """Use the solver's own estimate of ``(I - J)^-1``, transposed: no products with J in the backward pass at all.
 

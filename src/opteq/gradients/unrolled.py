@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from opteq._validate import whole
 from opteq.gradients.attach import attach
@@ -12,7 +13,7 @@ from opteq.solvers import Outcome, Solver
 from opteq.states import State
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Unrolled(Gradient):
     """Take ``steps`` steps of the solver with everything on the tape: the exact gradient of what was computed.
 
@@ -25,6 +26,8 @@ class Unrolled(Gradient):
     """
 
     steps: int = 20
+
+    forward_mode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         whole(self, "steps")

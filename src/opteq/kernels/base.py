@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from opteq._options import NamedOptions
 from opteq.operators import LinearMap, Operator
 
 Product = Callable[[Tensor], Tensor]
@@ -62,7 +63,7 @@ class Similarity(ABC):
         return None
 
 
-class Kernel(nn.Module, ABC):
+class Kernel(nn.Module, metaclass=NamedOptions):
     """How a state is compared with an input. GEQ minimises ``sum f(y) + 1/2 |y|^2 - s(y)`` for the ``s`` it defines.
 
     A kernel is a module, so it may have parameters. :meth:`bind` settles them for one batch and returns ``s``. The

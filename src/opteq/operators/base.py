@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from opteq._options import NamedOptions
+
 
 class LinearMap(ABC):
     """A linear map whose weights are settled: ``A(v)`` and ``A.adjoint(u)``, with ``<A v, u> = <v, A' u>``.
@@ -24,7 +26,7 @@ class LinearMap(ABC):
         """The product ``A' u`` with the exact adjoint."""
 
 
-class Operator(nn.Module, ABC):
+class Operator(nn.Module, metaclass=NamedOptions):
     """A linear map with parameters, an exact adjoint and, on request, a bounded spectral norm.
 
     ``bound=b`` keeps the spectral norm at or below ``b`` at every moment, whatever an optimiser or a checkpoint
@@ -60,8 +62,13 @@ class Operator(nn.Module, ABC):
         return self.prepare().adjoint(u)
 
 
-#: Norm at initialisation where no bound is asked for: below 1, so that an equilibrium exists at the start of training.
-INITIAL_NORM = 0.9
+def initial_norm(bound: float | None) -> float:
+    """The norm that weights are scaled to at construction.
+
+    Just within the bound: at the bound itself ``min(1, bound / norm)`` has a kink, and no derivative. Without a bound
+    0.9, so that an equilibrium exists at the start of training.
+    """
+    return 0.9 if bound is None else 0.98 * bound
 
 
 def checked_size(name: str, value: object) -> int:

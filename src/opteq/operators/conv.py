@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.operators.base import INITIAL_NORM, LinearMap, Operator, checked_bound, checked_size, wrong_shape
+from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
 from opteq.operators.norms import bounded, certified_norm, kernel_norm
 
 
@@ -60,8 +60,8 @@ class Conv2d(Operator):
         kernel_size: odd size of the kernel, or a pair (height, width) of odd sizes.
         bound: largest spectral norm allowed, or None for none.
 
-    ``weight`` has the shape ``(m, c, height, width)`` of ``nn.Conv2d``. It starts normal, scaled to norm ``bound``
-    (0.9 without bound).
+    ``weight`` has the shape ``(m, c, height, width)`` of ``nn.Conv2d``. It starts normal, scaled to a norm just
+    within ``bound`` (0.9 without one).
 
     >>> W = Conv2d(3, 8, kernel_size=3, bound=0.95)
     >>> W.adjoint(W(torch.randn(1, 3, 7, 7))).shape
@@ -83,7 +83,7 @@ class Conv2d(Operator):
     def reset_parameters(self) -> None:
         """Draw the weight again and scale it to the initial norm."""
         nn.init.normal_(self.weight, std=self.weight[0].numel() ** -0.5)
-        self.weight.mul_((self.bound or INITIAL_NORM) / kernel_norm(self.weight))
+        self.weight.mul_(initial_norm(self.bound) / kernel_norm(self.weight))
 
     def prepare(self) -> ConvMap:
         return ConvMap(bounded(self.weight, self.bound))
@@ -127,7 +127,7 @@ class SeparableConv2d(Operator):
         nn.init.normal_(self.depthwise, std=self.depthwise[0].numel() ** -0.5)
         nn.init.normal_(self.pointwise, std=self.in_channels**-0.5)
         composed = self.pointwise * self.depthwise.transpose(0, 1)
-        self.pointwise.mul_((self.bound or INITIAL_NORM) / kernel_norm(composed))
+        self.pointwise.mul_(initial_norm(self.bound) / kernel_norm(composed))
 
     def prepare(self) -> SeparableConvMap:
         pointwise = bounded(self.pointwise, self.bound, self.depthwise.transpose(0, 1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.operators.base import INITIAL_NORM, LinearMap, Operator, checked_bound, checked_size, wrong_shape
+from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
 from opteq.operators.norms import bounded, certified_norm, kernel_norm
 
 
@@ -40,8 +40,8 @@ class Dense(Operator):
         n: size of the output.
         bound: largest spectral norm allowed, or None for none.
 
-    ``weight`` has the shape ``(n, m)`` of ``nn.Linear``. It starts normal, scaled to norm ``bound``
-    (0.9 without bound).
+    ``weight`` has the shape ``(n, m)`` of ``nn.Linear``. It starts normal, scaled to a norm just
+    within ``bound`` (0.9 without one).
 
     >>> A = Dense(3, 5, bound=0.95)
     >>> v, u = torch.randn(2, 3), torch.randn(2, 5)
@@ -63,7 +63,7 @@ class Dense(Operator):
     def reset_parameters(self) -> None:
         """Draw the weight again and scale it to the initial norm."""
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
-        self.weight.mul_((self.bound or INITIAL_NORM) / kernel_norm(self.weight))
+        self.weight.mul_(initial_norm(self.bound) / kernel_norm(self.weight))
 
     def prepare(self) -> DenseMap:
         return DenseMap(bounded(self.weight, self.bound))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from opteq._options import NamedOptions
 from opteq.states import sum_over_sample, working_dtype
 
 
@@ -25,7 +26,7 @@ class Linearised:
     factor_adjoint: Callable[[Tensor], Tensor]
 
 
-class Penalty(ABC):
+class Penalty(metaclass=NamedOptions):
     """A penalty f together with its activation ``sigma = prox_f``. Tensors have the batch first: ``(B, ...)``.
 
     Attributes:

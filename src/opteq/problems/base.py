@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
+from opteq._options import NamedOptions
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import BoundMap, WrittenHidden
 from opteq.states import State
 
 
-class Problem(nn.Module):
+class Problem(nn.Module, metaclass=NamedOptions):
     """Something whose fixed points are sought once an input is bound: ``problem(x)`` binds it."""
 
     @abstractmethod

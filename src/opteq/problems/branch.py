@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opteq._options import NamedOptions
 from opteq.operators import Operator
 
 
-class Branch(nn.Module):
+class Branch(nn.Module, metaclass=NamedOptions):
     """The maps of one branch or layer: ``W`` from its features to its state, ``U`` from the input to its state.
 
     Args:

@@ -80,10 +80,12 @@ class DeepOptEq(Problem):
         assert isinstance(layer, Branch)
         return layer
 
+    @property
     def branches(self) -> list[Branch]:
         """All layers."""
         return [self.branch(index) for index in range(len(self.layers))]
 
+    @property
     def alphas(self) -> Sequence[float | Tensor]:
         """The weight of each layer's new value."""
         return list(torch.sigmoid(self.alpha_logit).unbind()) if self.learn_alpha else list(self._given)
@@ -91,16 +93,16 @@ class DeepOptEq(Problem):
     def bind(self, x: Tensor) -> BoundDeepOptEq:
         """Every ``U x + b`` and bounded W, computed once."""
         blocks = []
-        for branch in self.branches():
+        for branch in self.branches:
             c = inject(branch.U, x) if branch.U is not None else x.new_zeros(())
             blocks.append(Block(branch.W.prepare(), c, self.penalty, self.mu))
-        return BoundDeepOptEq(blocks, self.alphas(), self.readout)
+        return BoundDeepOptEq(blocks, self.alphas, self.readout)
 
     def certificate(self) -> Certificate:
         """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``."""
         slope = self.penalty.lipschitz
-        norms = [float(branch.W.norm()) for branch in self.branches()]
-        alphas = [_number(alpha) for alpha in self.alphas()]
+        norms = [float(branch.W.norm()) for branch in self.branches]
+        alphas = [_number(alpha) for alpha in self.alphas]
         factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
         contraction = math.prod(factors)
         # With a bounded activation every layer maps a large enough ball into itself, its skip connection included.
@@ -118,7 +120,7 @@ class DeepOptEq(Problem):
         if outer is None:
             return None, "the norm of the read-out is not known"
         total = 0.0
-        for index, branch in enumerate(self.branches()):
+        for index, branch in enumerate(self.branches):
             carried = 0.0 if branch.U is None else module_norm(branch.U)
             if carried is None:
                 return None, f"the norm of U in layer {index} is not known"
@@ -132,7 +134,7 @@ class DeepOptEq(Problem):
         Theorem 3, with mu times the number of layers: the limit minimises the sum of the layers' Moreau envelopes, and
         the fixed point differs from it by a multiple of alpha. The weights are shared with this network.
         """
-        branches = self.branches()
+        branches = self.branches
         injections = [branch.U for branch in branches if branch.U is not None]
         if len(injections) < len(branches):
             raise ValueError("the wide limit needs a U in every layer")

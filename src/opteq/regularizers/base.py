@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
@@ -12,12 +12,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from opteq._options import NamedOptions
+
 # How many numbers the largest temporary of a batch-coupled regulariser may hold: 64 MiB in float32, enough to
 # keep a GPU busy and little beside the activations of a network.
 CHUNK = 2**24
 
 
-class Regularizer(ABC):
+class Regularizer(metaclass=NamedOptions):
     """A prior R on features z: it says which features are preferred, before any input is seen.
 
     A hidden problem ``phi`` becomes ``phi + weight * R`` with the layer ``T(z - weight * grad R(z))``. Where R is

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opteq._autocast import Autocast
+from opteq._options import NamedOptions
 from opteq._validate import positive, whole
 from opteq.solvers.guarded import GuardedIteration
 from opteq.solvers.loop import Finish, Process, Rule, iterate
@@ -44,7 +45,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solver:
+class Solver(metaclass=NamedOptions):
     """Finds ``y = T(y)`` for a batch at once, each sample by itself.
 
     Args:

@@ -22,7 +22,7 @@ class Picard(Solver):
     >>> import torch
     >>> outcome = Picard(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
     >>> round(float(outcome.state), 4), int(outcome.steps)
-    (2.0, 20)
+    (2.0, 19)
     """
 
     damping: float | None = None

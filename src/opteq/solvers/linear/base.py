@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from opteq._options import NamedOptions
 from opteq._validate import positive, whole
 from opteq.solvers.loop import Finish, Process, Rule, iterate
 from opteq.states import row_norms
@@ -17,7 +18,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearSolver(ABC):
+class LinearSolver(metaclass=NamedOptions):
     """Solves ``A_b v_b = rhs_b`` for every sample b at once; A is only ever applied.
 
     Args:

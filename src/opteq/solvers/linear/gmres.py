@@ -11,7 +11,7 @@ from opteq._validate import whole
 from opteq.solvers.linear.base import LinearSolver, Product, columns, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import row_norms
+from opteq.states import row_norms, zeros_a_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,12 @@ class _ArnoldiCycle:
         return self.codes
 
     def _begin(self, residual: Tensor) -> None:
-        rows, width = residual.shape
         small = torch.float32 if residual.device.type == "mps" else torch.float64
         self.base = self.point
         self.length = row_norms(residual).to(small)
-        self.basis = residual.new_zeros(rows, self.restart + 1, width)
+        self.basis = zeros_a_row(residual, self.restart + 1, residual.shape[1])
         self.basis[:, 0] = residual * columns(ratio(torch.ones_like(self.length), self.length), residual)
-        self.hessenberg = torch.zeros(rows, self.restart + 1, self.restart, dtype=small, device=residual.device)
+        self.hessenberg = zeros_a_row(residual, self.restart + 1, self.restart, dtype=small)
         self.size = 0
 
     def _least_squares(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,40 @@
+"""Classes that refuse an unknown option by naming the nearest one they have."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from abc import ABCMeta
+from typing import Any
+
+
+class NamedOptions(ABCMeta):
+    """The metaclass of everything that a user constructs with options.
+
+    Python's own message for an unknown keyword names it and stops there. This one adds the nearest right name and the
+    whole list, before anything is constructed.
+
+    >>> class Oven(metaclass=NamedOptions):
+    ...     def __init__(self, degrees=180, minutes=10): ...
+    >>> Oven(degree=200)
+    Traceback (most recent call last):
+    ...
+    TypeError: Oven has no option 'degree'; did you mean 'degrees'? It takes: degrees, minutes.
+    """
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        parameters = cls.__signature__.parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            for name in options:
+                if name not in parameters:
+                    nearest = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
+                    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+                    known = ", ".join(parameters) or "nothing"
+                    raise TypeError(f"{cls.__name__} has no option {name!r}; {hint}It takes: {known}.")
+        return super().__call__(*args, **options)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What :func:`inspect.signature` shows: that of ``__init__``, not of the call above."""
+        own = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return own.replace(parameters=list(own.parameters.values())[1:])
