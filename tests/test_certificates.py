@@ -235,7 +235,7 @@ def test_a_convex_prior_of_unbounded_curvature() -> None:
 
 UNKNOWN: dict[str, tuple[Callable[[], Problem], dict[str, str]]] = {
     "expanding": (
-        lambda: opteq.OptEq(operator(torch.full((1, 1), 1.5)), nn.Linear(4, 1)),
+        lambda: opteq.OptEq(operator(torch.full((1, 1), 1.5, dtype=torch.float64)), nn.Linear(4, 1)),
         {
             "exists": "bounded only by 2.25, not below 1, and the activation is unbounded",
             "unique": "bounded only by 2.25, not below 1",

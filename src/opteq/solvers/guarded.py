@@ -14,9 +14,9 @@ from opteq.states import row_norms
 class GuardedIteration:
     """A :class:`~opteq.solvers.loop.Process` that moves a batch of points towards ``y = T(y)``.
 
-    Extrapolating methods can overshoot. A proposal is taken where it is a plain step, or brings ``|T(y) - y|`` to a new
-    low, or does not raise the merit; without a merit, where ``|T(y) - y|`` is at most a few times its least value.
-    That length is not divided by ``|T(y)|`` as the stopping rule does: far out along a direction that T hardly shrinks
+    Extrapolating methods can overshoot. A proposal is taken where it is a plain step, or does not raise the merit (a
+    small residual alone does not count: saddles have one); without a merit, where ``|T(y) - y|`` is at most a few times
+    its least value. That length is not divided by ``|T(y)|`` as the stopping rule does: far out along a direction that T hardly shrinks
     the quotient is small, and a row that was drawn there would be kept from coming back.
 
     A refused row stays where it is and forgets its history, so that its next step is plain. Plain steps always
@@ -49,7 +49,7 @@ class GuardedIteration:
         if plain is None:
             self.point, self.image, self.merit = proposal, image, merit
         else:
-            taken = active & finite & (plain | (gap < self.least) | self._harmless(gap, merit))
+            taken = active & finite & (plain | self._harmless(gap, merit))
             self.method.restart(active & ~taken)
             self.point = torch.where(taken[:, None], proposal, self.point)
             self.image = torch.where(taken[:, None], image, self.image)
