@@ -16,8 +16,8 @@ class GuardedIteration:
 
     Extrapolating methods can overshoot. A proposal is taken where it is a plain step, or does not raise the merit (a
     small residual alone does not count: saddles have one); without a merit, where ``|T(y) - y|`` is at most a few times
-    its least value. That length is not divided by ``|T(y)|`` as the stopping rule does: far out along a direction that T hardly shrinks
-    the quotient is small, and a row that was drawn there would be kept from coming back.
+    its least value. That length is not divided by ``|T(y)|`` as the stopping rule does: far out along a direction that
+    T hardly shrinks the quotient is small, and a row that was drawn there would be kept from coming back.
 
     A refused row stays where it is and forgets its history, so that its next step is plain. Plain steps always
     count: they decrease a merit by its definition, and without one there is nothing better to do.

@@ -57,9 +57,10 @@ class _MinimalResiduals:
         pivot = self.cos_newer * diagonal - self.cos_older * self.sin_newer * self.link
         length = torch.hypot(pivot, link)
         self.size = torch.maximum(self.size, torch.hypot(diagonal, link))
-        # |A r| / |r| for the residual r before this step: where it vanishes no step can help.
+        # |A r| / |r| for the residual r before this step. Where nothing is left of it, A r = 0: no step can help, and
+        # this one would divide by rounding. Lanczos vectors lose their orthogonality, so that begins well above eps.
         slope = torch.hypot(pivot, self.cos_newer * link)
-        stuck = slope <= 100 * torch.finfo(image.dtype).eps * self.size
+        stuck = slope <= 4 * torch.finfo(image.dtype).eps ** (2 / 3) * self.size
         cos, sin = ratio(pivot, length), ratio(link, length)
         path = self.newer - columns(far, image) * self.path_older - columns(near, image) * self.path_newer
         path = path * columns(ratio(torch.ones_like(length), length), image)
