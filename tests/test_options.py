@@ -95,10 +95,14 @@ def test_a_bad_value_is_named(kind: type, field: str, value: object, error: type
 
 @pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
 class TestOptionObjects:
-    def test_unknown_options_are_refused_by_python(self, kind: type) -> None:
-        with pytest.raises(TypeError, match="unexpected keyword argument 'tolerance'"):
+    def test_unknown_options_are_refused_and_the_right_ones_listed(self, kind: type) -> None:
+        with pytest.raises(TypeError, match=f"{kind.__name__} has no option 'tolerance'") as caught:
             kind(**needed(kind), tolerance=1e-3)
-        if fields(kind):
+        for field in fields(kind):
+            assert field in str(caught.value)
+        if "tol" in fields(kind):
+            assert "did you mean 'tol'?" in str(caught.value)
+        if issubclass(kind, Solver | LinearSolver):  # a bare number would not say what it is
             with pytest.raises(TypeError, match="positional"):
                 kind(1e-3)
 
@@ -159,6 +163,8 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
         for name, member in vars(module).items():
             if name.startswith("_") or getattr(member, "__module__", None) != info.name:
                 continue
+            if getattr(member, "_is_protocol", False):  # says what others have; nobody calls it
+                continue
             if inspect.isfunction(member):
                 yield f"{info.name}.{name}", member
             elif inspect.isclass(member):
@@ -208,7 +214,7 @@ def test_wrong_parts_of_a_layer(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("problem", [None, opteq.OptEq, nn.Linear(2, 2), op.Dense(2, 2), torch.relu])
 def test_wrong_problems(problem: Any) -> None:
-    with pytest.raises(TypeError, match="problem should be a hidden problem such as opteq.OptEq"):
+    with pytest.raises(TypeError, match=r"problem should be a hidden problem such as opteq\.OptEq"):
         opteq.Equilibrium(problem)
     if isinstance(problem, type):
         with pytest.raises(TypeError, match=r"did you mean OptEq\(\)\?"):
@@ -220,9 +226,9 @@ def test_on_failure_suggests_the_nearest() -> None:
         ValueError, match=r"unknown on_failure 'rase'; did you mean 'raise'\? Known: ignore, raise, warn"
     ):
         layer(on_failure="rase")
-    with pytest.raises(ValueError, match=r"unknown on_failure None; Known"):
+    with pytest.raises(ValueError, match=r"unknown on_failure None; .*Known: ignore, raise, warn"):
         layer(on_failure=None)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'onfailure'"):
+    with pytest.raises(TypeError, match="Equilibrium has no option 'onfailure'; did you mean 'on_failure'"):
         layer(onfailure="raise")
 
 
@@ -326,7 +332,7 @@ def test_wrong_starts_for_a_state_of_several_tensors() -> None:
             return -(y[0] * x).sum(1) - 0.1 * y[1].sum(1)
 
     two, x = opteq.Equilibrium(Two()), torch.ones(2, 3)
-    with pytest.raises(ValueError, match="start should be a tuple of 2 tensors.*got one tensor"):
+    with pytest.raises(ValueError, match=r"start should be a tuple of 2 tensors.*got one tensor"):
         two(x, start=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"start should have shape \(2, 2\)"):
         two(x, start=(torch.zeros(2, 3), torch.zeros(2, 3)))
@@ -432,7 +438,7 @@ def test_activations_that_are_not_monotone_are_refused(name: str) -> None:
 
 
 def test_a_function_of_ones_own_that_is_not_monotone() -> None:
-    with pytest.raises(ValueError, match="monotone|decreas"):
+    with pytest.raises(ValueError, match=r"monotone|decreas"):
         penalties.FromActivation(torch.sin, lipschitz=1.0)
 
 
@@ -452,7 +458,7 @@ def test_activations_must_be_names_or_penalties() -> None:
         ({"gamma": -1.0}, ValueError, "gamma should be a positive finite number; got -1.0"),
         ({"regularizer": "ridge"}, TypeError, "regularizer should be one of opteq.regularizers; got 'ridge'"),
         ({"regularizer": regularizers.L1()}, ValueError, "L1 is not smooth.*Envelope"),
-        ({"alpha": 1}, TypeError, "unexpected keyword argument 'alpha'"),
+        ({"activaton": "relu"}, TypeError, "OptEq has no option 'activaton'; did you mean 'activation'"),
     ],
 )
 def test_wrong_options_of_opteq(options: dict[str, Any], error: type[Exception], message: str) -> None:

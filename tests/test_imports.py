@@ -1,0 +1,151 @@
+"""Imports go one way, without circles, and ``import opteq`` brings in nothing that a network does not need."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opteq
+
+SOURCE = Path(opteq.__file__).parent
+
+# The house, floor by floor: a module imports from lower floors and from its own room, never from above.
+FLOORS: list[set[str]] = [
+    {"_errors", "_validate", "_autocast", "_options", "states"},
+    {"operators", "penalties"},
+    {"kernels", "couplings", "regularizers", "solvers"},
+    {"problems", "solution"},
+    {"gradients"},
+    {"equilibrium"},
+    {"models", "data"},
+    {"training", "analysis"},
+    {"report", "demo"},
+    {"opteq"},  # the front door: it hands out what the floors below have
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+
+# Neighbours on one floor that do not know each other, and the few doors that are shut although they lead down.
+STRANGERS = {
+    "solvers": {"operators", "penalties", "kernels", "couplings", "regularizers", "problems", "solution"},
+    "solution": {"problems"},
+    "problems": {"solution"},
+    "operators": {"penalties"},
+    "penalties": {"operators"},
+    "regularizers": {"kernels", "couplings", "solvers"},
+    "kernels": {"couplings", "regularizers", "solvers"},
+    "couplings": {"kernels", "regularizers", "solvers"},
+    "gradients": {"operators", "penalties", "kernels", "couplings", "regularizers"},
+    "equilibrium": {"operators", "penalties", "kernels", "couplings", "regularizers"},
+}
+
+# What a network needs to run. Everything else is imported where it is used.
+HEAVY = {"matplotlib", "sklearn", "cvxpy", "torchdeq", "scipy", "typer", "pandas", "torchvision", "tensorboard"}
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """``opteq.solvers.linear.cg`` lies in ``solvers``; ``opteq`` itself is the front door."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "opteq"
+
+
+NAMES = {name_of(path) for path in MODULES}
+
+
+def imports(path: Path, at_the_top: bool) -> set[str]:
+    """The modules of this package that a file imports; only when it is loaded, or at any time."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for part in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if at_the_top and id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "opteq"}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: a relative import on line {node.lineno}"
+            if node.module and node.module.split(".")[0] == "opteq":
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    found.add(whole if whole in NAMES else node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_down(path: Path) -> None:
+    module = name_of(path)
+    here = room(module)
+    assert here in LEVEL, f"{here} has no floor: give it one in FLOORS"
+    for other in imports(path, at_the_top=False):
+        there = room(other)
+        if there == here:
+            continue
+        assert LEVEL[there] <= LEVEL[here], f"{module} imports {other}, which lies above it"
+        assert there not in STRANGERS.get(here, set()), f"{module} imports {other}: {here} should not know of {there}"
+
+
+def test_there_are_no_circles() -> None:
+    graph = {name_of(path): imports(path, at_the_top=True) for path in MODULES}
+    finished: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
+        if module not in finished:
+            for other in graph[module]:
+                visit(other, (*trail, module))
+            finished.add(module)
+
+    for module in graph:
+        visit(module, ())
+    assert len(finished) == len(MODULES)
+
+
+def test_every_file_says_what_it_is() -> None:
+    for path in MODULES:
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name_of(path)} has no docstring"
+
+
+def test_importing_opteq_is_light() -> None:
+    code = "import json, sys, opteq; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert set(json.loads(run.stdout)) & HEAVY == set()
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "module", [name_of(path) for path in MODULES if path.name == "__init__.py"], ids=lambda name: name
+)
+def test_public_names_exist(module: str) -> None:
+    package = importlib.import_module(module)
+    names = package.__all__
+    assert len(names) == len(set(names))
+    for name in names:
+        assert hasattr(package, name), f"{module}.__all__ names {name}, which is not there"
+        assert not name.startswith("_")
+
+
+def test_the_names_that_the_design_promises() -> None:
+    problems = {"OptEq", "DeepOptEq", "POptEq", "MOptEq", "GEQ", "HiddenProblem", "Branch"}
+    solvers = {"Picard", "Anderson", "Broyden", "SAM"}
+    gradients = {"Implicit", "Phantom", "OneStep", "Unrolled", "Shine"}
+    rooms = {"operators", "kernels", "penalties", "regularizers"}
+    assert {"Equilibrium"} | problems | solvers | gradients | rooms <= set(opteq.__all__)
