@@ -1,4 +1,7 @@
-"""README and documentation run: every Python block, top to bottom, one namespace a file."""
+"""README and documentation run: every Python block, top to bottom, one namespace a file.
+
+A block whose first line is ``# not run`` is only compiled.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,17 @@ def test_code_runs(page: Path) -> None:
     namespace: dict[str, object] = {"__name__": page.stem}
     text = page.read_text(encoding="utf-8")
     torch.manual_seed(0)
-    for match in FENCE.finditer(text):
+    for number, match in enumerate(FENCE.finditer(text), start=1):
+        block = match.group(1)
         line = text.count("\n", 0, match.start(1))
         # Blank lines in front make a traceback point at the line of the page.
-        exec(compile("\n" * line + match.group(1), str(page), "exec"), namespace)
+        code = compile("\n" * line + block, str(page), "exec")
+        if block.startswith("# not run"):
+            continue
+        try:
+            exec(code, namespace)
+        except Exception as error:
+            raise AssertionError(f"block {number} of {page.name}, from line {line + 1} on, failed: {error}") from error
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

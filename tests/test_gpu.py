@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,8 +11,11 @@ import torch
 import opteq
 from all_cases import CASES
 from cases import Case, by_name
+from opteq.gradients import Gradient
 from opteq.solvers import Solver
-from opteq.states import blocks
+from opteq.solvers.linear import LinearSolver
+from opteq.solvers.loop import Finish
+from opteq.states import Layout, State, blocks
 from oracles import difference, gradients
 
 pytestmark = [
@@ -98,3 +101,104 @@ def test_peak_memory_does_not_grow_with_the_steps() -> None:
         problem.zero_grad()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[2] <= 1.02 * peaks[1]
+
+
+def warm_then_without_waiting(run: Callable[[], object]) -> None:
+    for _ in range(2):
+        run()
+    with no_waiting():
+        run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_no_step_of_a_raw_solve_waits(kind: type[Solver], dtype: torch.dtype) -> None:
+    """With all that a problem can add: a merit, a projection, a damping a sample, several tensors, a coupled batch."""
+    start = (torch.zeros(3, 5, dtype=dtype, device="cuda"), torch.zeros(3, 2, 4, 4, dtype=dtype, device="cuda"))
+    damping = torch.tensor([0.5, 0.7, 1.0], device="cuda")
+
+    def step(y: State) -> State:
+        return tuple(0.5 * part.cos() for part in blocks(y))
+
+    def merit(y: State) -> tuple[State, torch.Tensor]:
+        return step(y), sum(part.float().flatten(1).square().sum(1) for part in blocks(y))
+
+    solver = kind(tol=1e-5, max_steps=15, check_every=NEVER)
+    for coupled in (False, True):
+        warm_then_without_waiting(
+            lambda coupled=coupled: solver.solve(
+                step,
+                start,
+                measured=merit,
+                project=lambda y: tuple(part.clamp(min=0) for part in blocks(y)),
+                damping=damping,
+                coupled=coupled,
+            )
+        )
+
+
+@pytest.mark.parametrize("kind", [opteq.CG, opteq.MINRES, opteq.GMRES])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_no_step_of_a_linear_solve_waits(kind: type[LinearSolver], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    factor = torch.randn(3, 12, 12, dtype=torch.float64)
+    matrices = torch.eye(12) + factor @ factor.mT / 12
+    rhs = torch.randn(3, 12, dtype=torch.float64)
+    options = {"restart": 5} if kind is opteq.GMRES else {}
+    solver = kind(tol=1e-5, max_steps=30, check_every=NEVER, **options)
+
+    def solve(device: str) -> Finish:
+        there = matrices.to(device, dtype)
+        return solver.solve(lambda v: (there @ v[:, :, None])[:, :, 0], rhs.to(device, dtype))
+
+    on_device, sides = matrices.to("cuda", dtype), rhs.to("cuda", dtype)
+    warm_then_without_waiting(lambda: solver.solve(lambda v: (on_device @ v[:, :, None])[:, :, 0], sides))
+    expected, found = solve("cpu"), solve("cuda")
+    assert found.codes.tolist() == expected.codes.tolist() == [0, 0, 0]
+    torch.testing.assert_close(found.point.cpu(), expected.point, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "gradient", [opteq.Phantom(), opteq.OneStep(), opteq.Shine(), opteq.Unrolled(steps=8)], ids=str
+)
+def test_no_gradient_waits(gradient: Gradient) -> None:
+    (case,) = by_name("opteq-conv")
+    solver = opteq.Broyden(tol=1e-5, max_steps=12, check_every=NEVER)
+    layer = opteq.Equilibrium(case.problem(torch.float32).cuda(), solver, gradient, on_failure="ignore")
+    x = case.input(dtype=torch.float32).cuda().requires_grad_()
+    warm_then_without_waiting(lambda: layer(x).square().sum().backward())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep"), ids=lambda case: case.name)
+def test_half_precision_on_a_gpu(case: Case, kind: type[Solver], dtype: torch.dtype) -> None:
+    exact = opteq.Equilibrium(case.problem(), opteq.Anderson(tol=1e-10, max_steps=200))(case.input()).detach()
+    problem = case.problem(dtype).cuda()
+    x = case.input(dtype=dtype).cuda().requires_grad_()
+    layer = opteq.Equilibrium(problem, kind(tol=1e-5, max_steps=100), on_failure="raise")
+    features = layer(x)
+    assert features.dtype == dtype
+    assert difference([features.detach().double().cpu()], [exact]) < 0.08
+    features.float().square().sum().backward()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_channels_last_on_a_gpu(kind: type[Solver]) -> None:
+    torch.manual_seed(0)
+    problem = opteq.OptEq(opteq.operators.Conv2d(4, 8, 3, bound=0.9), torch.nn.Conv2d(4, 8, 3, padding=1)).cuda()
+    layer = opteq.Equilibrium(problem, kind(tol=1e-6, max_steps=200), on_failure="raise")
+    x = torch.randn(2, 4, 9, 7, device="cuda")
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        own = x.clone(memory_format=layout).requires_grad_()
+        solution = layer.to(memory_format=layout).solve(own)
+        solution.features.square().sum().backward()
+        assert own.grad is not None
+        found.append([solution.state.detach(), solution.features.detach(), own.grad])
+    assert found[1][0].is_contiguous(memory_format=torch.channels_last)
+    matrix = Layout.of(found[1][0]).pack(found[1][0])
+    assert matrix.data_ptr() == found[1][0].data_ptr()  # nothing was copied
+    assert difference(found[1], found[0]) < 1e-4

@@ -289,3 +289,23 @@ def test_the_step_limit_is_told(kind: type[LinearSolver]) -> None:
     assert finish.steps.tolist() == [3, 3]
     assert ((true_residual(matrices, finish, rhs) - finish.residual).abs() < 1e-9).all()
     assert (finish.residual <= 1 + 1e-12).all()
+
+
+def test_a_layer_tells_that_its_equilibrium_is_not_isolated() -> None:
+    """Every state is a fixed point of this problem's step, so no gradient exists: nothing may be made up for it."""
+
+    class Anything(opteq.HiddenProblem):
+        penalty = "identity"
+
+        def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+            return -y.square().sum(1) / 2 - 0 * (y * x).sum(1)
+
+    layer = opteq.Equilibrium(Anything())
+    x = torch.ones(2, 3, requires_grad=True)
+    solution = layer.solve(x, start=torch.ones(2, 3))
+    with pytest.warns(opteq.ConvergenceWarning, match=r"2x SINGULAR: the linear system has no solution"):
+        solution.features.sum().backward()
+    assert solution.backward is not None
+    assert solution.backward.status == (Status.SINGULAR, Status.SINGULAR)
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opteq
+from cases import CASES, Case
 from opteq.solvers import Outcome, Solver, Status
+from opteq.solvers.linear import LinearSolver
 from opteq.states import (
     Layout,
     State,
@@ -558,6 +562,47 @@ def test_sam_on_bad_maps() -> None:
         finite = torch.isfinite(outcome.residual)
         torch.testing.assert_close(outcome.residual[finite], residual_of(step, outcome.state)[finite])
         assert ((outcome.codes == 0) == (outcome.residual <= outcome.tol)).all()
+
+
+# ------------------------------------------------------------------------------------------------ law 11 without a GPU
+
+
+class NoLooking(TorchDispatchMode):
+    """Refuses the operations by which a program learns a tensor's value: on a GPU each makes the host wait."""
+
+    LOOKS = frozenset(
+        {
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.equal.default,
+            torch.ops.aten.masked_select.default,
+        }
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in self.LOOKS, f"{func} looks at a value"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_watch_sees_a_look() -> None:
+    with NoLooking(), pytest.raises(AssertionError, match="looks at a value"):
+        bool(torch.ones(1) > 0)
+
+
+@each_solver
+@pytest.mark.parametrize("linear", [opteq.CG, opteq.MINRES, opteq.GMRES])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_step_looks_at_a_value(kind: type[Solver], linear: type[LinearSolver], case: Case) -> None:
+    """Forward and backward, from the binding of the input to the gradient of the weights."""
+    if not case.one_equation and linear is not opteq.GMRES:
+        pytest.skip("this problem's Jacobian has no symmetry")
+    never = 1000
+    gradient = opteq.Implicit(linear=linear(max_steps=5, check_every=never))
+    layer = opteq.Equilibrium(case.problem(), kind(max_steps=5, check_every=never), gradient, on_failure="ignore")
+    x = case.input().requires_grad_()
+    with NoLooking():
+        sum(part.square().sum() for part in blocks(layer(x))).backward()
+    assert x.grad is not None
 
 
 # ------------------------------------------------------------------------------------------------ states as matrices

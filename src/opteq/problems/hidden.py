@@ -174,9 +174,10 @@ class WrittenHidden(Hidden):
     def smooth(self, y: State) -> Tensor:
         values = self._smooth(y)
         batch = blocks(y)[0].shape[0]
-        if values.shape != (batch,):
+        if not isinstance(values, Tensor) or values.shape != (batch,):
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
-                f"smooth(y, x) should return one number a sample, shape ({batch},); got shape {tuple(values.shape)}. "
+                f"smooth(y, x) should return one number a sample, shape ({batch},); got {got}. "
                 "Sum over every dimension but the first"
             )
         return values
