@@ -201,4 +201,5 @@ def test_channels_last_on_a_gpu(kind: type[Solver]) -> None:
     assert found[1][0].is_contiguous(memory_format=torch.channels_last)
     matrix = Layout.of(found[1][0]).pack(found[1][0])
     assert matrix.data_ptr() == found[1][0].data_ptr()  # nothing was copied
-    assert difference(found[1], found[0]) < 1e-4
+    # The two layouts take different kernels, and convolutions may use TensorFloat-32.
+    assert difference(found[1], found[0]) < 1e-3
