@@ -186,7 +186,10 @@ def test_half_precision_on_a_gpu(case: Case, kind: type[Solver], dtype: torch.dt
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_channels_last_on_a_gpu(kind: type[Solver]) -> None:
+def test_channels_last_on_a_gpu(kind: type[Solver], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.backends.cudnn, "allow_tf32", False
+    )  # layouts take different kernels: compare them in float32
     torch.manual_seed(0)
     problem = opteq.OptEq(opteq.operators.Conv2d(4, 8, 3, bound=0.9), torch.nn.Conv2d(4, 8, 3, padding=1)).cuda()
     layer = opteq.Equilibrium(problem, kind(tol=1e-6, max_steps=200), on_failure="raise")
@@ -201,5 +204,4 @@ def test_channels_last_on_a_gpu(kind: type[Solver]) -> None:
     assert found[1][0].is_contiguous(memory_format=torch.channels_last)
     matrix = Layout.of(found[1][0]).pack(found[1][0])
     assert matrix.data_ptr() == found[1][0].data_ptr()  # nothing was copied
-    # The two layouts take different kernels, and convolutions may use TensorFloat-32.
-    assert difference(found[1], found[0]) < 1e-3
+    assert difference(found[1], found[0]) < 1e-4

@@ -44,8 +44,8 @@ def test_every_dtype_finds_the_gradient(case: Case, dtype: torch.dtype, gradient
         layer = opteq.Equilibrium(problem, solver, gradient, on_failure="ignore")
         return gradients(layer(x), [x, *problem.parameters()])
 
-    if case.name == "splitting" and dtype == torch.bfloat16:
-        pytest.skip("its soft threshold sits within bfloat16 rounding of a unit here: the unit is on or off by chance")
+    if case.name == "splitting" and dtype == torch.bfloat16 and isinstance(gradient, opteq.Unrolled):
+        pytest.skip("stopped at bfloat16's tolerance, one unit is still on the other side of the soft threshold")
     # The docstring of Unrolled says why it goes with Picard in half precision.
     half_tape = dtype != torch.float32 and isinstance(gradient, opteq.Unrolled)
     kind = opteq.Picard if half_tape else opteq.Anderson
