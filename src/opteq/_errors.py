@@ -14,7 +14,14 @@ class ConvergenceError(RuntimeError):
     """The same as :class:`ConvergenceWarning`, raised where the caller asked for ``on_failure="raise"``."""
 
 
-def unknown_name(what: str, name: object, options: Iterable[str]) -> ValueError:
+class UserError(ValueError):
+    """What the person at the keyboard can mend: a name, a file, a value. Its message is one line that says how.
+
+    The command line prints that line and stops with status 2, without a traceback.
+    """
+
+
+def unknown_name(what: str, name: object, options: Iterable[str]) -> UserError:
     """The error for a name that is not among ``options``: it suggests the nearest one and lists them all.
 
     >>> str(unknown_name("activation", "rellu", ["relu", "tanh"]))
@@ -23,4 +30,4 @@ def unknown_name(what: str, name: object, options: Iterable[str]) -> ValueError:
     known = sorted(options)
     nearest = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return ValueError(f"unknown {what} {name!r}; {hint}Known: {', '.join(known)}.")
+    return UserError(f"unknown {what} {name!r}; {hint}Known: {', '.join(known)}.")
