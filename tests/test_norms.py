@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from opteq import operators as op
-from opteq.operators import symbol
-from opteq.operators.gram import eigenvalue_bound
+from opteq.operators import norms, supremum, symbol
+from opteq.operators.correlation import Autocorrelation
+from opteq.operators.gram import bounds_above, eigenvalue_bound
 from opteq.operators.norms import bounded, kernel_norm, module_norm
 
 quick = settings(deadline=None, max_examples=25, derandomize=True)
@@ -105,7 +106,104 @@ def test_eigenvalue_bound_of_zero() -> None:
     assert form.grad.isfinite().all()
 
 
+def test_bounds_above_are_those_that_exceed_and_no_others() -> None:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((40, 9, 12)) + 1j * rng.standard_normal((40, 9, 12))
+    form = real_form(K @ K.conj().transpose(0, 2, 1))
+    bounds = eigenvalue_bound(form, 4)
+    for best in (0.0, float(bounds.median()), float(bounds.max())):
+        found, where = bounds_above(form, 4, torch.tensor(best, dtype=torch.float64))
+        assert where.tolist() == (bounds > best).nonzero().flatten().tolist()
+        torch.testing.assert_close(found, bounds[where], rtol=1e-12, atol=0)
+    form[3, 2, 1] = math.nan
+    found, where = bounds_above(form, 4, bounds.max())
+    assert where.tolist() == [3]
+    assert found.isnan().all()
+
+
 # ---------------------------------------------------------------- kernels
+
+
+@quick
+@given(
+    k1=st.integers(1, 4), k2=st.integers(2, 4), groups=st.integers(1, 3), n=st.integers(1, 4), m=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_autocorrelation_gives_the_gram_matrices(k1: int, k2: int, groups: int, n: int, m: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    taps, frequencies = rng.standard_normal((k1, k2, groups, n, m)), rng.uniform(-4, 4, (3, 2))
+    steps = np.stack(np.meshgrid(range(k1), range(k2), indexing="ij"), axis=-1)
+    symbols = np.einsum("fij,ijgnm->fgnm", np.exp(1j * steps @ frequencies.T).transpose(2, 0, 1).conj(), taps)
+    expected = symbols @ symbols.conj().transpose(0, 1, 3, 2)
+    gram = Autocorrelation(torch.from_numpy(taps).flatten(0, 1), (k1, k2))
+    waves = gram.waves(torch.from_numpy(frequencies))
+    S, T = gram.at(waves)
+    np.testing.assert_allclose((S + 1j * T).reshape(expected.shape), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(gram.traces(waves), np.trace(expected, axis1=2, axis2=3).real, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=10, derandomize=True)
+@given(n=st.integers(1, 7), k1=st.sampled_from([1, 3]), groups=st.integers(1, 2), seed=st.integers(0, 10**6))
+def test_elimination_changes_neither_value_nor_gradient(n: int, k1: int, groups: int, seed: int) -> None:
+    kernel = torch.randn(
+        groups * n, 5, k1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True
+    )
+    results = []
+    for least in (1, 10**6):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symbol, "_ELIMINATION", least)
+            patch.setattr(symbol, "_CHUNK_CPU", 200)  # several parts, so that one eliminates in the next
+            value = kernel_norm(kernel, groups)
+            results.append(
+                (value.detach(), torch.autograd.grad(value, kernel)[0], kernel_norm(kernel.detach(), groups))
+            )
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def wide_kernels() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    low = torch.einsum("mc,i,j->mcij", torch.randn(70, 66, generator=generator), *torch.ones(2, 3))
+    return {"random": torch.randn(70, 66, 3, 3, generator=generator), "low frequencies": low}
+
+
+@pytest.mark.parametrize("name", wide_kernels())
+def test_wide_kernels_take_the_elimination_and_stay_above(name: str) -> None:
+    kernel = wide_kernels()[name]
+    assert min(kernel.shape[:2]) >= symbol._ELIMINATION
+    reference = symbol_norm(kernel, 24)
+    assert reference <= kernel_norm(kernel) <= reference * 1.055
+    assert reference <= kernel_norm(kernel, fine=True) <= reference * 1.0035 / math.cos(math.pi / 24) ** 2
+
+
+@pytest.mark.parametrize("missed", [1.0, 0.98, 0.5, 0.0])
+@pytest.mark.parametrize("name", ["random", "random thin", "shift", "stripes", "mixed"])
+def test_close_norm_is_safe_even_if_the_ascent_fails(name: str, missed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    climb = supremum._climb
+    monkeypatch.setattr(supremum, "_climb", lambda *a: missed * climb(*a))
+    kernel = KERNELS[name].double()
+    reference = symbol_norm(kernel, 256)
+    assert reference * (1 - 1e-9) <= kernel_norm(kernel, fine=True) <= reference * 1.0035
+
+
+def test_close_norm_agrees_with_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [
+        torch.randn(6, 4, *size, generator=torch.Generator().manual_seed(0)) for size in [(2, 3), (1, 4), (5, 3)]
+    ]
+    close = [kernel_norm(kernel, groups=2, fine=True) for kernel in kernels]
+    monkeypatch.setattr(norms, "_may_search", lambda taps: False)
+    sweep = [kernel_norm(kernel, groups=2, fine=True) for kernel in kernels]
+    torch.testing.assert_close(close, sweep, rtol=0.005, atol=0)
+
+
+def test_fine_norm_of_what_cannot_be_searched() -> None:
+    kernel = torch.randn(
+        3, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
+    assert torch.autograd.gradcheck(lambda k: kernel_norm(k, fine=True), kernel)
+    assert kernel_norm(torch.full((2, 2, 3, 3), math.nan), fine=True).isnan()
+    many = torch.func.vmap(lambda k: kernel_norm(k, fine=True))(kernel.detach()[None])
+    torch.testing.assert_close(many[0], kernel_norm(kernel.detach(), fine=True), rtol=0.005, atol=0)
 
 
 @quick
@@ -305,6 +403,14 @@ def test_gradient_through_the_bound(shape: tuple[int, ...], scale: float) -> Non
     weight = weight_like(*shape, scale=1.0)
     assert bounded(scale * weight, 0.5).abs().max() < 0.5 * (scale * weight).abs().max()
     assert torch.autograd.gradcheck(lambda w: bounded(scale * w, 0.5), weight, rtol=1e-5)
+
+
+def test_gradient_of_a_single_channel() -> None:
+    """A Gram matrix of one entry has no variance, whose root has no derivative."""
+    kernel = weight_like(4, 1, 3, 3, scale=1.0).detach().abs().requires_grad_()  # largest at the frequency zero
+    (slope,) = torch.autograd.grad(kernel_norm(kernel), kernel)
+    (expected,) = torch.autograd.grad(kernel.sum(dim=(1, 2, 3)).norm() / math.cos(math.pi / 16) ** 2, kernel)
+    torch.testing.assert_close(slope, expected, rtol=1e-6, atol=0)
 
 
 def test_sweep_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

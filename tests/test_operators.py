@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 from collections.abc import Callable
 
@@ -74,11 +75,15 @@ def test_pool_adjoint(factor: int, batch: int, c: int, h: int, w: int) -> None:
 )  # fmt: skip
 def test_patches_are_orthogonal(split: int, patch: int, groups: int, rows: int, cols: int, batch: int) -> None:
     x = double(0, batch, split * groups, patch * rows, patch * cols)
-    R = op.Patches(split, patch).prepare(x.shape)
-    u = double(1, batch, groups * rows * cols, split * patch**2)
-    assert_adjoint(R, x, u)
-    assert torch.equal(R.adjoint(R(x)), x)
-    assert torch.equal(R(R.adjoint(u)), u)
+    R = op.Patches(split, patch)
+    u = double(1, batch, groups, rows, cols, split * patch**2)
+    for A in (R, R.prepare()):
+        assert_adjoint(A, x, u)
+        assert torch.equal(A.adjoint(A(x)), x)  # the same numbers, not only close ones
+        assert torch.equal(A(A.adjoint(u)), u)
+    # The adjoint of the adjoint, by autograd, is the map again.
+    (back,) = torch.autograd.grad(R.adjoint(u.requires_grad_()), u, x)
+    assert torch.equal(back, R(x))
 
 
 @pytest.mark.parametrize("kind", [op.Conv2d, op.SeparableConv2d])
@@ -149,9 +154,20 @@ def test_patches_order() -> None:
         for g, i, j in itertools.product(range(2), range(2), range(3))
     ]
     patches = op.Patches(split=2, patch=2)
-    assert torch.equal(patches(x)[0], torch.stack(expected))
-    assert torch.equal(patches.adjoint(patches(x), x.shape), x)
+    assert patches(x).shape == (1, 2, 2, 3, 8)
+    assert torch.equal(patches(x).flatten(1, 3)[0], torch.stack(expected))
+    assert patches.prepare().grid(x.shape) == patches.prepare().grid((4, 4, 6)) == (2, 2, 3)
     assert repr(patches) == "Patches(split=2, patch=2)"
+
+
+@quick
+@given(split=st.integers(1, 3), patch=st.integers(1, 3), groups=st.integers(1, 2), rows=st.integers(1, 2))
+def test_patches_norm_is_that_of_the_matrix(split: int, patch: int, groups: int, rows: int) -> None:
+    R, shape = op.Patches(split, patch), (split * groups, patch * rows, patch)
+    basis = torch.eye(math.prod(shape), dtype=torch.float64).reshape(-1, *shape)
+    singular = np.linalg.svd(R(basis).flatten(1).numpy(), compute_uv=False)
+    np.testing.assert_allclose(singular, 1, rtol=1e-12)
+    assert R.norm() == op.module_norm(R) == 1
 
 
 @quick
@@ -208,6 +224,7 @@ MODULES = [
     op.SeparableConv2d(3, 4, 3, bound=0.5),
     op.Stack([op.Dense(3, 2, bound=0.5), op.Dense(3, 4)]),
     op.AveragePool(2),
+    op.Patches(3, 2),
     op.Identity(),
 ]
 
@@ -329,9 +346,9 @@ def test_wrong_bound(make: Callable[[object], op.Operator], bound: object) -> No
         (lambda: op.Patches(2, 2)(torch.ones(1, 3, 4, 4)), "3 channels .* groups of split=2"),
         (lambda: op.Patches(2, 2)(torch.ones(1, 2, 4, 5)), "4 x 5 pixels .* squares of patch=2"),
         (lambda: op.Patches(2, 2)(torch.ones(2, 4, 4)), r"\(batch, channels, height, width\), got \(2, 4, 4\)"),
-        (lambda: op.Patches(2, 2).prepare((4, 4)), r"must end with \(channels, height, width\), got \(4, 4\)"),
-        (lambda: op.Patches(2, 2).prepare((2, 4, 4))(torch.ones(1, 2, 4, 6)), r"\(batch, 2, 4, 4\), got"),
-        (lambda: op.Patches(2, 2).adjoint(torch.ones(1, 4, 9), (2, 4, 4)), r"\(batch, 4, 8\), got \(1, 4, 9\)"),
+        (lambda: op.Patches(2, 2).prepare().grid((4, 4)), r"must end with \(channels, height, width\), got \(4, 4\)"),
+        (lambda: op.Patches(2, 2).adjoint(torch.ones(1, 1, 2, 2, 9)), r"rows, columns, 8\), got \(1, 1, 2, 2, 9\)"),
+        (lambda: op.Patches(2, 2).adjoint(torch.ones(1, 4, 8)), r"rows, columns, 8\), got \(1, 4, 8\)"),
         (lambda: op.Stack([op.Dense(3, 2), op.Dense(3, 1)]).adjoint(torch.ones(1, 2)), r"expects 3 entries .*\[2, 1\]"),
     ],
 )  # fmt: skip

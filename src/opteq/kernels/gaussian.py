@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from opteq.kernels.base import Kernel, Product, Similarity
 from opteq.operators import Dense, LinearMap, Patches
-from opteq.operators.patches import PatchesMap
 from opteq.states import sum_over_sample, working_dtype
 
 DIP = 2 * math.exp(-1.5)
@@ -93,7 +92,8 @@ class Gaussian(Kernel):
 
     def bind(self, W: LinearMap, c: Tensor) -> GaussianSimilarity:
         """Cut, project and, where it is automatic, choose gamma."""
-        cut = _Whole(c.shape) if self.patches is None else _cut(self.patches, c)
+        cut = _Whole(c.shape[1:]) if self.patches is None else self.patches.prepare()
+        grid = (1, 1, 1) if self.patches is None else _grid(self.patches, c)
         project = None if self.projection is None else self.projection.prepare()
         view = _View(cut, project)
         gamma: float | Tensor
@@ -101,7 +101,7 @@ class Gaussian(Kernel):
             gamma = self.log_gamma.to(working_dtype(self.log_gamma.dtype)).exp()
         else:
             gamma = automatic_gamma(view, c) if self._gamma is None else self._gamma
-        return GaussianSimilarity(W, c, view, gamma)
+        return GaussianSimilarity(W, c, view, gamma, grid)
 
     def input_gain(self, norm: float, slope: float) -> tuple[float | None, str]:
         """``sqrt(L) response(sqrt(L) |W| |W_h|)``, plus what an automatic gamma adds for one patch.
@@ -126,29 +126,29 @@ class Gaussian(Kernel):
         return math.sqrt(slope) * gain, f"|U| |W_h| sqrt(L) r, {reason}"
 
     def extra_repr(self) -> str:
-        """Sharpness and patches."""
-        gamma = "learned" if self.log_gamma is not None else repr(self.gamma)
-        return f"gamma={gamma}" if self.patches is None else f"gamma={gamma}, {self.patches}"
+        """Sharpness; patches and projection are printed as the parts that they are."""
+        return f"gamma={'learned' if self.log_gamma is not None else repr(self.gamma)}"
 
 
 class GaussianSimilarity(Similarity):
     """The Gaussian kernel with its input bound and its gamma settled.
 
     Attributes:
-        gamma: a number, or a tensor that broadcasts against ``(B, patches)``.
+        gamma: a number, or a tensor that broadcasts against the weights.
         grid: how patches lie in W's output: channel groups, rows and columns.
     """
 
-    def __init__(self, W: LinearMap, c: Tensor, view: _View, gamma: float | Tensor) -> None:
+    def __init__(
+        self, W: LinearMap, c: Tensor, view: LinearMap, gamma: float | Tensor, grid: tuple[int, int, int]
+    ) -> None:
         super().__init__(W, c)
         self.view = view
         self.gamma = gamma
-        self.grid = view.cut.grid
+        self.grid = grid
 
     def weights(self, y: Tensor) -> Tensor:
         """The weight ``e_i`` of every patch, ``(B, groups, rows, columns)``, between 0 and 1."""
-        weights = self._compare(y)[1]
-        return weights.reshape(-1, *self.grid)
+        return self._compare(y)[1]
 
     def value(self, y: Tensor) -> Tensor:
         return self._total(self._compare(y)[1])
@@ -177,7 +177,7 @@ class GaussianSimilarity(Similarity):
         return product
 
     def _compare(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The projected patches q ``(B, N, d)`` and their weights ``(B, N)``, these in float32 or better."""
+        """The projected patches q ``(B, *grid, d)`` and their weights ``(B, *grid)``, in float32 or better."""
         q = self.view(self.c - self.W(y))
         return q, torch.exp(-self.gamma * squares(q))
 
@@ -186,14 +186,13 @@ class GaussianSimilarity(Similarity):
 
 
 class _Whole(LinearMap):
-    """A sample as its only patch: ``(B, ...) -> (B, 1, n)``."""
+    """A sample as its only patch: ``(B, ...) -> (B, 1, 1, 1, n)``."""
 
     def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape[1:]
-        self.grid = (1, 1, 1)
+        self.shape = shape
 
     def __call__(self, v: Tensor) -> Tensor:
-        return v.reshape(v.shape[0], 1, math.prod(self.shape))
+        return v.reshape(v.shape[0], 1, 1, 1, math.prod(self.shape))
 
     def adjoint(self, u: Tensor) -> Tensor:
         return u.reshape(u.shape[0], *self.shape)
@@ -202,7 +201,7 @@ class _Whole(LinearMap):
 class _View(LinearMap):
     """Cut into patches, then project."""
 
-    def __init__(self, cut: _Whole | PatchesMap, project: LinearMap | None) -> None:
+    def __init__(self, cut: LinearMap, project: LinearMap | None) -> None:
         self.cut = cut
         self.project = project
 
@@ -221,10 +220,11 @@ def squares(q: Tensor) -> Tensor:
 
 @torch.no_grad()
 def automatic_gamma(view: LinearMap, c: Tensor) -> Tensor:
-    """``0.2 / M`` as ``(B, 1)``, with M the smallest ``|q_i|^2`` of each sample at ``y = 0``, kept away from zero."""
+    """``0.2 / M`` as ``(B, 1, 1, 1)``: M is the least ``|q_i|^2`` of a sample at ``y = 0``, kept away from zero."""
     sizes = squares(view(c))
-    least = torch.maximum(sizes.amin(dim=1), LEAST_SHARE * sizes.mean(dim=1))
-    return (SHARE / least.clamp_min(torch.finfo(sizes.dtype).tiny ** 0.5))[:, None]
+    grid = (1, 2, 3)
+    least = torch.maximum(sizes.amin(dim=grid, keepdim=True), LEAST_SHARE * sizes.mean(dim=grid, keepdim=True))
+    return SHARE / least.clamp_min(torch.finfo(sizes.dtype).tiny ** 0.5)
 
 
 def response(norm: float) -> float:
@@ -250,18 +250,18 @@ def response(norm: float) -> float:
 
 
 def _scale(numbers: Tensor, rows: Tensor) -> Tensor:
-    """Rows ``(B, N, d)`` times a number each, in the rows' dtype."""
+    """Rows ``(..., d)`` times a number each, in the rows' dtype."""
     return numbers.to(rows.dtype)[..., None] * rows
 
 
-def _cut(patches: Patches, c: Tensor) -> PatchesMap:
+def _grid(patches: Patches, c: Tensor) -> tuple[int, int, int]:
     if c.ndim != 4:
         raise ValueError(
             "Gaussian.patch cuts pictures (batch, channels, height, width), "
             f"but W's output and U x + b have shape {tuple(c.shape)}; leave patch and split out"
         )
     try:
-        return patches.prepare(c.shape)
+        return patches.prepare().grid(c.shape)
     except ValueError as error:
         raise ValueError(f"{error} The picture is W's output, which has the shape of U x + b.") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from opteq._options import NamedOptions
@@ -24,6 +25,10 @@ class LinearMap(ABC):
     @abstractmethod
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u`` with the exact adjoint."""
+
+    def rectified(self, v: Tensor, c: Tensor) -> Tensor:
+        """``relu(A v + c)``, which some maps have a faster way for."""
+        return torch.relu(self(v) + c)
 
 
 class Operator(nn.Module, metaclass=NamedOptions):

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opteq._fast import settings
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
+from opteq.operators.choice import faster, rounded_for_autocast
 from opteq.operators.norms import bounded, certified_norm, kernel_norm
 
 
@@ -16,15 +18,58 @@ class ConvMap(LinearMap):
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.padding = (weight.shape[2] // 2, weight.shape[3] // 2)
+        # Autocast would round the weight again at every product.
+        self.rounded = rounded_for_autocast(weight)
+        self._turned: Tensor | None = None
 
     def __call__(self, v: Tensor) -> Tensor:
         _check_picture("the convolution", v, self.weight.shape[1])
-        return F.conv2d(v, self.weight, padding=self.padding)
+        return F.conv2d(v, self._acting(), padding=self.padding)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """Transposed convolution with the same weight: for stride 1 and odd kernels the exact adjoint."""
+        """Transposed convolution with the same weight: for stride 1 and odd kernels the exact adjoint.
+
+        It is also the convolution with the weight turned by half a circle, its two channel dimensions exchanged; where
+        no tape is wanted, a GPU takes whichever it found to be faster.
+        """
         _check_picture("the adjoint of the convolution", u, self.weight.shape[0])
-        return F.conv_transpose2d(u, self.weight, padding=self.padding)
+        weight = self._acting()
+
+        def transposed() -> Tensor:
+            return F.conv_transpose2d(u, weight, padding=self.padding)
+
+        if torch.is_grad_enabled() or not u.is_cuda:
+            return transposed()
+
+        def turned() -> Tensor:
+            if self._turned is None or self._turned.dtype != weight.dtype:
+                self._turned = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
+            return F.conv2d(u, self._turned, padding=self.padding)
+
+        key = ("adjoint", u.shape, u.stride(), u.dtype, weight.shape, weight.dtype)
+        return faster(key, transposed, turned)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_turned": None}
+
+    def rectified(self, v: Tensor, c: Tensor) -> Tensor:
+        """Convolution, sum and rectification in one kernel of cuDNN, where it can be used and no tape is wanted."""
+        if not _one_kernel(v, self.weight, c):
+            return super().rectified(v, c)
+        _check_picture("the convolution", v, self.weight.shape[1])
+        weight = self._acting().to(c.dtype)
+        joined: Tensor = torch.cudnn_convolution_add_relu(
+            v.to(c.dtype), weight, c, 1.0, None, (1, 1), self.padding, (1, 1), 1
+        )
+        return joined
+
+    def _acting(self) -> Tensor:
+        """The weight in the precision of products."""
+        return (
+            self.rounded
+            if self.rounded is not None and torch.is_autocast_enabled(self.weight.device.type)
+            else self.weight
+        )
 
 
 class SeparableConvMap(LinearMap):
@@ -45,6 +90,19 @@ class SeparableConvMap(LinearMap):
         _check_picture("the adjoint of the separable convolution", u, self.pointwise.shape[0])
         mixed = F.conv_transpose2d(u, self.pointwise)
         return F.conv_transpose2d(mixed, self.depthwise, padding=self.padding, groups=self.depthwise.shape[0])
+
+
+def _one_kernel(v: Tensor, weight: Tensor, c: Tensor) -> bool:
+    """Whether cuDNN's kernel for relu(A v + c) gives what the three operations would.
+
+    Under autocast they run in its dtype, so the sum has to be in that one already.
+    """
+    if not (settings.fused and v.is_cuda and torch.backends.cudnn.enabled) or torch.is_grad_enabled():
+        return False
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
+    return c.dtype == dtype and dtype != torch.float64 and (dtype == weight.dtype or torch.is_autocast_enabled("cuda"))
 
 
 class Conv2d(Operator):

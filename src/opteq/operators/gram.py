@@ -16,21 +16,19 @@ numbers with mean ``m`` and variance ``v`` do not exceed ``m + sqrt((n - 1) v)``
 eigenvalue stays the largest in magnitude and its relative error at least halves with every squaring: never worse than
 plain Gram iteration, ``n^(1 / 2^(T+2))`` on the norm after ``T`` squarings. With this choice every ``X_t`` has mean
 square 1: nothing overflows, and mean and variance of the last matrix follow from ``k`` alone, so it is never formed.
-A search for the worst spectrum found that ``sqrt(lambda_max)`` is overestimated by at most
+``benchmarks/worst_spectra.py`` searches for the worst spectrum and finds that ``sqrt(lambda_max)`` is overestimated by
 
-    ====  =======  =======  =======  =======
-     T     n = 8    n = 64  n = 256  n = 512
-    ====  =======  =======  =======  =======
-     3     0.7 %    2.4 %    4.2 %    5.3 %
-     4     0.2 %    0.8 %    1.5 %    1.9 %
-     6    0.02 %    0.1 %    0.2 %    0.3 %
-    ====  =======  =======  =======  =======
-
-and by a quarter of that or less for random weights.
+    ====  =======  =======  =======  =======  =======
+     T     n = 8    n = 64  n = 128  n = 256  n = 512
+    ====  =======  =======  =======  =======  =======
+     3     0.7 %    2.4 %    3.3 %    4.2 %    5.3 %
+     4     0.2 %    0.8 %    1.1 %    1.5 %    1.9 %
+     7    0.01 %   0.03 %   0.04 %   0.08 %    0.1 %
+    ====  =======  =======  =======  =======  =======
 
 Hermitian matrices are kept in a *real form*. ``A = S + iT``, with ``S`` symmetric and ``T`` antisymmetric, is stored as
 the real matrix ``X = S + T``. Nothing is lost, trace and Frobenius norm are those of ``A``, and the square of ``A`` is
-stored as ``S X + T X'``: half the arithmetic of a complex product.
+stored as ``S X + T X' = X X - 2 T T``: half the arithmetic of a complex product.
 """
 
 from __future__ import annotations
@@ -60,23 +58,63 @@ def eigenvalue_bound(form: Tensor, squarings: int, symmetric: bool = False) -> T
         ``(batch,)``, differentiable as often as wanted. A zero matrix gives (nearly) zero, with a finite gradient.
     """
     n = form.shape[-1]
-    limits = torch.finfo(form.dtype)
     identity = torch.eye(n, dtype=form.dtype, device=form.device)
-    # Any positive h is valid. The floor keeps it positive for a zero matrix; and tr A >= |A|_F, which rounding can
-    # break where a symbol vanishes, keeps it below |A|_F / 2. (Few operations: on a GPU each costs its launch.)
-    size = torch.linalg.vector_norm(form, dim=(-2, -1)).clamp_min(limits.tiny**0.5)
-    inverse = torch.maximum(form.diagonal(dim1=-2, dim2=-1).sum(-1), size) / size / size
-    x = torch.addcmul(identity, form, inverse[:, None, None], value=-2)
+    x, inverse = _shifted(form, identity)
     norms: list[Tensor] = []
     for step in range(squarings):
         squared = torch.bmm(x, x) if symmetric else _square(x)
         norms.append(torch.linalg.vector_norm(squared, dim=(-2, -1)))
         if step + 1 < squarings:
             x = torch.addcmul(identity, squared, norms[-1].pow(-2)[:, None, None], value=-2 * n)
+    return _read(norms, inverse, n)
+
+
+@torch.no_grad()
+def bounds_above(form: Tensor, squarings: int, best: Tensor) -> tuple[Tensor, Tensor]:
+    """Those values of :func:`eigenvalue_bound` that exceed ``best``, and where they are.
+
+    The bound is read after every squaring. A matrix for which it does not exceed ``best`` is left out from then on:
+    its largest eigenvalue is no larger either. (This waits for the device at every squaring.)
+
+    Returns:
+        Bounds ``(some,)`` and their indices in the batch.
+    """
+    x, inverse = _shifted(form, torch.eye(form.shape[-1], dtype=form.dtype, device=form.device))
+    where = torch.arange(len(form), device=form.device)
+    norms: list[Tensor] = []
+    for _ in range(squarings):
+        twice = x - x.mT
+        squared = torch.bmm(x, x).baddbmm_(twice, twice, alpha=-0.5)
+        norms.append(torch.linalg.vector_norm(squared, dim=(-2, -1)))
+        # A bound that is not a number has to be seen, so what is left out is what does not exceed, not the rest.
+        keep = ~(_read(norms, inverse, form.shape[-1]) <= best)
+        count = int(keep.sum())
+        if count < len(where):
+            where, inverse, squared = where[keep], inverse[keep], squared[keep]
+            norms = [norm[keep] for norm in norms]
+        if count == 0:
+            break
+        x = squared.mul_(norms[-1].pow(-2).mul(-2 * form.shape[-1])[:, None, None])
+        x.diagonal(dim1=-2, dim2=-1).add_(1)
+    return _read(norms, inverse, form.shape[-1]), where
+
+
+def _shifted(form: Tensor, identity: Tensor) -> tuple[Tensor, Tensor]:
+    """``X_0 = 1 - A / h`` and ``1 / (2 h)``."""
+    # Any positive h is valid. The floor keeps it positive for a zero matrix; and tr A >= |A|_F, which rounding can
+    # break where a symbol vanishes, keeps it below |A|_F / 2. (Few operations: on a GPU each costs its launch.)
+    size = torch.linalg.vector_norm(form, dim=(-2, -1)).clamp_min(torch.finfo(form.dtype).tiny ** 0.5)
+    inverse = torch.maximum(form.diagonal(dim1=-2, dim2=-1).sum(-1), size) / size / size
+    return torch.addcmul(identity, form, inverse[:, None, None], value=-2), inverse
+
+
+def _read(norms: list[Tensor], inverse: Tensor, n: int) -> Tensor:
+    """The bound of the largest eigenvalue after as many squarings as there are norms ``|X_t^2|_F``."""
     # The last matrix has mean 1 - 2/k and variance 4 (k - 1) / k^2, so u_{T-1}^2 = 1 + sqrt((n - 1) (k - 1)). Equal
-    # eigenvalues give k = 1, where the root has no derivative and rounding may hide a small variance: hence the floor.
+    # eigenvalues give k = 1, where the root has no derivative and rounding may hide a small variance: hence the floor,
+    # which a matrix of one entry needs as well.
     *halves, last = torch.stack(norms).square().mul(0.5 / n)
-    top = ((2 * last - 1).clamp_min(limits.eps) * (n - 1)).sqrt().add(1).sqrt()
+    top = ((2 * last - 1).clamp_min(torch.finfo(last.dtype).eps) * max(n - 1, 1)).sqrt().add(1).sqrt()
     for half in reversed(halves):
         top = torch.addcmul(half, half, top).sqrt()
     bound: Tensor = (1 + top) / (2 * inverse)
@@ -84,5 +122,6 @@ def eigenvalue_bound(form: Tensor, squarings: int, symmetric: bool = False) -> T
 
 
 def _square(x: Tensor) -> Tensor:
-    transposed = x.mT
-    return torch.baddbmm(torch.bmm(x + transposed, x), x - transposed, transposed, beta=0.5, alpha=0.5)
+    # S X + T X' = X X - 2 T T, and 2 T = X - X': one transposition to pay for, not three.
+    twice = x - x.mT
+    return torch.baddbmm(torch.bmm(x, x), twice, twice, alpha=-0.5)

@@ -6,19 +6,21 @@ restricts the result; embedding and restriction have norm 1. So its norm, on a p
     sup over theta of |K^(theta)|,      K^(theta) = sum over taps t of K[:, :, t] e^(-i t.theta),
 
 and approaches it as pictures grow. Strides and dropped borders only restrict more, circular padding samples ``K^`` at
-some frequencies, dilation only renames them: the same supremum serves all. :mod:`opteq.operators.symbol` bounds it,
-from the Gram matrices on the smaller side; :mod:`opteq.operators.gram` bounds their eigenvalues.
+some frequencies, dilation only renames them: the same supremum serves all. :mod:`opteq.operators.symbol` bounds it in
+training, from the Gram matrices on the smaller side; :mod:`opteq.operators.gram` bounds their eigenvalues; on a CPU
+:mod:`opteq.operators.supremum` comes closer, for ``norm()``.
 
-How far above the true supremum the numbers may lie:
+How far above the true supremum the numbers may lie; the second column is the worst that a search found, the third is
+for random kernels (both by ``benchmarks/worst_spectra.py``):
 
     =========================================  =====  ==============  =======
     use                                        grid   matrix (worst)  typical
     =========================================  =====  ==============  =======
-    in training, smaller side <= 64 channels   4.0 %           2.4 %    4.3 %
-    in training, <= 128                        4.0 %           1.1 %    4.1 %
-    in training, wider (512 at most)           7.2 %           1.9 %    7.4 %
+    in training, smaller side <= 64 channels   4.0 %           2.4 %    4.0 %
+    in training, <= 128                        4.0 %           1.1 %    3.7 %
+    in training, wider (512 at most)           7.2 %           1.9 %    7.0 %
     ``norm()``, ``fine=True``                  0.3 %           0.1 %    0.3 %
-    matrices and 1 x 1 kernels                  none           0.1 %   0.05 %
+    matrices and 1 x 1 kernels                  none           0.1 %
     =========================================  =====  ==============  =======
 
 A slack of 0.05 % in float32 is included. It covers rounding, even where TensorFloat-32 products are allowed.
@@ -36,7 +38,8 @@ from torch import Tensor, nn
 from opteq.operators.base import Operator
 from opteq.operators.captured import in_one_launch
 from opteq.operators.gram import eigenvalue_bound
-from opteq.operators.symbol import squared_supremum
+from opteq.operators.supremum import close_supremum
+from opteq.operators.symbol import may_wait, squared_supremum
 
 # Enough to come within 0.1 %; a single matrix is cheap.
 _MATRIX_SQUARINGS = 7
@@ -125,10 +128,17 @@ def _unit_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
         taps = taps.contiguous()
         if taps.shape[0] == 1:
             squared = eigenvalue_bound(torch.bmm(taps[0], taps[0].mT), _MATRIX_SQUARINGS, symmetric=True).amax()
+        elif fine and _may_search(taps):
+            squared = close_supremum(taps, (size[0], size[1]))
         else:
             squared = squared_supremum(taps, (size[0], size[1]), fine)
         slack = 2**-11 if kernel.dtype == torch.float32 else 1e-9
         return squared.sqrt() * (1 + slack)
+
+
+def _may_search(taps: Tensor) -> bool:
+    """Whether the fine norm may be searched for, which takes a CPU, no gradient and finite numbers."""
+    return may_wait(taps) and not (torch.is_grad_enabled() and taps.requires_grad) and bool(taps.isfinite().all())
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[object]:

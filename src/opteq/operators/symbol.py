@@ -11,9 +11,12 @@ one is within ``pi / N``. Hence supremum <= grid maximum / cos(pi d / N), once p
 
 **At each frequency** the norm is bounded from the Gram matrix (:mod:`opteq.operators.gram`). The sweep over frequencies
 runs without gradient. The bound at the frequency that attains the maximum is then computed again with gradient: the
-derivative is that of the computed number, for the price of one frequency. Nothing waits for the device, so all of it
-can be captured in a CUDA graph. That pays: a GPU computes these small operations in less time than it takes to launch
-them one by one.
+derivative is that of the computed number, for the price of one frequency.
+
+On a GPU nothing waits for the device, so all of it can be captured in a CUDA graph. That pays: a GPU computes these
+small operations in less time than it takes to launch them one by one. A CPU has no reason not to look at the numbers
+on the way. There, frequencies that can no longer attain the maximum are left out before the last squaring, and Gram
+matrices come from the kernel's autocorrelation (:mod:`opteq.operators.correlation`). The result is the same.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opteq.operators.gram import eigenvalue_bound, gram_form
+from opteq.operators.correlation import Autocorrelation
+from opteq.operators.gram import bounds_above, eigenvalue_bound, gram_form
 
 
 class _Effort(NamedTuple):
@@ -36,9 +40,8 @@ class _Effort(NamedTuple):
 
 
 # In training, by the smaller side of the kernel up to which each holds. A step pays for the sweep with
-# (points * degree)^2 / 2 * (squarings + 1) products of Gram matrices: about 5 % of the step for 256 channels on 8 x 8
-# pictures in batches of 128, less for fewer channels and larger pictures. Narrow matrices need one squaring less, and
-# wide ones, the dearest, get fewer points.
+# (points * degree)^2 / 2 * (squarings + 1) products of Gram matrices; benchmarks/bound_cost.py measures what share of
+# the step that is. Narrow matrices need one squaring less, and wide ones, the dearest, get fewer points.
 _TRAINING = ((64, _Effort(16, 3)), (128, _Effort(16, 4)), (math.inf, _Effort(12, 4)))
 # Within 0.5 % for up to 512 channels.
 _FINE = _Effort(60, 7)
@@ -47,6 +50,8 @@ _FINE = _Effort(60, 7)
 # is full (though its memory should not be).
 _CHUNK_CPU = 2**18
 _CHUNK_GPU = 2**24
+# Side of the Gram matrices from which it pays to leave frequencies out early, where that is possible.
+_ELIMINATION = 64
 
 
 def squared_supremum(taps: Tensor, size: tuple[int, int], fine: bool) -> Tensor:
@@ -62,8 +67,7 @@ def squared_supremum(taps: Tensor, size: tuple[int, int], fine: bool) -> Tensor:
     """
     effort = _FINE if fine else next(effort for limit, effort in _TRAINING if taps.shape[2] <= limit)
     (n1, gap1), (n2, gap2) = _axis(size[0], effort.points), _axis(size[1], effort.points)
-    table = _frequencies(size[0], size[1], n1, n2, taps.dtype, taps.device)
-    return _largest_on_grid(taps, table, effort.squarings) * (gap1 * gap2) ** 2
+    return _largest_on_grid(taps, size, (n1, n2), effort.squarings) * (gap1 * gap2) ** 2
 
 
 def _axis(k: int, points: int) -> tuple[int, float]:
@@ -73,16 +77,47 @@ def _axis(k: int, points: int) -> tuple[int, float]:
     return number, 1 / math.cos(math.pi * degree / number)
 
 
-def _largest_on_grid(taps: Tensor, table: Tensor, squarings: int) -> Tensor:
+def _largest_on_grid(taps: Tensor, size: tuple[int, int], number: tuple[int, int], squarings: int) -> Tensor:
     groups, n, m = taps.shape[1:]
+    table = _frequencies(*size, *number, taps.dtype, taps.device)
     with torch.no_grad():
-        chunk = _CHUNK_CPU if taps.device.type == "cpu" else _CHUNK_GPU
-        parts = torch.split(table, max(1, chunk // (groups * n * m)), dim=1)
-        best, where = torch.cat([_squared_norms(taps, part, squarings) for part in parts]).max(dim=0, keepdim=True)
+        if n >= _ELIMINATION and may_wait(taps):
+            best, where = _largest_by_elimination(Autocorrelation(taps, size), half_grid(*number), squarings)
+        else:
+            chunk = _CHUNK_CPU if taps.device.type == "cpu" else _CHUNK_GPU
+            parts = torch.split(table, max(1, chunk // (groups * n * m)), dim=1)
+            best, where = torch.cat([_squared_norms(taps, part, squarings) for part in parts]).max(dim=0, keepdim=True)
     if not torch.is_grad_enabled():
         return best.squeeze(0)
     frequency, group = where // groups, where % groups
     return _squared_norms(taps.index_select(1, group), table.index_select(1, frequency), squarings).squeeze(0)
+
+
+def _largest_by_elimination(gram: Autocorrelation, grid: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
+    """The largest bound and where it is, both ``(1,)``; most frequencies are left out before the last squaring.
+
+    Those of the largest trace come first, so that the largest bound is met soon. The result is that of the full sweep.
+    """
+    waves = gram.waves(grid)
+    order = gram.traces(waves).amax(dim=1).argsort(descending=True)
+    best, where = order.new_full((1,), -1.0, dtype=waves[0].dtype), order.new_zeros(1)
+    for part in torch.split(order, max(1, _CHUNK_CPU // (gram.groups * gram.n**2))):
+        S, T = gram.at((waves[0][part], waves[1][part]))
+        bounds, found = bounds_above(S.add_(T), squarings, best)
+        if len(found):
+            best, first = bounds.max(dim=0, keepdim=True)
+            index = found[first]
+            where = part[index // gram.groups] * gram.groups + index % gram.groups
+    return best, where
+
+
+def may_wait(taps: Tensor) -> bool:
+    """Whether the course of the computation may depend on its numbers: on a CPU, outside of transformations."""
+    return (
+        taps.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _squared_norms(taps: Tensor, table: Tensor, squarings: int) -> Tensor:
@@ -103,11 +138,15 @@ def _make_frequencies(k1: int, k2: int, n1: int, n2: int, dtype: torch.dtype, de
 
     Of two frequencies that mirror each other one is kept.
     """
-    grid = [(i / n1, j / n2) for i in range(n1) for j in range(n2) if (i, j) <= (-i % n1, -j % n2)]
     taps = [(i, j) for i in range(k1) for j in range(k2)]
     # An inference tensor could not take part in training later, and this one outlives the call.
     with torch.inference_mode(False):
-        turns = torch.tensor(grid, dtype=torch.float64, device="cpu")
-        angle = 2 * math.pi * turns @ torch.tensor(taps, dtype=torch.float64, device="cpu").mT
+        angle = half_grid(n1, n2) @ torch.tensor(taps, dtype=torch.float64, device="cpu").mT
         cos, sin = angle.cos(), angle.sin()
         return torch.stack([cos, sin, cos - sin, cos + sin]).to(device=device, dtype=dtype)
+
+
+def half_grid(n1: int, n2: int) -> Tensor:
+    """The frequencies ``(F, 2)`` of an ``n1 x n2`` grid, one of every two that mirror each other, in float64."""
+    turns = [(i / n1, j / n2) for i in range(n1) for j in range(n2) if (i, j) <= (-i % n1, -j % n2)]
+    return 2 * math.pi * torch.tensor(turns, dtype=torch.float64, device="cpu")
