@@ -109,6 +109,9 @@ def test_the_answer_is_a_fixed_point_with_the_residual_it_claims(case: Case, sol
     if case.couples_batch:
         rows = [r.reshape(1, -1) for r in rows]
     residual = (rows[1] - rows[0]).norm(dim=1) / rows[1].norm(dim=1)
+    if layer.problem(x).compact_form() is not None:  # solved in the features, whose residual is the larger one
+        assert (residual <= solution.residual * (1 + 1e-4) + 1e-15).all()
+        return
     torch.testing.assert_close(solution.residual, residual.expand(len(x)), rtol=1e-4, atol=1e-15)
 
 

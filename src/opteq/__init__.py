@@ -2,6 +2,7 @@
 
 from opteq import analysis, couplings, kernels, operators, penalties, regularizers
 from opteq._errors import ConvergenceError, ConvergenceWarning
+from opteq._fast import fast_paths
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit, OneStep, Phantom, Shine, Unrolled
 from opteq.problems import (
@@ -57,6 +58,7 @@ __all__ = [
     "Unrolled",
     "analysis",
     "couplings",
+    "fast_paths",
     "kernels",
     "operators",
     "penalties",

@@ -17,7 +17,8 @@ class Report:
 
     Attributes:
         method: what was used, in words.
-        residual: relative residual of the answer, ``(B,)``; NaN where no system was solved.
+        residual: relative residual of the answer, ``(B,)``; NaN where no system was solved. Where a problem was solved
+            in the smaller variable of its features, theirs, which is at least that of the state.
         steps: steps taken, ``(B,)``.
         codes: a :class:`~opteq.solvers.status.Status` as an integer, ``(B,)``.
         tol: the tolerance that was applied.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -142,6 +142,10 @@ class Layout:
         """Whether :meth:`unpack` keeps every digit of the matrix."""
         return all(dtype == self.dtype for dtype in self.dtypes)
 
+    def widened(self) -> Layout:
+        """The same layout for states in the dtype of the matrix."""
+        return replace(self, dtypes=tuple(self.dtype for _ in self.dtypes))
+
     def check(self, state: State, what: str) -> None:
         """Raise unless ``state`` has the form, shapes and device of this layout, in any floating-point dtype."""
         if isinstance(state, tuple) != self.is_tuple or len(blocks(state)) != len(self.shapes):
@@ -179,6 +183,13 @@ class Layout:
             else:
                 parts.append(piece.reshape(shape).to(dtype))
         return tuple(parts) if self.is_tuple else parts[0]
+
+    def restore(self, point: Tensor | tuple[Tensor, ...]) -> State:
+        """A state from its matrix, or from its parts, in the dtypes of the template."""
+        if isinstance(point, Tensor):
+            return self.unpack(point)
+        parts = tuple(part.to(dtype) for part, dtype in zip(point, self.dtypes, strict=True))
+        return parts if self.is_tuple else parts[0]
 
     def per_sample(self, rows: Tensor) -> Tensor:
         """A number a row as a number a sample (coupled samples share theirs)."""

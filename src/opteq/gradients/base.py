@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from opteq._options import NamedOptions
+from opteq.gradients.forward import find_without_tape
 from opteq.problems.hidden import BoundMap
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
-from opteq.states import State, blocks, map_state
+from opteq.states import State, blocks
 
 Record = Callable[[Report], None]
 
@@ -39,34 +40,6 @@ class Gradient(metaclass=NamedOptions):
     def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
         """Solve where no gradient is wanted."""
         return find_without_tape(hidden, solver, start)
-
-
-def find(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
-    """The equilibrium of ``hidden``, written for features where the solver works there."""
-    if not solver.works_on_features:
-        return solver.solve(
-            hidden.step,
-            hidden.start() if start is None else start,
-            measured=hidden.measured,
-            project=hidden.project,
-            damping=hidden.damping,
-            coupled=hidden.coupled,
-        )
-    form = hidden.feature_form()
-    first = form.start if start is None else hidden.features(start)
-    outcome = solver.solve(form.step, first, damping=hidden.damping, coupled=hidden.coupled)
-    # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
-    state = map_state(
-        lambda new, old: torch.where(torch.isfinite(new), new, old), form.state(outcome.state), hidden.start()
-    )
-    return replace(outcome, state=state)
-
-
-def find_without_tape(hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
-    """The equilibrium as a constant: nothing of the way to it is kept for the backward pass."""
-    with torch.no_grad():
-        outcome = find(hidden, solver, start)
-    return map_state(lambda part: part.detach(), outcome.state), outcome
 
 
 def wants_gradient(state: State) -> bool:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq._autocast import Autocast
 from opteq._validate import positive, whole
+from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, find_without_tape, wants_gradient
+from opteq.gradients.base import Gradient, Record, wants_gradient
+from opteq.gradients.forward import find_without_tape
 from opteq.problems.hidden import BoundMap
-from opteq.problems.linearisation import Linearisation, Product, Structure, SymmetricLinearisation
+from opteq.problems.linearisation import Structure
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.linear import CG, GMRES, MINRES, LinearSolver
-from opteq.solvers.loop import Finish
 from opteq.states import Layout, State, blocks, like
 
 _BY_STRUCTURE: dict[Structure, type[LinearSolver]] = {
@@ -75,72 +75,9 @@ class Implicit(Gradient):
         """The v with ``v = g + J'v`` at ``state``, and how its solve went."""
         return self._system(hidden, state).solve(gradient)
 
-    def _system(self, hidden: BoundMap, state: State) -> _AdjointSystem:
-        # Made on the way forward: by the time of the backward pass a user's module may hold other weights
-        # (torch.func.functional_call puts them in for the forward pass only).
-        layout = Layout.of(state, hidden.coupled)
-        with torch.no_grad():
-            local = hidden.linearise(state)
-        autocast = Autocast.current(blocks(state)[0].device)
-        return _AdjointSystem(local, layout, autocast, self._linear_solver(hidden.structure, local, layout.dtype))
-
-    def _linear_solver(
-        self, structure: Structure, local: Linearisation | SymmetricLinearisation, dtype: torch.dtype
-    ) -> LinearSolver:
-        if self.linear is None:
+    def _system(self, hidden: BoundMap, state: State) -> AdjointSystem:
+        linear, dtype = self.linear, Layout.of(state).dtype
+        if linear is None:
             tol = self.tol or (1e-10 if dtype == torch.float64 else 1e-6)
-            return _BY_STRUCTURE[structure](tol=tol, max_steps=self.max_steps)
-        if isinstance(local, Linearisation) and isinstance(self.linear, CG | MINRES):
-            raise ValueError(
-                f"{type(self.linear).__name__} needs a symmetric system, and this problem's Jacobian has no symmetry; "
-                "use Implicit(linear=GMRES()) or leave the choice to Implicit()"
-            )
-        return self.linear
-
-
-class _AdjointSystem:
-    """``(I - J') v = g`` on matrices with a row a sample, products in the precision of the way forward."""
-
-    def __init__(
-        self,
-        local: Linearisation | SymmetricLinearisation,
-        layout: Layout,
-        autocast: Autocast,
-        linear: LinearSolver,
-    ) -> None:
-        self.local = local
-        self.layout = layout
-        self.autocast = autocast
-        self.linear = linear
-        lowest = [*layout.dtypes, autocast.dtype] if autocast.enabled and autocast.dtype else [*layout.dtypes]
-        self.eps = max(torch.finfo(dtype).eps for dtype in lowest)
-
-    def solve(self, gradient: State) -> tuple[State, Report]:
-        """The adjoint vector and how its system was solved."""
-        layout = self.layout
-        with self.autocast.off():
-            solved, finish = self._solve_rows(layout.pack(gradient))
-        report = Report(
-            method=f"adjoint by {type(self.linear).__name__}",
-            residual=layout.per_sample(finish.residual),
-            steps=layout.per_sample(finish.steps),
-            codes=layout.per_sample(finish.codes),
-            tol=max(self.linear.tol, self.eps),
-            trace=finish.trace,
-        )
-        return layout.unpack(solved), report
-
-    def _solve_rows(self, gradient: Tensor) -> tuple[Tensor, Finish]:
-        local, rows = self.local, self._rows
-        if isinstance(local, Linearisation):
-            finish = self.linear.solve(lambda v: v - rows(local.adjoint, v), gradient, self.eps)
-            return finish.point, finish
-        target = rows(local.factor_adjoint, gradient)
-        finish = self.linear.solve(lambda w: w - rows(local.scaled, w), target, self.eps)
-        back = rows(lambda w: local.curvature(local.factor(w)), finish.point)
-        return gradient + back, finish
-
-    def _rows(self, product: Product, matrix: Tensor) -> Tensor:
-        with self.autocast.entered():
-            image = product(self.layout.unpack(matrix))
-        return self.layout.pack(image)
+            linear = _BY_STRUCTURE[hidden.structure](tol=tol, max_steps=self.max_steps)
+        return AdjointSystem(hidden, state, linear)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from opteq._validate import share, whole
 from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, find_without_tape, wants_gradient
+from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
+from opteq.gradients.forward import find_without_tape
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State, map_state

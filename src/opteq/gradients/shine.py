@@ -10,7 +10,8 @@ from torch import Tensor
 from opteq._autocast import Autocast
 from opteq._validate import positive
 from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, find_without_tape, wants_gradient
+from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
+from opteq.gradients.forward import find_without_tape
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.method import InverseEstimate
@@ -38,7 +39,7 @@ class Shine(Gradient):
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass applies the estimate."""
-        state, outcome = find_without_tape(hidden, solver, start)
+        state, outcome = find_without_tape(hidden, solver, start, keep_inverse=True)
         carrier = hidden.step(state)
         if not wants_gradient(carrier):
             return state, outcome

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from opteq._validate import whole
 from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, find, wants_gradient
+from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
+from opteq.gradients.forward import find
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State

@@ -16,14 +16,15 @@ from opteq.states import sum_over_sample, working_dtype
 
 @dataclass(frozen=True)
 class Linearised:
-    """The derivative ``D = F F'`` of a prox at one point, as a factor ``F`` and its adjoint.
+    """The derivative ``D = F F'`` of a prox at one point: a factor ``F``, its adjoint, and D itself.
 
     A Jacobian ``D M`` with symmetric M has the spectrum of the symmetric ``F' M F``, which is what lets conjugate
-    gradients solve the backward system; that is why the factor is kept and not D.
+    gradients solve the backward system; that is why the factor is kept and not only D.
     """
 
     factor: Callable[[Tensor], Tensor]
     factor_adjoint: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
 
 
 class Penalty(metaclass=NamedOptions):
@@ -126,7 +127,7 @@ class ElementwisePenalty(Penalty):
         def scale(v: Tensor) -> Tensor:
             return root * v
 
-        return Linearised(factor=scale, factor_adjoint=scale)
+        return Linearised(factor=scale, factor_adjoint=scale, derivative=lambda v: slope * v)
 
     @abstractmethod
     def _antiderivative(self, t: Tensor) -> Tensor:

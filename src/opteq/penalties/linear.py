@@ -109,7 +109,7 @@ class LinearActivation(nn.Module, Penalty):
         def factor_adjoint(u: Tensor) -> Tensor:
             return torch.einsum("ji,bj...->bi...", matrix, u)
 
-        return Linearised(factor, factor_adjoint)
+        return Linearised(factor, factor_adjoint, derivative=lambda v: factor(factor_adjoint(v)))
 
     def extra_repr(self) -> str:
         """The size, for ``print(module)``."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.operators import LinearMap
-from opteq.penalties import Penalty
+from opteq.penalties import Penalty, ReLU
 from opteq.solvers import Anderson
 from opteq.states import sum_over_sample
 
@@ -32,6 +32,8 @@ class Block:
 
     def activation(self, z: Tensor) -> Tensor:
         """``sigma(W z + c)``."""
+        if isinstance(self.penalty, ReLU):
+            return self.W.rectified(z, self.c)
         return self.penalty.prox(self.preactivation(z))
 
     def back(self, y: Tensor) -> Tensor:

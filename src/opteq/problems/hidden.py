@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from opteq.penalties import Penalty
+from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
 from opteq.states import State, blocks, inner, map_state
 
@@ -22,11 +23,13 @@ class FeatureForm:
         step: one step on features.
         start: where to begin.
         state: the state that belongs to given features.
+        measured: the step with a merit, as :attr:`BoundMap.measured`.
     """
 
     step: Callable[[State], State]
     start: State
     state: Callable[[State], State]
+    measured: Callable[[State], tuple[State, Tensor]] | None = None
 
 
 class BoundMap(ABC):
@@ -46,6 +49,22 @@ class BoundMap(ABC):
 
     measured: Callable[[State], tuple[State, Tensor]] | None = None
     """The step together with a merit that plain steps decrease, where the problem has one."""
+
+    contracts: bool = False
+    """Whether a step is known to contract. There is one fixed point then and no saddle, so that residuals are guard
+    enough for methods that extrapolate, and no merit is computed."""
+
+    interval: tuple[float, float] | None = None
+    """The ends between which :meth:`project` clamps every entry, where it does that and no more."""
+
+    aside: ClassVar[tuple[str, ...]] = ()
+    """Attributes that no step reads: they stay behind when the map is copied for a solve."""
+
+    frozen: Any = None
+    """What :mod:`opteq.problems.freezing` found out about this map."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in (*self.aside, "frozen")}
 
     @abstractmethod
     def start(self) -> State:
@@ -87,6 +106,10 @@ class BoundMap(ABC):
         """The problem written for the features, for solvers that work there."""
         return FeatureForm(self.step, self.start(), lambda z: z)
 
+    def compact_form(self) -> FeatureForm | None:
+        """The feature form where features have fewer entries than the state, and the same equilibria: less to move."""
+        return None
+
 
 class Hidden(BoundMap):
     """``G(y) = sum f(y) + 1/2 |y|^2 + g(y)`` with its input bound, and the step ``T(y) = sigma(-grad g(y))``.
@@ -114,6 +137,11 @@ class Hidden(BoundMap):
     def project(self, y: State) -> State:
         """The nearest point of the penalty's domain."""
         return map_state(self.penalty.project, y)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:  # type: ignore[override]
+        """The penalty's domain, where it is the same interval for every entry."""
+        return self.penalty.domain if isinstance(self.penalty, ElementwisePenalty) else None
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The objective term by term, each one number a sample."""

@@ -28,6 +28,24 @@ class Linearisation:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """The adjoint system where ``M = B C`` passes through fewer numbers, the features of OptEq for instance.
+
+    With ``u = C F w`` the system ``(I - F' M F) w = F' g`` becomes ``(I - C D B) u = C D g`` with ``v = g + B u``. It
+    is symmetric where C is a multiple of ``B'``, and has the same eigenvalues but for ones.
+
+    Attributes:
+        product: ``u -> C D B u``.
+        restrict: ``g -> C D g``.
+        expand: ``u -> B u``.
+    """
+
+    product: Product
+    restrict: Product
+    expand: Product
+
+
+@dataclass(frozen=True)
 class SymmetricLinearisation:
     """``J = F F' M`` with M symmetric, where ``F F'`` is the derivative of the activation.
 
@@ -38,11 +56,13 @@ class SymmetricLinearisation:
         curvature: ``v -> M v``, minus the Hessian of the smooth part.
         factor: ``w -> F w``.
         factor_adjoint: ``v -> F' v``.
+        reduction: a smaller system with the same answer, where there is one.
     """
 
     curvature: Product
     factor: Product
     factor_adjoint: Product
+    reduction: Reduction | None = None
 
     def product(self, v: State) -> State:
         """``J v``."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opteq import penalties
 from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours, products
 from opteq.operators import LinearMap
-from opteq.penalties import Penalty
+from opteq.penalties import Penalty, ReLU
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch, inject
 from opteq.problems.branches import check_branches, feature_channels, shrunk
@@ -146,6 +146,8 @@ class BoundMOptEq(Hidden):
         perturbation: the chain of perturbations and their frozen directions, or None.
     """
 
+    aside = ("problem",)
+
     def __init__(
         self,
         problem: MOptEq,
@@ -180,6 +182,10 @@ class BoundMOptEq(Hidden):
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """Input, heritage (or self, without it) and, where lambda is not 0, diversity."""
         return {"input": -inner(self.injections, y), **self.coupling.terms(self.features(y))}
+
+    def step(self, y: State) -> Tensors:
+        """``sigma(W_i h_i + c_i)``."""
+        return self._activated(self.coupling.fuse(self.features(y)))
 
     def preactivation(self, y: State, signs: Tensors | None = None) -> Tensors:
         """``W_i h_i + c_i``; ``signs`` take the place of the signs in D."""
@@ -246,6 +252,13 @@ class BoundMOptEq(Hidden):
         carried = tuple(W(h) for W, h in zip(self.maps, fused, strict=True))
         return carried if injections is None else tuple(a + c for a, c in zip(carried, injections, strict=True))
 
+    def _activated(self, fused: Features) -> Tensors:
+        """``sigma(W_i h_i + c_i)``."""
+        triples = zip(self.maps, fused, self.injections, strict=True)
+        if isinstance(self.penalty, ReLU):
+            return tuple(W.rectified(h, c) for W, h, c in triples)
+        return tuple(self.penalty.prox(W(h) + c) for W, h, c in triples)
+
     def _largest_norm(self) -> float:
         return max(float(branch.W.norm()) for branch in self.problem.each())
 
@@ -273,8 +286,8 @@ class BoundMOptEq(Hidden):
         z = self.features(y)
         matrices = products(z)
         signs = tuple(self.coupling.signs(matrix) for matrix in matrices)
-        inside = self._carry(self.coupling.fuse(z, signs), self.injections)
+        image = self._activated(self.coupling.fuse(z, signs))
         penalty = torch.stack([self.penalty.total(part) for part in blocks(y)]).sum(dim=0)
         energy = torch.stack(list(self.coupling.terms(z, matrices).values())).sum(dim=0)
         merit = penalty + inner(y, y) / 2 - inner(self.injections, y) + energy
-        return tuple(self.penalty.prox(part) for part in inside), merit
+        return image, merit

@@ -16,7 +16,7 @@ from opteq.problems.block import Block, half_square
 from opteq.problems.branch import check_injection, check_operator, check_positive, inject
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import FeatureForm, Hidden
-from opteq.problems.linearisation import Structure
+from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
 from opteq.regularizers import Regularizer
 from opteq.states import State, inner, single
 
@@ -142,7 +142,8 @@ class BoundOptEq(Hidden):
         self.regularizer = problem.regularizer
         self.gamma = problem.gamma
         if self.regularizer is None:
-            self.structure = Structure.POSITIVE if problem.known_contraction() else Structure.SYMMETRIC
+            self.contracts = problem.known_contraction()
+            self.structure = Structure.POSITIVE if self.contracts else Structure.SYMMETRIC
             self.measured = self._measured
         else:
             self.coupled = self.regularizer.couples_batch
@@ -166,6 +167,10 @@ class BoundOptEq(Hidden):
         if self.regularizer is not None:
             terms["regularizer"] = self.mu * self.gamma * self.regularizer.value(z)
         return terms
+
+    def step(self, y: State) -> State:
+        """``sigma(W z + c)``."""
+        return self.block.activation(self.features(y)) if self.regularizer is None else super().step(y)
 
     def preactivation(self, y: State) -> Tensor:
         """``W (z - gamma grad R(z)) + c``."""
@@ -196,6 +201,24 @@ class BoundOptEq(Hidden):
         units = math.prod(self.block.c.shape[1:])
         return (self.objective(y) - self.penalty.offset * units) / self.mu
 
+    def linearise(self, y: State) -> SymmetricLinearisation:
+        """As for every hidden problem; where features are not larger than the state, by way of them."""
+        block, z = self.block, self.features(y)
+        if self.regularizer is not None or z.numel() > single(y).numel():
+            return super().linearise(y)
+        local = self.penalty.linearise(block.preactivation(z))
+        reduction = Reduction(
+            product=lambda u: block.back(local.derivative(block.W(single(u)))),
+            restrict=lambda g: block.back(local.derivative(single(g))),
+            expand=lambda u: block.W(single(u)),
+        )
+        return SymmetricLinearisation(
+            self.curvature_at(y),
+            lambda w: local.factor(single(w)),
+            lambda v: local.factor_adjoint(single(v)),
+            reduction,
+        )
+
     def feature_form(self) -> FeatureForm:
         """``z <- W' sigma(W z + c) / mu``, begun at zero features."""
         if self.regularizer is not None:
@@ -204,7 +227,25 @@ class BoundOptEq(Hidden):
             lambda z: self.block(single(z)),
             torch.zeros_like(self.features(self.start())),
             lambda z: self.block.activation(single(z)),
+            self._measured_features,
         )
+
+    def compact_form(self) -> FeatureForm | None:
+        """The paper's variable, where it is the smaller one.
+
+        Only where a step contracts: ``y = sigma(W z + c)`` then moves by at most ``L |W| |T(z) - z|`` in a step, and
+        ``|z| <= |W| |y| / mu``, so that the relative residual of y is at most ``L |W|^2 / mu < 1`` times that of z, which
+        is reported.
+        """
+        if not self.contracts or self.features(self.start()).numel() >= self.block.c.numel():
+            return None
+        return self.feature_form()
+
+    def _measured_features(self, z: State) -> tuple[State, Tensor]:
+        """The same for features: the step and its merit."""
+        inside = self.block.preactivation(single(z))
+        merit = half_square(single(z)) - self.penalty.potential(inside) / self.mu
+        return self.block.back(self.penalty.prox(inside)), merit
 
     def _measured(self, y: State) -> tuple[State, Tensor]:
         """The step, and the merit ``1/2 |z|^2 - psi(z)`` that plain steps decrease, from the same pre-activation."""

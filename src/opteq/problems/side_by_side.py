@@ -22,6 +22,8 @@ class BoundParallel(BoundMap):
     fusion: Callable[[tuple[Tensor, ...]], Tensor] | None = None
     """What is made of all features; None hands on the tuple."""
 
+    aside = ("fusion",)
+
     def __init__(self, parts: Sequence[BoundMap]) -> None:
         self.parts = list(parts)
         self._starts = [part.start() for part in parts]
@@ -29,6 +31,7 @@ class BoundParallel(BoundMap):
         self._slices = [slice(first, last) for first, last in pairwise(ends)]
         self.structure = min((part.structure for part in parts), key=_WEAKEST_FIRST.index)
         self.coupled = any(part.coupled for part in parts)
+        self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
         self.damping = _least([part.damping for part in parts])
         if all(part.measured is not None for part in parts):
@@ -50,6 +53,12 @@ class BoundParallel(BoundMap):
     def project(self, y: State) -> State:
         """Every part by itself."""
         return self._join(part.project(piece) for part, piece in self._pairs(y))
+
+    @property
+    def interval(self) -> tuple[float, float] | None:  # type: ignore[override]
+        """The interval that all parts share, if they do."""
+        intervals = {part.interval for part in self.parts}
+        return intervals.pop() if len(intervals) == 1 else None
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The terms of all parts, with the part's number before the name."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from opteq._errors import unknown_name
 from opteq._validate import share, whole
 from opteq.solvers.base import Solver
+from opteq.solvers.fused.available import MOST_COLUMNS, supports
 from opteq.solvers.history import History, with_column
-from opteq.solvers.method import InverseEstimate, Method, Task
-from opteq.states import row_norms, zeros_a_row
+from opteq.solvers.loop import Rule, Run
+from opteq.solvers.method import InverseEstimate, Method, StateTask, Task
+from opteq.states import blocks, row_norms, zeros_a_row
+
+_HISTORIES = ("auto", "half", "full")
+_LEAST_TOL_FOR_HALF = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +32,9 @@ class Anderson(Solver):
     Args:
         memory: number of differences. Five is where most of the gain is; more costs memory and conditioning.
         damping: share of the residual that is added; None takes what the problem recommends, else 1.
+        history: how differences are kept by the fused steps of a GPU: ``"full"`` in float32, ``"half"`` as scaled
+            float16, which moves half the memory and bends steps by some 1e-4; ``"auto"`` is half for tolerances of 1e-5
+            and above. Double precision and the plain path keep all digits in any case.
 
     >>> import torch
     >>> outcome = Anderson(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
@@ -35,21 +44,42 @@ class Anderson(Solver):
 
     memory: int = 5
     damping: float | None = None
+    history: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole(self, "memory")
         if self.damping is not None:
             share(self, "damping")
+        if self.history not in _HISTORIES:
+            raise unknown_name("Anderson.history", self.history, _HISTORIES)
 
     def _method(self, task: Task) -> Method:
-        return _AndersonMixing(
-            task.start, self.memory, task.damping if self.damping is None else self.damping, task.eps
-        )
+        damping = task.damping if self.damping is None else self.damping
+        return _AndersonMixing(task.start, self.memory, damping, ridge(task.start.dtype, task.eps))
+
+    def _fused(self, task: StateTask, rule: Rule) -> Run | None:
+        if self.memory > MOST_COLUMNS or not supports(blocks(task.start)):
+            return None
+        from opteq.solvers.fused.fixed_point import FusedAnderson
+        from opteq.solvers.fused.ledger import Blocks
+
+        layout = Blocks(blocks(task.known[0]), task.layout.rows)
+        if not layout.fits:
+            return None
+        task = task if self.damping is None else replace(task, damping=self.damping)
+        half = self.history == "half" or (self.history == "auto" and rule.tol >= _LEAST_TOL_FOR_HALF)
+        lift = ridge(task.wide, task.eps)
+        return FusedAnderson(task, layout, rule, self.floor, self.memory, Method.growth, lift, half)
+
+
+def ridge(dtype: torch.dtype, eps: float) -> float:
+    """What is added to a Gram matrix of cosines: inner products carry ``dtype``'s rounding, differences the map's."""
+    return max(50 * torch.finfo(dtype).eps, 0.1 * eps)
 
 
 class _AndersonMixing(Method):
-    def __init__(self, start: Tensor, memory: int, damping: float | Tensor, eps: float) -> None:
+    def __init__(self, start: Tensor, memory: int, damping: float | Tensor, ridge: float) -> None:
         self.damping = damping
         self.residuals = History(start, memory)  # dG / |dG|
         self.moves = History(start, memory)  # (dY + damping dG) / |dG|
@@ -58,8 +88,7 @@ class _AndersonMixing(Method):
         self.used = zeros_a_row(start, memory, dtype=torch.bool)
         self.fresh = ~zeros_a_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
-        # Inner products carry the rounding of the matrix, differences that of the map.
-        self.ridge = max(50 * torch.finfo(start.dtype).eps, 0.1 * eps)
+        self.ridge = ridge
 
     def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
         change = image - point

@@ -13,8 +13,8 @@ from opteq._autocast import Autocast
 from opteq._options import NamedOptions
 from opteq._validate import positive, whole
 from opteq.solvers.guarded import GuardedIteration
-from opteq.solvers.loop import Finish, Process, Rule, iterate
-from opteq.solvers.method import InverseEstimate, Method, Task
+from opteq.solvers.loop import PlainRun, Process, Rule, Run, drive
+from opteq.solvers.method import InverseEstimate, Method, StateTask, Task
 from opteq.states import Layout, State, blocks
 
 Step = Callable[[State], State]
@@ -78,8 +78,10 @@ class Solver(metaclass=NamedOptions):
         *,
         measured: MeasuredStep | None = None,
         project: Step | None = None,
+        interval: tuple[float, float] | None = None,
         damping: float | Tensor = 1.0,
         coupled: bool = False,
+        keep_inverse: bool = True,
     ) -> Outcome:
         """Solve ``y = step(y)`` from ``start``.
 
@@ -89,46 +91,68 @@ class Solver(metaclass=NamedOptions):
             measured: the same map together with a merit, one number a sample that plain steps decrease.
                 It guards methods that extrapolate.
             project: brings a state to where it makes sense, for methods that extrapolate.
+            interval: the ends between which ``project`` clamps every entry, where it does just that.
             damping: the damping that the problem recommends, for solvers that were not told one; a number, or one a
                 sample ``(B,)``.
             coupled: whether samples depend on each other, so that the batch is solved as one.
+            keep_inverse: whether the outcome needs the solver's estimate of the inverse Jacobian. The fused steps of a
+                GPU keep none.
         """
+        session = self.open(
+            step,
+            start,
+            measured=measured,
+            project=project,
+            interval=interval,
+            damping=damping,
+            coupled=coupled,
+            keep_inverse=keep_inverse,
+        )
+        with session.caller.off():
+            drive(session.run)
+            return session.outcome()
+
+    def open(
+        self,
+        step: Step,
+        start: State,
+        *,
+        measured: MeasuredStep | None = None,
+        project: Step | None = None,
+        interval: tuple[float, float] | None = None,
+        damping: float | Tensor = 1.0,
+        coupled: bool = False,
+        keep_inverse: bool = True,
+    ) -> Session:
+        """A solve that has evaluated the map at its start and not begun; arguments as for :meth:`solve`."""
         coupled = coupled or self.couples_batch
         layout = Layout.of(start, coupled)
-        device = blocks(start)[0].device
-        caller = Autocast.current(device)
-        eps = torch.finfo(caller.dtype).eps if caller.enabled and caller.dtype else 0.0
-
-        def evaluate(rows: Tensor) -> tuple[Tensor, Tensor | None]:
-            nonlocal eps
-            with caller.entered():
-                if measured is None:
-                    image, merit = step(layout.unpack(rows)), None
-                else:
-                    image, merit = measured(layout.unpack(rows))
-            layout.check(image, "what the map returns")
-            eps = max(eps, *(torch.finfo(part.dtype).eps for part in blocks(image)))
-            if merit is not None and coupled:
-                merit = merit.sum(dim=0, keepdim=True)
-            return layout.pack(image), merit
-
-        def admissible(rows: Tensor) -> Tensor:
-            if project is None and layout.exact:
-                return rows
-            # By way of the state's own dtype: a residual then belongs to a point that can be returned.
-            state = layout.unpack(rows)
-            return layout.pack(state if project is None else project(state))
-
+        caller = Autocast.current(layout.device)
+        evaluate = _Evaluation(step, measured, layout, caller)
         with caller.off():
-            first = layout.pack(start)
-            known = evaluate(first)
+            known = evaluate.state(start)
+            tol = max(self.tol, evaluate.eps)
+            rule = self._rule(tol, layout.device)
+            if not keep_inverse:
+                task = StateTask(evaluate.state, project, interval, start, known, layout, damping, evaluate.eps)
+                fused = self._fused(task, rule)
+                if fused is not None:
+                    return Session(fused, layout, tol, caller, None)
+            first, image = layout.pack(start), layout.pack(known[0])
             # The same numbers, but batched where the image is: under vmap a start may not know of the batching.
-            first = torch.where(torch.zeros_like(known[0], dtype=torch.bool), known[0], first)
-            tol = max(self.tol, eps)
-            task = Task(evaluate, admissible, first, known, layout, _by_row(damping, layout), eps)
-            method, process = self._process(task)
-            finish = iterate(process, self._rule(tol, device))
-        return _outcome(layout, finish, tol, method)
+            first = torch.where(torch.zeros_like(image, dtype=torch.bool), image, first)
+
+            def admissible(rows: Tensor) -> Tensor:
+                if project is None and layout.exact:
+                    return rows
+                # By way of the state's own dtype: a residual then belongs to a point that can be returned.
+                state = layout.unpack(rows)
+                return layout.pack(state if project is None else project(state))
+
+            column = _by_row(damping, layout)
+            rows_task = Task(evaluate.rows, admissible, first, (image, known[1]), layout, column, evaluate.eps)
+            method, process = self._process(rows_task)
+        return Session(PlainRun(process, rule), layout, tol, caller, method)
 
     @property
     def couples_batch(self) -> bool:
@@ -143,6 +167,10 @@ class Solver(metaclass=NamedOptions):
         method = self._method(task)
         return method, GuardedIteration(task, method, self.floor)
 
+    def _fused(self, task: StateTask, rule: Rule) -> Run | None:  # noqa: ARG002
+        """The solve in fused kernels, where the method has them and they can be used here."""
+        return None
+
     def _method(self, task: Task) -> Method:
         """A fresh method for one solve."""
         raise NotImplementedError(f"{type(self).__name__} should define _method or _process")
@@ -156,13 +184,51 @@ def _by_row(damping: float | Tensor, layout: Layout) -> float | Tensor:
     return column.amin(dim=0, keepdim=True) if layout.coupled else column
 
 
-def _outcome(layout: Layout, finish: Finish, tol: float, method: Method | None) -> Outcome:
-    return Outcome(
-        state=layout.unpack(finish.point),
-        residual=layout.per_sample(finish.residual),
-        steps=layout.per_sample(finish.steps),
-        codes=layout.per_sample(finish.codes),
-        trace=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
-        tol=tol,
-        inverse=None if method is None else method.inverse(),
-    )
+class _Evaluation:
+    """The map in the caller's precision, on states and on matrices, checked and with its rounding noted."""
+
+    def __init__(self, step: Step, measured: MeasuredStep | None, layout: Layout, caller: Autocast) -> None:
+        self.step = step
+        self.measured = measured
+        self.layout = layout
+        self.caller = caller
+        self.eps = torch.finfo(caller.dtype).eps if caller.enabled and caller.dtype else 0.0
+
+    def state(self, state: State) -> tuple[State, Tensor | None]:
+        """Image and merit of a state."""
+        with self.caller.entered():
+            image, merit = (self.step(state), None) if self.measured is None else self.measured(state)
+        self.layout.check(image, "what the map returns")
+        self.eps = max(self.eps, *(torch.finfo(part.dtype).eps for part in blocks(image)))
+        if merit is not None and self.layout.coupled:
+            merit = merit.sum(dim=0, keepdim=True)
+        return image, merit
+
+    def rows(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Image and merit of a matrix."""
+        image, merit = self.state(self.layout.unpack(rows))
+        return self.layout.pack(image), merit
+
+
+@dataclass(frozen=True)
+class Session:
+    """A solve under way: what runs, and how its rows become an answer."""
+
+    run: Run
+    layout: Layout
+    tol: float
+    caller: Autocast
+    method: Method | None
+
+    def outcome(self) -> Outcome:
+        """Where the solve stands, as an answer."""
+        layout, finish = self.layout, self.run.finish()
+        return Outcome(
+            state=layout.restore(finish.point),
+            residual=layout.per_sample(finish.residual),
+            steps=layout.per_sample(finish.steps),
+            codes=layout.per_sample(finish.codes),
+            trace=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
+            tol=self.tol,
+            inverse=None if self.method is None else self.method.inverse(),
+        )

@@ -50,44 +50,98 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finish:
-    """What the loop returns: a row's best point, its residual, steps taken, status code, and the residual's history."""
+    """Where rows stand: best point, its residual, steps taken, status code, and the residual's history.
 
-    point: Tensor
+    ``point`` is a matrix with a row a sample, or the parts of a state where a run works on these directly.
+    """
+
+    point: Tensor | tuple[Tensor, ...]
     residual: Tensor
     steps: Tensor
     codes: Tensor
     trace: Tensor
 
 
-def iterate(process: Process, rule: Rule) -> Finish:
-    """Run ``process`` until every row has converged or failed, or the steps are used up.
+class Run(Protocol):
+    """A solve in progress. Nothing here waits for the device; whoever drives it decides when to look."""
+
+    rule: Rule
+
+    def begin(self) -> None:
+        """Measure the start."""
+        ...
+
+    def advance(self) -> None:
+        """One step for all rows that are not finished."""
+        ...
+
+    def unfinished(self) -> Tensor:
+        """Rows that are neither converged nor at a dead end, ``(R,)``."""
+        ...
+
+    def finish(self) -> Finish:
+        """Where every row stands now."""
+        ...
+
+
+class PlainRun:
+    """The bookkeeping of a solve in tensor operations: it works on every device, on a tape and under vmap.
 
     A row's answer is its first point within the tolerance, else the finite point with the least residual.
     ``steps`` counts updates, so a start that is already an equilibrium takes 0, and the residual is always that
     of the point returned. NaN compares false and is chosen with ``where``, so it never replaces a finite point.
     """
-    point, residual = process.first()
-    best, best_residual = point, torch.where(torch.isfinite(residual), residual, torch.inf)
-    steps = torch.zeros_like(residual, dtype=torch.int64)
-    dead = torch.where(torch.isfinite(residual), 0, int(Status.NON_FINITE))
-    done = best_residual <= rule.tol
-    trace = [residual]
-    for step in range(rule.max_steps):
-        active = (dead == 0) if rule.to_the_end else ~done & (dead == 0)
-        if (step + 1) % rule.check_every == 0 and not any_row(active, unseen=True):
-            break
-        point, residual = process.advance(active)
-        chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < best_residual)
-        best = torch.where(chosen[:, None], point, best)
-        best_residual = torch.where(chosen, residual, best_residual)
-        done = best_residual <= rule.tol
-        steps = steps + active
-        ends = process.dead_ends()
+
+    def __init__(self, process: Process, rule: Rule) -> None:
+        self.process = process
+        self.rule = rule
+
+    def begin(self) -> None:
+        """The start is the best so far."""
+        self.best, residual = self.process.first()
+        finite = torch.isfinite(residual)
+        self.best_residual = torch.where(finite, residual, torch.inf)
+        self.steps = torch.zeros_like(residual, dtype=torch.int64)
+        self.dead = torch.where(finite, 0, int(Status.NON_FINITE))
+        self.done = self.best_residual <= self.rule.tol
+        self.trace = [residual]
+
+    def advance(self) -> None:
+        """Advance the process, and choose."""
+        rule, active = self.rule, self.unfinished()
+        point, residual = self.process.advance(active)
+        chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
+        self.best = torch.where(chosen[:, None], point, self.best)
+        self.best_residual = torch.where(chosen, residual, self.best_residual)
+        self.done = self.best_residual <= rule.tol
+        self.steps = self.steps + active
+        ends = self.process.dead_ends()
         if ends is not None:
-            dead = torch.where(active & ~done, ends, dead)
-        trace.append(torch.where(active, residual, trace[-1]))
-    codes = torch.where(done, int(Status.CONVERGED), torch.where(dead > 0, dead, int(Status.MAX_STEPS)))
-    return Finish(best, best_residual, steps, codes, torch.stack(trace))
+            self.dead = torch.where(active & ~self.done, ends, self.dead)
+        self.trace.append(torch.where(active, residual, self.trace[-1]))
+
+    def unfinished(self) -> Tensor:
+        """Rows that go on."""
+        return (self.dead == 0) if self.rule.to_the_end else ~self.done & (self.dead == 0)
+
+    def finish(self) -> Finish:
+        """The best points, and how they were reached."""
+        codes = status_codes(self.done, self.dead)
+        return Finish(self.best, self.best_residual, self.steps, codes, torch.stack(self.trace))
+
+
+def status_codes(done: Tensor, dead: Tensor) -> Tensor:
+    """A status a row from what ended it."""
+    return torch.where(done, int(Status.CONVERGED), torch.where(dead > 0, dead, int(Status.MAX_STEPS)))
+
+
+def drive(run: Run) -> None:
+    """Run until every row has converged or failed, or the steps are used up."""
+    run.begin()
+    for step in range(run.rule.max_steps):
+        if (step + 1) % run.rule.check_every == 0 and not any_row(run.unfinished(), unseen=True):
+            break
+        run.advance()
 
 
 def relative(change: Tensor, scale: Tensor, floor: float) -> Tensor:

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from opteq.states import Layout
+from opteq.states import Layout, State
 
 Map = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """A map on matrices with a row a sample: its image, and a merit a row where the problem has one."""
@@ -35,6 +36,40 @@ class Task:
     layout: Layout
     damping: float | Tensor
     eps: float
+
+
+@dataclass(frozen=True)
+class StateTask:
+    """The same problem with states as they are, for runs that read them in place.
+
+    Attributes:
+        evaluate: the map and, where the problem has one, its merit a row.
+        project: brings a state to where the problem makes sense; None where every state does.
+        interval: the same where it is a clamp of every entry.
+        start, known, layout, damping, eps: as in :class:`Task`; ``damping`` is a number, or one a sample.
+    """
+
+    evaluate: Callable[[State], tuple[State, Tensor | None]]
+    project: Callable[[State], State] | None
+    interval: tuple[float, float] | None
+    start: State
+    known: tuple[State, Tensor | None]
+    layout: Layout
+    damping: float | Tensor
+    eps: float
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of sums and differences."""
+        return self.layout.dtype
+
+    def damping_by_row(self) -> Tensor | None:
+        """The damping of every row; None where it is 1."""
+        if isinstance(self.damping, Tensor):
+            return self.damping.amin().reshape(1) if self.layout.coupled else self.damping
+        if self.damping == 1:
+            return None
+        return torch.full((self.layout.rows,), float(self.damping), dtype=self.wide, device=self.layout.device)
 
 
 class InverseEstimate(ABC):

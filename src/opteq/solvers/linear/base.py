@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from opteq._options import NamedOptions
 from opteq._validate import positive, whole
-from opteq.solvers.loop import Finish, Process, Rule, iterate
-from opteq.states import row_norms
+from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run, drive
+from opteq.states import Layout, State, row_norms
 
 Product = Callable[[Tensor], Tensor]
 
@@ -31,6 +32,9 @@ class LinearSolver(metaclass=NamedOptions):
     max_steps: int = 100
     check_every: int | None = None
 
+    capturable: ClassVar[bool] = True
+    """Whether steps can be captured as CUDA graphs: they wait for nothing."""
+
     def __post_init__(self) -> None:
         positive(self, "tol")
         whole(self, "max_steps")
@@ -45,17 +49,61 @@ class LinearSolver(metaclass=NamedOptions):
             rhs: right sides ``(R, N)`` in float32 or float64.
             eps: rounding of ``product``, below which no residual is asked for.
         """
-        # Unit right sides, by way of their largest entry: then neither norms nor recurrences overflow or vanish.
-        largest = _usable(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
-        length = _usable(row_norms(rhs / largest).to(rhs.dtype)[:, None])
+        session = self.open(product, rhs, eps)
+        drive(session.run)
+        return session.finish()
+
+    def open(self, product: Product, rhs: Tensor, eps: float = 0.0) -> LinearSession:
+        """A solve that has not begun; arguments as for :meth:`solve`."""
+        unit, scale = unit_rows(rhs)
+        return LinearSession(PlainRun(self._process(product, unit), self.rule(rhs, eps)), scale)
+
+    def open_states(self, product: Callable[[State], State], rhs: State, layout: Layout, eps: float) -> LinearSession:
+        """A solve of ``(I - S) v = rhs`` on states.
+
+        Args:
+            product: applies S to states of ``layout``'s dtypes.
+            rhs: the right side, in any precision.
+            layout: how states are matrices.
+            eps: rounding of ``product``.
+        """
+        return self.open(lambda rows: rows - layout.pack(product(layout.unpack(rows))), layout.pack(rhs), eps)
+
+    def rule(self, rhs: Tensor, eps: float) -> Rule:
+        """When to stop, for right sides like ``rhs`` and products that are rounded to ``eps``."""
         every = self.check_every or (1 if rhs.device.type == "cpu" else 4)
-        rule = Rule(max(self.tol, eps, torch.finfo(rhs.dtype).eps), self.max_steps, every)
-        finish = iterate(self._process(product, rhs / largest / length), rule)
-        return replace(finish, point=finish.point * length * largest)
+        return Rule(max(self.tol, eps, torch.finfo(rhs.dtype).eps), self.max_steps, every)
 
     @abstractmethod
     def _process(self, product: Product, rhs: Tensor) -> Process:
         """The iteration for right sides of length one or zero."""
+
+
+@dataclass(frozen=True)
+class LinearSession:
+    """A linear solve under way, for right sides that were divided by ``scale``."""
+
+    run: Run
+    scale: Tensor
+
+    def finish(self) -> Finish:
+        """Where the solve stands."""
+        finish = self.run.finish()
+        if isinstance(finish.point, Tensor):
+            return replace(finish, point=finish.point * self.scale)
+        scale = self.scale[:, 0]
+        parts = tuple(part * scale.reshape(-1, *[1] * (part.ndim - 1)) for part in finish.point)
+        return replace(finish, point=parts)
+
+
+def unit_rows(rhs: Tensor) -> tuple[Tensor, Tensor]:
+    """Right sides of length one or zero, and their lengths ``(R, 1)``.
+
+    By way of their largest entry: then neither norms nor recurrences overflow or vanish.
+    """
+    largest = _usable(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
+    length = _usable(row_norms(rhs / largest).to(rhs.dtype)[:, None])
+    return rhs / largest / length, length * largest
 
 
 def _usable(scale: Tensor) -> Tensor:

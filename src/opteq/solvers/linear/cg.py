@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from opteq.solvers.linear.base import LinearSolver, Product, columns, dots, lost, ratio
+from opteq.solvers.fused.available import supports
+from opteq.solvers.linear.base import (
+    LinearSession,
+    LinearSolver,
+    Product,
+    columns,
+    dots,
+    lost,
+    ratio,
+    unit_rows,
+)
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
+from opteq.states import Layout, State, blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +34,26 @@ class CG(LinearSolver):
 
     def _process(self, product: Product, rhs: Tensor) -> Process:
         return _ConjugateGradients(product, rhs)
+
+    def open_states(self, product: Callable[[State], State], rhs: State, layout: Layout, eps: float) -> LinearSession:
+        """As for every linear solver, in fused kernels where they can be used."""
+        if not supports(blocks(rhs)):
+            return super().open_states(product, rhs, layout, eps)
+        from opteq.solvers.fused.conjugate_gradients import FusedConjugateGradients
+        from opteq.solvers.fused.ledger import Blocks
+
+        wide = layout.widened()
+        rows = wide.pack(rhs)
+        unit, scale = unit_rows(rows)
+        start = wide.unpack(unit)
+        memory = Blocks(blocks(start), layout.rows)
+        if not memory.fits:
+            return super().open_states(product, rhs, layout, eps)
+
+        def lowered(v: State) -> State:
+            return product(layout.restore(blocks(v)))
+
+        return LinearSession(FusedConjugateGradients(lowered, start, memory, self.rule(rows, eps)), scale)
 
 
 class _ConjugateGradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class GMRES(LinearSolver):
     """
 
     restart: int = 20
+
+    capturable: ClassVar[bool] = False  # QR factorisations wait for the device
 
     def __post_init__(self) -> None:
         super().__post_init__()

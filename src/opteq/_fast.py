@@ -1,0 +1,45 @@
+"""The switch between the fast paths, fused kernels and CUDA graphs, and the plain ones with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Settings:
+    """Which fast paths may be taken.
+
+    Attributes:
+        fused: Triton kernels for solver steps on a GPU.
+        graphs: CUDA graphs of several solver steps.
+        interpreted: take the fused path on a CPU too, where Triton's interpreter runs the kernels: for tests.
+    """
+
+    fused: bool = True
+    graphs: bool = True
+    interpreted: bool = False
+
+
+settings = Settings()
+
+
+@contextmanager
+def fast_paths(*, fused: bool | None = None, graphs: bool | None = None) -> Iterator[None]:
+    """Allow or forbid the fast paths for a while; what is not named stays as it is.
+
+    Answers agree to rounding with and without them. Forbidding them helps to find out where a difference comes from,
+    and lets a debugger see every step.
+
+    >>> import opteq
+    >>> with opteq.fast_paths(fused=False, graphs=False):
+    ...     pass  # every layer called here takes the plain path
+    """
+    before = settings.fused, settings.graphs
+    settings.fused = settings.fused if fused is None else fused
+    settings.graphs = settings.graphs if graphs is None else graphs
+    try:
+        yield
+    finally:
+        settings.fused, settings.graphs = before

@@ -1,0 +1,147 @@
+"""The way forward: find the equilibrium, as constants, by captured graphs where that is possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from opteq._autocast import Autocast
+from opteq._fast import settings
+from opteq.problems.freezing import freeze
+from opteq.problems.hidden import BoundMap, FeatureForm
+from opteq.solvers import Outcome, Solver
+from opteq.solvers.base import Session
+from opteq.solvers.graphs import staged, usable
+from opteq.solvers.loop import Run, drive
+from opteq.states import State, blocks, like, map_state
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A solve under way, in the state's variable or in that of the features."""
+
+    session: Session
+    hidden: BoundMap
+    form: FeatureForm | None
+    is_tuple: bool
+
+    @property
+    def run(self) -> Run:
+        """What advances."""
+        return self.session.run
+
+    def outcome(self) -> Outcome:
+        """Where it stands, in the state's variable."""
+        outcome = self.session.outcome()
+        if self.form is None:
+            return outcome
+        with self.session.caller.entered():
+            state = self.form.state(outcome.state)
+        # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
+        state = map_state(
+            lambda new, old: torch.where(torch.isfinite(new), new, old.to(new.dtype)), state, self.hidden.start()
+        )
+        return replace(outcome, state=state)
+
+    def shaped(self, parts: list[Tensor]) -> State:
+        """Parts of a state as a state."""
+        return tuple(parts) if self.is_tuple else parts[0]
+
+    def tensors(self) -> list[Tensor]:
+        """The outcome as a list, the history last."""
+        outcome = self.outcome()
+        return [*blocks(outcome.state), outcome.residual, outcome.steps, outcome.codes, outcome.trace]
+
+
+def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureForm | None, inverse: bool) -> _Search:
+    if form is None:
+        session = solver.open(
+            hidden.step,
+            hidden.start() if start is None else start,
+            measured=None if hidden.contracts else hidden.measured,
+            project=hidden.project,
+            interval=hidden.interval,
+            damping=hidden.damping,
+            coupled=hidden.coupled,
+            keep_inverse=inverse,
+        )
+    else:
+        session = solver.open(
+            form.step,
+            form.start if start is None else hidden.features(start),
+            measured=None if hidden.contracts else form.measured,
+            damping=hidden.damping,
+            coupled=hidden.coupled,
+            keep_inverse=inverse,
+        )
+    return _Search(session, hidden, form, isinstance(hidden.start(), tuple))
+
+
+def find(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
+    """The equilibrium of ``hidden`` with all that the solver learned, on the tape if there is one."""
+    form = hidden.feature_form() if solver.works_on_features else None
+    search = _open(hidden, solver, start, form, inverse=True)
+    with search.session.caller.off():
+        drive(search.run)
+    return search.outcome()
+
+
+def find_without_tape(
+    hidden: BoundMap, solver: Solver, start: State | None, keep_inverse: bool = False
+) -> tuple[State, Outcome]:
+    """The equilibrium as a constant: nothing of the way to it is kept for the backward pass.
+
+    Args:
+        hidden: the problem with its input bound.
+        solver: finds the equilibrium.
+        start: where to begin; None leaves it to the problem.
+        keep_inverse: whether the solver's estimate of the inverse Jacobian is needed. Without it, the fast paths
+            are open.
+    """
+    with torch.no_grad():
+        if keep_inverse:
+            outcome = find(hidden, solver, start)
+        else:
+            outcome = _by_graphs(hidden, solver, start) or _as_it_is(hidden, solver, start)
+    return map_state(lambda part: part.detach(), outcome.state), outcome
+
+
+def _form(hidden: BoundMap, solver: Solver) -> FeatureForm | None:
+    return hidden.feature_form() if solver.works_on_features else hidden.compact_form()
+
+
+def _as_it_is(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
+    search = _open(hidden, solver, start, _form(hidden, solver), inverse=False)
+    with search.session.caller.off():
+        drive(search.run)
+        return search.outcome()
+
+
+def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome | None:
+    frozen = freeze(hidden) if settings.graphs else None
+    if frozen is None or not usable(frozen.tensors):
+        return None
+    try:
+        hash(solver)
+    except TypeError:  # a regulariser inside SAM, for instance
+        return None
+    count = len(frozen.tensors)
+    inputs = [*frozen.tensors, *([] if start is None else blocks(start))]
+    autocast = Autocast.current(inputs[0].device)
+
+    def open_solve(tensors: list[Tensor]) -> _Search:
+        copy = frozen.thaw(tensors[:count])
+        begin = None if start is None else like(start, tuple(tensors[count:]))
+        # In the caller's precision: a capture may happen inside a region without autocast.
+        with autocast.entered():
+            return _open(copy, solver, begin, _form(copy, solver), inverse=False)
+
+    key = ("forward", frozen.structure, solver, start is None, autocast)
+    with autocast.off():
+        answer = staged(key, inputs, open_solve)
+    if answer is None:
+        return None
+    (*parts, residual, steps, codes, trace), search = answer
+    return Outcome(search.shaped(parts), residual, steps, codes, trace, search.session.tol)

@@ -1,0 +1,84 @@
+"""A bound problem taken apart into its structure and its tensors, so that another batch's tensors can take their place.
+
+Two batches of one layer give bound problems that differ in their tensors only. Work that was prepared for one, a
+captured graph, serves the other if it reads from copies that are refreshed. Pickle already knows how to walk through
+an object and put it together again, and refuses what has no structure to walk, a closure for instance; here tensors are
+left out on the way and put in on the way back. Nothing is written anywhere, and nothing is read that was not made here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from opteq.problems.hidden import BoundMap
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The structure of a bound problem, and its tensors in the order in which they are met.
+
+    ``structure`` is equal for two problems exactly where they differ in nothing but tensors.
+    """
+
+    structure: bytes
+    tensors: list[Tensor]
+
+    def thaw(self, tensors: Sequence[Tensor]) -> BoundMap:
+        """The same problem with other tensors."""
+        hidden: BoundMap = _Thaw(io.BytesIO(self.structure), tensors).load()
+        return hidden
+
+
+def freeze(hidden: BoundMap) -> Frozen | None:
+    """``hidden`` in two parts; None where it holds more than tensors and plain values: a module, or a closure."""
+    if type(hidden) in _whole:
+        return None
+    if isinstance(hidden.frozen, Frozen):  # forward and backward ask in turn
+        return hidden.frozen
+    stream = io.BytesIO()
+    freezer = _Freeze(stream)
+    try:
+        freezer.dump(hidden)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        _whole.add(type(hidden))
+        return None
+    frozen = Frozen(stream.getvalue(), freezer.tensors)
+    hidden.frozen = frozen
+    return frozen
+
+
+# Kinds of problems that cannot be frozen: found out once.
+_whole: set[type] = set()
+
+
+class _Freeze(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self.tensors: list[Tensor] = []
+        self.places: dict[int, int] = {}
+
+    def persistent_id(self, item: Any) -> int | None:
+        if isinstance(item, Tensor):
+            if id(item) not in self.places:
+                self.places[id(item)] = len(self.tensors)
+                self.tensors.append(item.detach())
+            return self.places[id(item)]
+        if isinstance(item, nn.Module):
+            # A module may do anything in its forward, and what it does may change between two calls.
+            raise pickle.PicklingError(f"a {type(item).__name__} has a life of its own")
+        return None
+
+
+class _Thaw(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(stream)
+        self.tensors = tensors
+
+    def persistent_load(self, place: int) -> Tensor:
+        return self.tensors[place]

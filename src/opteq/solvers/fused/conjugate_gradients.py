@@ -1,0 +1,92 @@
+"""Conjugate gradients for ``(I - S) v = rhs`` with fused steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opteq.solvers.fused import kernels
+from opteq.solvers.fused.ledger import BLOCK, NON_FINITE, WARPS, Blocks, Ledger
+from opteq.solvers.loop import Finish, Rule
+from opteq.solvers.status import Status
+from opteq.states import State, blocks, like
+
+_ENDS = {"INDEFINITE": int(Status.INDEFINITE), "SINGULAR": int(Status.SINGULAR), "NON_FINITE": NON_FINITE}
+
+
+class FusedConjugateGradients:
+    """The method of :class:`~opteq.solvers.linear.cg.CG` in three passes over memory beside the product with S.
+
+    Args:
+        product: applies S, in any precision.
+        rhs: right sides of length one or zero, in float32 or float64.
+        layout: how they lie in memory.
+    """
+
+    def __init__(self, product: Callable[[State], State], rhs: State, layout: Blocks, rule: Rule) -> None:
+        self.product = product
+        self.form = rhs
+        self.rule = rule
+        parts = layout.arranged(blocks(rhs))
+        wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+        self.eps = torch.finfo(wide).eps
+        self.book = Ledger(layout, 3, rule, wide)
+        self.residual = [part.clone() for part in parts]
+        self.direction = [part.clone() for part in parts]
+        self.ring = [[torch.zeros_like(part) for part in parts] for _ in range(2)]
+        self.book.best = [torch.zeros_like(part) for part in parts]
+
+    def begin(self) -> None:
+        """The answer zero, whose residual is the right side."""
+        book = self.book
+        squares = torch.stack([part.to(torch.float64).square().flatten(1).sum(dim=1) for part in self.residual])
+        square = squares.sum(dim=0) if book.blocks.rows > 1 else squares.sum().reshape(1)
+        length = square.sqrt()
+        finite = torch.isfinite(length)
+        book.numbers[kernels.SQUARE.value] = square
+        book.numbers[kernels.RESIDUAL.value] = length
+        book.numbers[kernels.BEST.value] = torch.where(finite, length, torch.inf)
+        book.flags[kernels.DEAD.value] = torch.where(finite, 0, NON_FINITE).to(torch.int32)
+        book.flags[kernels.ACTIVE.value] = (finite & (length > self.rule.tol)).to(torch.int32)
+        book.trace[0] = length
+
+    def advance(self) -> None:
+        """One product and one step."""
+        book = self.book
+        layout, rows = book.blocks, book.blocks.rows
+        book.step += 1
+        point, following = self.ring[(book.step - 1) % 2], self.ring[book.step % 2]
+        images = layout.arranged(blocks(self.product(like(self.form, tuple(self.direction)))))
+        for i, width in enumerate(layout.widths):
+            kernels.cg_curvature[book.grid(i)](
+                self.direction[i], images[i], book.flags, book.sums, rows, width, layout.firsts[i], layout.parts,
+                WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        for i, width in enumerate(layout.widths):
+            # `following` still holds the point before `point`: its copy, if one is due, is made before it is written.
+            kernels.cg_update[book.grid(i)](
+                self.direction[i], images[i], self.residual[i], point[i], following[i], following[i], book.best[i],
+                book.flags, book.numbers, book.sums, rows, width, layout.firsts[i], layout.parts,
+                P=book.width_of_sums, WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        kernels.cg_judge[(rows,)](
+            book.sums, layout.parts, book.flags, book.numbers, book.trace, book.step, rows, self.rule.tol, self.eps,
+            P=book.width_of_sums, num_warps=book.judges, **_ENDS,
+        )  # fmt: skip
+        for i, width in enumerate(layout.widths):
+            kernels.cg_direction[book.grid(i)](
+                self.residual[i], self.direction[i], book.flags, book.numbers, rows, width,
+                WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+
+    def unfinished(self) -> Tensor:
+        """Rows that go on."""
+        return self.book.unfinished()
+
+    def finish(self) -> Finish:
+        """The best answers, and how they were reached."""
+        step = self.book.step
+        best = self.book.settle(self.ring[step % 2], self.ring[(step - 1) % 2])
+        return Finish(tuple(best), *self.book.summary())

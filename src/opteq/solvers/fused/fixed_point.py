@@ -1,0 +1,200 @@
+"""Plain and Anderson-accelerated iteration with fused steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opteq.solvers.fused import kernels
+from opteq.solvers.fused.ledger import BLOCK, NON_FINITE, WARPS, Blocks, Ledger, power_of_two
+from opteq.solvers.loop import Finish, Rule
+from opteq.solvers.method import StateTask
+from opteq.states import blocks, like
+
+# How many entries a program of Anderson's first pass takes at a time, and with how many warps: its sums stay in
+# registers from one to the next, so that it adds up across threads only once.
+OBSERVED = 512
+OBSERVERS = 2
+
+MIXED = 1024
+MIXERS = 4
+
+
+class FusedPlain:
+    """``y <- (1 - damping) y + damping T(y)``: one pass over memory beside the map."""
+
+    def __init__(self, task: StateTask, layout: Blocks, rule: Rule, floor: float) -> None:
+        self.task = task
+        self.rule = rule
+        self.floor = floor
+        self.damping = task.damping_by_row()
+        self.book = Ledger(layout, self._sums(), rule, task.wide)
+        self.point = layout.arranged(blocks(task.start))
+        self.image = layout.arranged(blocks(task.known[0]))
+        self.before = self.point
+        self.book.best = [part.clone() for part in self.point]
+
+    def begin(self) -> None:
+        """Measure the start."""
+        self._observe(self.before)
+        self._judge(start=True, merit=self.task.known[1])
+
+    def advance(self) -> None:
+        """A step and its judgement."""
+        older, self.before = self.before, self.point
+        self.point = self._following()
+        self.image, merit = self._evaluate(self.point)
+        self.book.step += 1
+        self._observe(older)
+        self._judge(start=False, merit=merit)
+
+    def unfinished(self) -> Tensor:
+        """Rows that go on."""
+        return self.book.unfinished()
+
+    def finish(self) -> Finish:
+        """The best points, and how they were reached."""
+        best = self.book.settle(self.point, self.before)
+        return Finish(tuple(best), *self.book.summary())
+
+    def _sums(self) -> int:
+        return 2
+
+    def _evaluate(self, point: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        image, merit = self.task.evaluate(like(self.task.start, tuple(point)))
+        return self.book.blocks.arranged(blocks(image)), merit
+
+    def _following(self) -> list[Tensor]:
+        dtypes = [part.dtype for part in self.point]
+        if self.damping is None:
+            return [part.to(dtype) for part, dtype in zip(self.image, dtypes, strict=True)]
+        made = []
+        for old, new in zip(self.point, self.image, strict=True):
+            share = self.damping.to(old.dtype).reshape(-1, *[1] * (old.ndim - 1))
+            made.append(torch.lerp(old, new.to(old.dtype), share))
+        return made
+
+    def _observe(self, older: Sequence[Tensor]) -> None:
+        # The judgement before this one may have asked for copies: of the point before, or of one older.
+        book = self.book
+        for i, width in enumerate(book.blocks.widths):
+            kernels.plain_observe[book.grid(i)](
+                self.point[i], self.image[i], self.before[i], older[i], book.best[i], book.flags, book.sums,
+                book.blocks.rows, width, book.blocks.firsts[i], book.blocks.parts,
+                K=self._sums(), WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+
+    def _judge(self, start: bool, merit: Tensor | None) -> None:  # noqa: ARG002 - plain steps need no guard
+        book = self.book
+        nothing = book.flags
+        kernels.judge[(book.blocks.rows,)](
+            book.sums, book.blocks.parts, nothing, book.flags, book.numbers, nothing, nothing, nothing, nothing,
+            book.trace, book.step, book.blocks.rows, 0, self.rule.tol, self.floor, 0.0, 0.0, 0.0, 0.0,
+            NON_FINITE=NON_FINITE, START=start, MERITED=False, HALF=False, M=0, MP=1,
+            P=book.width_of_sums, num_warps=book.judges,
+        )  # fmt: skip
+
+
+class FusedAnderson(FusedPlain):
+    """Anderson acceleration in two passes over memory beside the map, and one small program a row between them.
+
+    The first reads the new point and its image, those before, and every stored change of the residual; it writes the
+    new differences and leaves the inner products. The second reads the image and the stored moves, and writes the next
+    point. With a memory of m that is 6 vectors of states and ``2 m + 2`` columns read or written a step. Columns are
+    kept as scaled float16 where the tolerance is not tight: their rounding bends the direction of a step by some 1e-4,
+    and the residual that is reported is that of the states.
+
+    It is the method of :class:`~opteq.solvers.anderson.Anderson` with its guard
+    (:class:`~opteq.solvers.guarded.GuardedIteration`): columns are kept at their own scale and the Gram matrix is
+    scaled instead, which is the same up to rounding.
+    """
+
+    def __init__(
+        self,
+        task: StateTask,
+        layout: Blocks,
+        rule: Rule,
+        floor: float,
+        memory: int,
+        growth: float,
+        ridge: float,
+        half: bool,
+    ) -> None:
+        self.memory = memory
+        super().__init__(task, layout, rule, floor)
+        self.growth = growth
+        self.ridge = ridge
+        self.padded = power_of_two(memory)
+        rows, device = layout.rows, layout.like[0].device
+        # Three digits are enough for differences that shrink with the residual, unless it is to shrink a great deal.
+        self.half = half and task.wide == torch.float32
+        self.root = float(sum(layout.widths)) ** 0.5
+        kept = torch.float16 if self.half else task.wide
+        self.residuals = layout.new(kept, memory)
+        self.moves = layout.new(kept, memory)
+        self.used = torch.zeros(rows, self.padded, dtype=torch.int32, device=device)
+        self.gram = torch.zeros(rows, self.padded, self.padded, dtype=torch.float64, device=device)
+        self.scale = torch.ones(rows, self.padded, dtype=torch.float64, device=device)
+        self.weights = torch.zeros(rows, self.padded, dtype=torch.float64, device=device)
+        # Three points in turn: a refused proposal leaves the one before it in force while the next one is tried.
+        self.ring = [[part.clone() for part in self.point] for _ in range(3)]
+        self.point = self.before = self.ring[0]
+        self.image_before = self.older_image = self.image
+
+    def begin(self) -> None:
+        """Measure the start, and propose the first step, which is plain."""
+        super()._observe(self.before)
+        self._judge(start=True, merit=self.task.known[1])
+        self._mix(self.ring[1])
+
+    def advance(self) -> None:
+        """Evaluate the proposal, judge it, make the next one."""
+        book = self.book
+        book.step += 1
+        older, self.before, self.point = self.before, self.point, self.ring[book.step % 3]
+        self.older_image, self.image_before = self.image_before, self.image
+        self.image, merit = self._evaluate(self.point)
+        slot = (book.step - 1) % self.memory
+        for i, width in enumerate(book.blocks.widths):
+            kernels.anderson_observe[book.grid(i)](
+                self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
+                self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
+                book.blocks.rows, width, slot, book.blocks.firsts[i], book.blocks.parts, book.blocks.rows * width,
+                M=self.memory, MP=self.padded, DAMPED=self.damping is not None, HALF=self.half, WIDE=book.wide_type,
+                PIECE=BLOCK, BLOCK=OBSERVED, num_warps=OBSERVERS,
+            )  # fmt: skip
+        self._judge(start=False, merit=merit, slot=slot)
+        self._mix(self.ring[(book.step + 1) % 3])
+
+    def _sums(self) -> int:
+        return 4 + 2 * self.memory
+
+    def _damping(self) -> Tensor:
+        return self.book.numbers if self.damping is None else self.damping
+
+    def _judge(self, start: bool, merit: Tensor | None, slot: int = 0) -> None:
+        book = self.book
+        kernels.judge[(book.blocks.rows,)](
+            book.sums, book.blocks.parts, book.flags if merit is None else merit, book.flags, book.numbers, self.used,
+            self.gram, self.scale, self.weights, book.trace, book.step, book.blocks.rows, slot, self.rule.tol,
+            self.floor, self.growth, 64 * self.task.eps, self.ridge, self.root, NON_FINITE=NON_FINITE, START=start,
+            MERITED=merit is not None, HALF=self.half, M=self.memory, MP=self.padded,
+            P=book.width_of_sums, num_warps=book.judges,
+        )  # fmt: skip
+
+    def _mix(self, following: Sequence[Tensor]) -> None:
+        book, interval = self.book, self.task.interval
+        low, high = (0.0, 0.0) if interval is None else interval
+        for i, width in enumerate(book.blocks.widths):
+            kernels.anderson_mix[(-(-width // MIXED), book.blocks.rows)](
+                self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
+                self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
+                book.blocks.rows * width, low, high, M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
+                CLAMPED=interval is not None, WIDE=book.wide_type, BLOCK=MIXED, num_warps=MIXERS,
+            )  # fmt: skip
+        if self.task.project is not None and interval is None:
+            projected = self.task.project(like(self.task.start, tuple(following)))
+            for own, new in zip(following, blocks(projected), strict=True):
+                own.copy_(new)

@@ -1,0 +1,119 @@
+"""What the fused solvers share: blocks in memory, the bookkeeping of rows, and the end of a solve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from opteq.solvers.fused import kernels
+from opteq.solvers.loop import Rule, status_codes
+from opteq.solvers.status import Status
+
+BLOCK = 4096
+MOST_PARTS = 1024
+WARPS = 8
+NON_FINITE = int(Status.NON_FINITE)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+class Blocks:
+    """How the parts of a state lie in memory: each as ``rows`` runs of ``width`` entries, one program a piece of a run.
+
+    Every buffer of a solve has the strides of the first image, so that no kernel sees anything but runs of memory.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], rows: int) -> None:
+        self.like = [part if _dense(part) else part.contiguous() for part in parts]
+        self.rows = rows
+        self.widths = [part.numel() // rows for part in self.like]
+        self.counts = [-(-width // BLOCK) for width in self.widths]
+        self.firsts = [sum(self.counts[:i]) for i in range(len(self.counts))]
+        self.parts = sum(self.counts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether one program can add up a row's sums."""
+        return self.parts <= MOST_PARTS
+
+    def new(self, dtype: torch.dtype | None = None, copies: int | None = None) -> list[Tensor]:
+        """Buffers, one a part; ``copies`` of each lie one after the other, the first dimension counting them."""
+        shape = () if copies is None else (copies,)
+        made = []
+        for part in self.like:
+            strides = part.stride() if copies is None else (part.numel(), *part.stride())
+            made.append(
+                torch.empty_strided((*shape, *part.shape), strides, dtype=dtype or part.dtype, device=part.device)
+            )
+        return made
+
+    def arranged(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The same values, in the strides of this layout; nothing is copied where they are so already."""
+        made = []
+        for part, like in zip(parts, self.like, strict=True):
+            if part.stride() != like.stride():
+                part = torch.empty_strided(like.shape, like.stride(), dtype=part.dtype, device=part.device).copy_(part)
+            made.append(part)
+        return made
+
+
+def _dense(part: Tensor) -> bool:
+    """Whether every sample is one run of memory, and the samples follow each other."""
+    order = sorted(range(1, part.ndim), key=part.stride, reverse=True)
+    expected = 1
+    for dimension in reversed(order):
+        if part.shape[dimension] != 1 and part.stride(dimension) != expected:
+            return False
+        expected *= part.shape[dimension]
+    return part.shape[0] == 1 or part.stride(0) == expected
+
+
+class Ledger:
+    """Flags and numbers of every row on the device, as :mod:`opteq.solvers.fused.kernels` lays them out."""
+
+    def __init__(self, blocks: Blocks, sums: int, rule: Rule, wide: torch.dtype) -> None:
+        device = blocks.like[0].device
+        self.blocks = blocks
+        self.rule = rule
+        self.wide = wide
+        self.flags = torch.zeros(7, blocks.rows, dtype=torch.int32, device=device)
+        self.flags[kernels.ACTIVE.value] = 1
+        self.flags[kernels.PLAIN.value] = 1
+        self.numbers = torch.ones(5, blocks.rows, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(blocks.rows, sums, blocks.parts, dtype=wide, device=device)
+        self.trace = torch.zeros(rule.max_steps + 1, blocks.rows, dtype=torch.float64, device=device)
+        self.step = 0
+        self.wide_type = tl.float64 if wide == torch.float64 else tl.float32
+        self.width_of_sums = power_of_two(blocks.parts)
+        # A single warp adds up without a barrier; long rows have too many sums for one.
+        self.judges = 1 if self.width_of_sums <= 128 else 4
+        self.best: list[Tensor] = []
+
+    def unfinished(self) -> Tensor:
+        """Rows that go on."""
+        return self.flags[kernels.ACTIVE.value] != 0
+
+    def grid(self, index: int) -> tuple[int, int]:
+        """Programs over part ``index``: pieces of a row, rows."""
+        return self.blocks.counts[index], self.blocks.rows
+
+    def settle(self, newest: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+        """The best points, after those that were not copied yet have been."""
+        for i, width in enumerate(self.blocks.widths):
+            kernels.keep[self.grid(i)](
+                newest[i], before[i], self.best[i], self.flags, self.blocks.rows, width, BLOCK=BLOCK, num_warps=WARPS
+            )
+        return self.best
+
+    def summary(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Residual, steps, status codes and trace."""
+        residual = self.numbers[kernels.BEST.value].clone()
+        steps = self.flags[kernels.STEPS.value].to(torch.int64)
+        dead = self.flags[kernels.DEAD.value].to(torch.int64)
+        return residual, steps, status_codes(residual <= self.rule.tol, dead), self.trace[: self.step + 1].clone()
