@@ -1,0 +1,392 @@
+"""Folders of pictures, and the cache: decoded once, shared, whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import opteq
+from opteq import data
+from opteq._errors import UserError
+from opteq.data import cache as cache_module
+from opteq.data import decode, loading
+from opteq.data import folder as folder_module
+from opteq.data.places import cache_folder
+
+RANDOM = np.random.default_rng(1)
+
+
+def picture(width: int = 8, height: int = 8) -> Image.Image:
+    return Image.fromarray(RANDOM.integers(0, 256, size=(height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two classes; 3 and 2 pictures to train on, 1 each to test, lossless."""
+    for split, counts in (("train", (3, 2)), ("test", (1, 1))):
+        for name, count in zip(("cat", "dog"), counts, strict=True):
+            folder = tmp_path / "pictures" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                picture().save(folder / f"{number}.png")
+    return tmp_path / "pictures"
+
+
+@pytest.fixture
+def load(root: Path, tmp_path: Path) -> Callable[..., data.Dataset]:
+    return lambda **options: data.load("folder", root, cache=tmp_path / "cache", **options)
+
+
+def read(path: Path) -> torch.Tensor:
+    with Image.open(path) as file:
+        return torch.tensor(np.asarray(file.convert("RGB"))).permute(2, 0, 1)
+
+
+def test_a_folder_is_read(root: Path, load: Callable[..., data.Dataset]) -> None:
+    (root / "train" / "cat" / ".DS_Store").write_bytes(b"noise")
+    (root / "train" / "cat" / "notes.txt").write_text("not a picture")
+    dataset = load()
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.train.labels.tolist() == [0, 0, 0, 1, 1]
+    assert dataset.test.labels.tolist() == [0, 1]
+    files = sorted((root / "train").glob("*/*.png"))
+    assert torch.equal(dataset.train.images, torch.stack([read(path) for path in files]))
+    assert torch.equal(dataset.test.images[1], read(root / "test" / "dog" / "0.png"))
+    values = dataset.train.images.double() / 255
+    assert dataset.mean == pytest.approx(values.mean((0, 2, 3)).tolist())
+    assert dataset.std == pytest.approx(values.std((0, 2, 3), correction=0).tolist())
+
+
+def test_val_stands_for_test(root: Path, load: Callable[..., data.Dataset]) -> None:
+    (root / "test").rename(root / "val")
+    assert len(load().test) == 2
+
+
+@pytest.mark.parametrize("ending", ["jpg", "JPEG", "png", "webp", "bmp", "gif", "tif"])
+def test_formats(root: Path, load: Callable[..., data.Dataset], ending: str) -> None:
+    path = root / "train" / "cat" / f"0.{ending}"
+    path.with_name("0.png").unlink()
+    picture().save(path)
+    assert torch.equal(load().train.images[0], read(path))
+
+
+def test_grey_palette_and_transparent_pictures_become_rgb(root: Path, load: Callable[..., data.Dataset]) -> None:
+    folder = root / "train" / "cat"
+    grey = RANDOM.integers(0, 256, size=(8, 8), dtype=np.uint8)
+    Image.fromarray(grey).save(folder / "0.png")
+    transparent = np.dstack((np.asarray(picture()), grey))
+    Image.fromarray(transparent).save(folder / "1.png")
+    colours = picture()
+    colours.quantize(16).save(folder / "2.png", transparency=bytes(range(16)))
+    deep = RANDOM.integers(0, 65536, size=(8, 8), dtype=np.uint16)
+    Image.fromarray(deep).save(root / "train" / "dog" / "0.png")
+    images = load().train.images
+    assert torch.equal(images[0], torch.tensor(grey).expand(3, 8, 8))
+    assert torch.equal(images[1], torch.tensor(transparent[..., :3]).permute(2, 0, 1))
+    assert torch.equal(images[2], torch.tensor(np.asarray(colours.quantize(16).convert("RGB"))).permute(2, 0, 1))
+    assert torch.equal(images[3], torch.tensor((deep >> 8).astype(np.uint8)).expand(3, 8, 8))
+
+
+def test_floating_point_pictures_are_refused(root: Path, load: Callable[..., data.Dataset]) -> None:
+    Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(root / "train" / "cat" / "9.tiff")
+    with pytest.raises(UserError, match=r"9\.tiff: cannot read this picture .*floating-point"):
+        load()
+
+
+def test_a_camera_that_was_held_sideways(root: Path, load: Callable[..., data.Dataset]) -> None:
+    turned = picture()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    turned.save(root / "train" / "cat" / "0.png", exif=exif)
+    expected = torch.tensor(np.rot90(np.asarray(turned), k=-1).copy()).permute(2, 0, 1)
+    assert torch.equal(load().train.images[0], expected)
+
+
+def test_image_size_resizes_the_shorter_side_and_keeps_the_middle(
+    root: Path, load: Callable[..., data.Dataset]
+) -> None:
+    for number, size in enumerate([(30, 20), (20, 33), (8, 8)]):
+        picture(*size).save(root / "train" / "cat" / f"{number}.png")
+    images = load(image_size=10).train.images
+    assert images.shape == (5, 3, 10, 10)
+    wide = Image.open(root / "train" / "cat" / "0.png").resize((15, 10), Image.Resampling.BILINEAR)
+    assert torch.equal(images[0], torch.tensor(np.asarray(wide)[:, 2:12]).permute(2, 0, 1))
+    tall = Image.open(root / "train" / "cat" / "1.png").resize((10, 16), Image.Resampling.BILINEAR)
+    assert torch.equal(images[1], torch.tensor(np.asarray(tall)[3:13]).permute(2, 0, 1))
+
+
+def test_sizes_are_cached_apart(load: Callable[..., data.Dataset]) -> None:
+    assert load(image_size=4).train.images.shape[-1] == 4
+    assert load().train.images.shape[-1] == 8
+    assert load(image_size=4).train.images.shape[-1] == 4
+
+
+def test_pieces_come_in_order(root: Path, load: Callable[..., data.Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    together = load().train.images.clone()
+    monkeypatch.setattr(decode, "PIECE", 1)
+    monkeypatch.setattr(decode, "SMALL", 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    os.utime(root / "train" / "cat" / "0.png", ns=(1, 1))
+    assert torch.equal(load().train.images, together)
+
+
+# ---- what can be wrong
+
+
+def test_different_sizes_name_both_files(root: Path, load: Callable[..., data.Dataset]) -> None:
+    picture(9, 8).save(root / "test" / "dog" / "0.png")
+    first = root / "train" / "cat" / "0.png"
+    with pytest.raises(UserError, match=rf"test/dog/0\.png is 9x8 pixels but {first} is 8x8; give image_size"):
+        load()
+
+
+def test_corrupt_and_truncated_pictures(root: Path, load: Callable[..., data.Dataset]) -> None:
+    path = root / "train" / "dog" / "1.png"
+    good = path.read_bytes()
+    memory = io.BytesIO()
+    picture(40, 40).resize((8, 8)).save(memory, "JPEG")
+    photo = memory.getvalue()
+    for content in (b"", b"<html>", good[: len(good) // 2], photo[:-40], photo[:30]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"{path}: cannot read this picture .*; replace or delete it"):
+            load()
+    path.write_bytes(good)
+    assert len(load().train) == 5  # a failure leaves nothing behind that is in the way
+
+
+def test_a_failure_leaves_no_entry(root: Path, load: Callable[..., data.Dataset], tmp_path: Path) -> None:
+    (root / "test" / "dog" / "0.png").write_bytes(b"")
+    with pytest.raises(UserError):
+        load()
+    assert [path.suffix for path in (tmp_path / "cache" / "data").iterdir()] == [".lock"]
+
+
+def test_what_a_folder_lacks(root: Path, load: Callable[..., data.Dataset], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs root"):
+        data.load("folder")
+    with pytest.raises(UserError, match="nowhere: no such folder; expected train/<class>/<picture>"):
+        data.load("folder", tmp_path / "nowhere")
+    with pytest.raises(UserError, match="train: has no folder train; expected"):
+        data.load("folder", root / "train")
+    (root / "test").rename(root / "held-out")
+    with pytest.raises(UserError, match="has neither a folder test nor val"):
+        load()
+    (root / "test").mkdir()
+    with pytest.raises(UserError, match="test: has no class folders"):
+        load()
+
+
+def test_empty_and_unequal_classes(root: Path, load: Callable[..., data.Dataset]) -> None:
+    (root / "train" / "eel").mkdir()
+    with pytest.raises(UserError, match=r"train/eel: no pictures in it \(jpg, .*fill or remove"):
+        load()
+    picture().save(root / "train" / "eel" / "0.png")
+    with pytest.raises(UserError, match="train/eel: test has no class 'eel'; both need the same"):
+        load()
+    (root / "train" / "eel").rename(root / "test" / "eel")
+    with pytest.raises(UserError, match="test/eel: train has no class 'eel'"):
+        load()
+
+
+# ---- the cache
+
+
+def test_the_second_time_nothing_is_decoded(load: Callable[..., data.Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load()
+    monkeypatch.setattr(cache_module, "write_entry", lambda *_: pytest.fail("decoded again"))
+    second = load()
+    assert torch.equal(first.train.images, second.train.images)
+    assert (first.classes, first.mean, first.std) == (second.classes, second.mean, second.std)
+
+
+def test_a_changed_folder_is_decoded_anew(root: Path, load: Callable[..., data.Dataset]) -> None:
+    load()
+    picture().save(root / "test" / "cat" / "0.png")
+    os.utime(root / "test" / "cat" / "0.png", ns=(5, 5))
+    assert torch.equal(load().test.images[0], read(root / "test" / "cat" / "0.png"))
+    picture().save(root / "test" / "cat" / "1.png")
+    assert len(load().test) == 3
+
+
+def test_writing_to_the_pictures_changes_no_file(load: Callable[..., data.Dataset]) -> None:
+    mine = load().train.images
+    before = mine.clone()
+    mine.zero_()
+    assert torch.equal(load().train.images, before)
+
+
+def entry(tmp_path: Path) -> Path:
+    return next(path for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("victim", ["train-images.npy", "test-labels.npy", "meta.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "a pickle"])
+def test_a_damaged_entry_is_made_again(
+    load: Callable[..., data.Dataset], tmp_path: Path, victim: str, damage: str
+) -> None:
+    good = load().train.images.clone()
+    path = entry(tmp_path) / victim
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[:-3])
+    elif damage == "a pickle":
+        with path.open("wb") as file:
+            np.save(file, np.array([{}], dtype=object), allow_pickle=True)
+    assert torch.equal(load().train.images, good)
+    assert path.read_bytes() == content
+
+
+def test_leftovers_of_a_killed_process_are_cleared(load: Callable[..., data.Dataset], tmp_path: Path) -> None:
+    load()
+    whole = entry(tmp_path)
+    whole.rename(whole.with_name(f"{whole.name}.unfinished"))
+    (whole.with_name(f"{whole.name}.unfinished") / "meta.json").unlink()
+    assert len(load().train) == 5
+    assert [path for path in whole.parent.iterdir() if path.is_dir()] == [whole]
+
+
+TWO_PROCESSES = """
+import json, os, sys, time
+from pathlib import Path
+from opteq import data
+from opteq.data import cache
+
+root, folder = sys.argv[1:]
+decoded = 0
+look, write = cache.open_entry, cache.write_entry
+
+def look_and_wait_for_the_other(*arguments):
+    found = look(*arguments)
+    Path(folder, f"looked-{os.getpid()}").touch()
+    while len(list(Path(folder).glob("looked-*"))) < 2:
+        time.sleep(0.01)
+    return found
+
+def write_slowly(*arguments):
+    global decoded
+    decoded += 1
+    time.sleep(0.3)
+    write(*arguments)
+
+cache.open_entry, cache.write_entry = look_and_wait_for_the_other, write_slowly
+parent = os.fork()
+dataset = data.load("folder", root, cache=folder)
+Path(folder, f"result-{os.getpid()}").write_text(json.dumps([decoded, dataset.train.images.sum().item()]))
+if parent:
+    assert os.wait()[1] == 0
+"""
+
+
+def test_two_processes_at_once_decode_once(root: Path, tmp_path: Path) -> None:
+    """Both have looked into the empty cache before either takes the lock."""
+    (tmp_path / "cache").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(Path(opteq.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TWO_PROCESSES, str(root), str(tmp_path / "cache")]
+    subprocess.run(command, check=True, env=environment, timeout=55)
+    results = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("result-*")]
+    assert sorted(count for count, _ in results) == [0, 1]
+    assert results[0][1] == results[1][1] > 0
+
+
+def test_a_file_larger_than_memory_is_mapped_read_only(
+    load: Callable[..., data.Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = load().train.images.clone()
+    plain = np.load
+
+    def stingy(path: Path, mmap_mode: Any = None, allow_pickle: bool = True) -> Any:
+        if mmap_mode == "c":
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return plain(path, mmap_mode=mmap_mode, allow_pickle=allow_pickle)
+
+    monkeypatch.setattr(np, "load", stingy)
+    monkeypatch.setattr(cache_module, "write_entry", lambda *_: pytest.fail("decoded again"))
+    assert torch.equal(load().train.images, before)
+
+
+def test_a_file_that_goes_away(load: Callable[..., data.Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = folder_module.find_folder
+
+    def lists_what_goes_away(root: Path, image_size: int | None) -> Any:
+        found = listed(root, image_size)
+        (root / "train" / "cat" / "0.png").unlink()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "find_folder", lists_what_goes_away)
+        with pytest.raises(UserError, match=r"train/cat/0\.png: cannot be read \(No such file"):
+            load()
+
+
+def test_a_cache_that_cannot_be_written(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"file/data: cannot write the cache .*cache= or OPTEQ_CACHE"):
+        data.load("folder", root, cache=tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_cache(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o500)
+    with pytest.raises(UserError, match="cannot write the cache"):
+        data.load("folder", root, cache=tmp_path / "cache")
+
+
+def test_a_full_disk(load: Callable[..., data.Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"cannot write the cache .*No space left on device\); make room"):
+            load()
+    assert not [path for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir()]
+    assert len(load().train) == 5
+
+
+def test_a_really_full_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux has a device that is always full: what is written through it is refused by the kernel itself."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    with pytest.raises(UserError, match="No space left on device"):
+        cache_module._write_array(Path("/dev/full"), (1, 3, 100, 100), iter([np.zeros((1, 3, 100, 100), np.uint8)]))
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setenv("OPTEQ_CACHE", "/y")
+    assert cache_folder() == Path("/y")
+    monkeypatch.delenv("OPTEQ_CACHE")
+    assert cache_folder() == Path("/x/opteq")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert cache_folder() == Path("/home/somebody/.cache/opteq")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cache_folder() == Path("/home/somebody/Library/Caches/opteq")
+
+
+def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from opteq.data.progress import progress
+
+    with progress("decoding pictures", 10_000) as advance:
+        advance(10_000)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress("decoding pictures", 10_000) as advance:
+        advance(10_000)
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert "decoding pictures" in seen.err
