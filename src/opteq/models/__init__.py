@@ -1,0 +1,13 @@
+"""Named classifiers with an equilibrium in the middle, and the baselines they are compared with.
+
+>>> import opteq.models
+>>> opteq.models.list()[:2]
+['opteq-digits', 'opteq-162k']
+>>> model = opteq.models.create("opteq-162k", num_classes=10)
+"""
+
+from opteq.models.classifier import Classifier, equilibria
+from opteq.models.registry import ModelCard, create, describe, from_pretrained
+from opteq.models.registry import names as list  # `models.list()` reads well; nothing here needs the built-in
+
+__all__ = ["Classifier", "ModelCard", "create", "describe", "equilibria", "from_pretrained", "list"]

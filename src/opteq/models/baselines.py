@@ -1,0 +1,77 @@
+"""The networks that equilibria are compared with: residual networks in their usual form for small pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from opteq.models.checks import flag, number, option, whole, wholes
+from opteq.models.options import Options
+from opteq.models.parts import Parts, ResidualBlock, normalised_conv
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetOptions(Options):
+    """Options of a residual network."""
+
+    blocks: tuple[int, ...] = option(
+        (2, 2, 2, 2), wholes(), "blocks a stage; from the second on, a stage halves pictures"
+    )
+    width: int = option(64, whole(), "channels of the first stage; each stage doubles them")
+    bottleneck: bool = option(False, flag(), "blocks of 1x1, 3x3, 1x1 with four times the channels at the end")
+    dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
+
+
+class Bottleneck(nn.Module):
+    """1x1 to ``width``, 3x3, 1x1 to ``4 width``, and past them the input."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.reduce = normalised_conv(inputs, width, 1)
+        self.conv = normalised_conv(width, width, stride=stride)
+        self.expand = normalised_conv(width, outputs, 1, activate=False)
+        same = stride == 1 and inputs == outputs
+        self.past = nn.Identity() if same else normalised_conv(inputs, outputs, 1, stride, activate=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, inputs, h, w) -> (B, 4 width, h / stride, w / stride)``."""
+        return torch.relu(self.past(x) + self.expand(self.conv(self.reduce(x))))
+
+
+class PooledHead(nn.Module):
+    """The mean over pixels and a linear layer."""
+
+    def __init__(self, channels: int, num_classes: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(channels, num_classes)
+
+    def embed(self, features: Tensor) -> Tensor:
+        """What the linear layer sees, ``(B, channels)``."""
+        return features.mean(dim=(2, 3))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores, ``(B, num_classes)``."""
+        scores: Tensor = self.linear(self.dropout(self.embed(features)))
+        return scores
+
+
+def build_resnet(in_channels: int, num_classes: int, options: ResNetOptions) -> Parts:
+    """A residual network for pictures of 32 x 32: a 3x3 convolution first, and no pooling before the stages."""
+    inputs, stages = options.width, []
+    for index, count in enumerate(options.blocks):
+        width = options.width * 2**index
+        for position in range(count):
+            stride = 2 if index > 0 and position == 0 else 1
+            stages.append(
+                Bottleneck(inputs, width, stride) if options.bottleneck else ResidualBlock(inputs, width, stride)
+            )
+            inputs = 4 * width if options.bottleneck else width
+    return Parts(
+        normalised_conv(in_channels, options.width),
+        nn.Sequential(*stages),
+        PooledHead(inputs, num_classes, options.dropout),
+    )

@@ -1,0 +1,97 @@
+"""What a value of a model's option may be, said once: the test and the words of its error message."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from opteq._errors import UserError, unknown_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A test of a value, and what the value should be, in words.
+
+    >>> whole(1).apply("max_steps", 0)
+    Traceback (most recent call last):
+    ...
+    opteq._errors.UserError: max_steps should be a whole number of at least 1; got 0
+    """
+
+    wanted: str
+    test: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+    names: tuple[str, ...] = ()
+
+    def apply(self, option: str, value: Any) -> Any:
+        """``value`` in its usual form, or an error that names the option, the value and what would be right."""
+        if self.test(value):
+            return self.convert(value)
+        if self.names and isinstance(value, str):
+            raise unknown_name(option, value, self.names)
+        raise UserError(f"{option} should be {self.wanted}; got {value!r}")
+
+
+def option(default: Any, check: Check, help: str) -> Any:
+    """A dataclass field with its check and one line that explains it."""
+    return dataclasses.field(default=default, metadata={"check": check, "help": help})
+
+
+def number(least: float = 0.0, most: float = math.inf, *, open_below: bool = True) -> Check:
+    """A number between two ends; without ``least`` itself where ``open_below``."""
+    above = f"above {least:g}" if open_below else f"of at least {least:g}"
+    below = "" if most == math.inf else f" and at most {most:g}"
+
+    def test(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        return (value > least if open_below else value >= least) and value <= most
+
+    return Check(f"a finite number {above}{below}", test, float)
+
+
+def whole(least: int = 1) -> Check:
+    """A whole number of at least ``least``."""
+    return Check(f"a whole number of at least {least}", lambda value: _is_whole(value, least))
+
+
+def wholes(least: int = 1) -> Check:
+    """A list of whole numbers, kept as a tuple."""
+
+    def test(value: Any) -> bool:
+        return isinstance(value, list | tuple) and len(value) > 0 and all(_is_whole(entry, least) for entry in value)
+
+    return Check(f"a list with at least one entry, all whole numbers of at least {least}", test, tuple)
+
+
+def flag() -> Check:
+    """True or False."""
+    return Check("true or false", lambda value: isinstance(value, bool))
+
+
+def one_of(names: Iterable[str]) -> Check:
+    """One of some names."""
+    known = tuple(names)
+    return Check(f"one of {', '.join(known)}", lambda value: value in known, names=known)
+
+
+def either(first: Check, *rest: Check) -> Check:
+    """What any of the checks lets through."""
+    checks = (first, *rest)
+
+    def convert(value: Any) -> Any:
+        return next(check for check in checks if check.test(value)).convert(value)
+
+    wanted = ", or ".join(check.wanted for check in checks)
+    return Check(wanted, lambda value: any(check.test(value) for check in checks), convert)
+
+
+def optional(check: Check) -> Check:
+    """What ``check`` lets through, or None, which may be written ``"none"``: TOML has no word for it."""
+    return either(check, Check("none", lambda value: value is None or value == "none", lambda _: None))
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

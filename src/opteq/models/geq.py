@@ -1,0 +1,66 @@
+"""The GEQ family: branches side by side, each to resemble its view of the input by a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opteq._errors import UserError
+from opteq.kernels import Gaussian, Kernel, Linear, Polynomial, Sigmoid
+from opteq.models.checks import Check, either, flag, number, one_of, option, optional, whole
+from opteq.models.options import BranchOptions
+from opteq.models.parts import Head, Parts, make_injection, make_stem
+from opteq.operators import Conv2d
+from opteq.problems import GEQ, Parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class GEQOptions(BranchOptions):
+    """Options of GEQ."""
+
+    kernel: str = option(
+        "gaussian", one_of(("gaussian", "linear", "polynomial", "sigmoid")), "how state and input are compared"
+    )
+    gamma: float | str = option(
+        "auto",
+        either(Check("'auto'", lambda value: value == "auto"), number()),
+        "sharpness of the Gaussian kernel; auto is 0.2 / M a sample, frozen when the input is bound",
+    )
+    learn_gamma: bool = option(False, flag(), "learn gamma, one a branch, beginning at the number given")
+    patch: int | None = option(2, optional(whole()), "side of a patch in pixels; none compares whole pictures")
+    split: int = option(8, whole(), "channels in a patch")
+    projection: int | None = option(64, optional(whole()), "size to which patches are projected by W_h; none for none")
+    projection_bound: float | None = option(1.0, optional(number()), "largest norm of W_h")
+    degree: int = option(2, whole(2), "of the polynomial kernel")
+
+
+def build(in_channels: int, num_classes: int, options: GEQOptions) -> Parts:
+    """Stem, equilibrium and head of a GEQ with branches."""
+    options.prior_in_objective(takes_one=False)
+    channels = options.channels
+    problems = []
+    for size in options.hidden:
+        kernel = _kernel(options)
+        W = Conv2d(channels, size, 3, bound=options.bound)
+        # The Gaussian kernel compares in the space of W's output, the others in that of the state.
+        compared = size if kernel.input_space == "output" else channels
+        problems.append(GEQ(W, make_injection(channels, compared, options.injection_norm), kernel, options.activation))
+    layer = options.layer(Parallel(problems, options.scales))
+    return Parts(make_stem(in_channels, options), layer, Head([channels] * len(problems), num_classes, options))
+
+
+def _kernel(options: GEQOptions) -> Kernel:
+    if options.kernel == "gaussian":
+        cut = options.patch is not None
+        if options.learn_gamma and options.gamma == "auto":
+            raise UserError("learn_gamma needs a number to begin from, such as gamma=0.02; got gamma='auto'")
+        return Gaussian(
+            options.gamma,
+            options.patch,
+            options.split if cut else None,
+            options.projection if cut else None,
+            learn_gamma=options.learn_gamma,
+            bound=options.projection_bound,
+        )
+    if options.kernel == "polynomial":
+        return Polynomial(options.degree)
+    return Linear() if options.kernel == "linear" else Sigmoid()

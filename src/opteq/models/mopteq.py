@@ -1,0 +1,81 @@
+"""The MOptEq family: branches on several scales, tied by heritage and diversity, or not tied at all (POptEq)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opteq._errors import UserError
+from opteq.models.checks import flag, number, one_of, option, whole
+from opteq.models.options import BranchOptions
+from opteq.models.parts import Head, Parts, make_injection, make_stem
+from opteq.operators import Conv2d
+from opteq.problems import Branch, MOptEq, POptEq
+
+
+@dataclass(frozen=True, kw_only=True)
+class MOptEqOptions(BranchOptions):
+    """Options of MOptEq."""
+
+    diversity: float = option(0.001, number(open_below=False), "lambda, the weight of D in the objective")
+    smoothing: float = option(1.0, number(open_below=False), "tau, the width of D's kinks; 0 keeps them, and cycles")
+    heritage: bool = option(True, flag(), "whether neighbours are tied by H; without it each branch has its own")
+    perturbation: float = option(
+        0.0, number(open_below=False), "largest entry of what branches add to the next one's input in training"
+    )
+    settle: int = option(8, whole(), "steps after which perturbations are frozen")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.heritage and self.bound is not None and self.bound >= 1:
+            # With H, resampling between scales damps the feedback, and bounds above 1 still contract. Without it every
+            # branch feeds back on itself, undamped.
+            raise UserError(f"heritage=false needs a bound below 1, such as bound=0.95; got bound={self.bound:g}")
+        if self.perturbation and self.injection_norm == "batch":
+            raise UserError(
+                "perturbation needs the adjoint of U, which batch normalisation has not; "
+                "use injection_norm='none' or 'group'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class POptEqOptions(BranchOptions):
+    """Options of POptEq."""
+
+    fusion: str = option("none", one_of(("none", "sum", "conv")), "what is made of the branches before the head")
+
+
+def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> Parts:
+    """Stem, equilibrium and head of an MOptEq."""
+    options.prior_in_objective(takes_one=False)
+    problem = MOptEq(
+        _branches(options),
+        diversity=options.diversity,
+        perturbation=options.perturbation,
+        activation=options.activation,
+        smoothing=options.smoothing,
+        heritage=options.heritage,
+        settle=options.settle,
+    )
+    head = Head([options.channels] * len(options.hidden), num_classes, options)
+    return Parts(make_stem(in_channels, options), options.layer(problem), head)
+
+
+def build_popteq(in_channels: int, num_classes: int, options: POptEqOptions) -> Parts:
+    """Stem, equilibrium and head of a POptEq."""
+    options.prior_in_objective(takes_one=False)
+    problem = POptEq(_branches(options), options.activation, options.fusion)
+    channels, count = options.channels, len(options.hidden)
+    read = {"none": [channels] * count, "sum": [channels], "conv": [channels * count]}[options.fusion]
+    return Parts(make_stem(in_channels, options), options.layer(problem), Head(read, num_classes, options))
+
+
+def _branches(options: BranchOptions) -> list[Branch]:
+    channels = options.channels
+    return [
+        Branch(
+            Conv2d(channels, size, 3, bound=options.bound),
+            make_injection(channels, size, options.injection_norm),
+            scale,
+        )
+        for size, scale in zip(options.hidden, options.scales, strict=True)
+    ]

@@ -1,0 +1,175 @@
+"""The options that all models with an equilibrium share, and the solver and gradient that they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from opteq import penalties, regularizers
+from opteq._errors import UserError, unknown_name
+from opteq.equilibrium import Equilibrium
+from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
+from opteq.models.checks import number, one_of, option, optional, whole, wholes
+from opteq.problems.base import Problem
+from opteq.regularizers import Regularizer
+from opteq.solvers import SAM, Anderson, Broyden, Picard, Solver
+
+REGULARIZERS = ("none", "ridge", "l1", "incay", "decorrelation", "hsic")
+
+Given = TypeVar("Given", bound="Options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a model: typed, checked, and all of them things that JSON and TOML can hold."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            checked = field.metadata["check"].apply(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, checked)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names of all options."""
+        return [field.name for field in dataclasses.fields(cls)]
+
+    @classmethod
+    def explanations(cls) -> dict[str, str]:
+        """One line about each option."""
+        return {field.name: field.metadata["help"] for field in dataclasses.fields(cls)}
+
+    def changed(self: Given, changes: Mapping[str, Any]) -> Given:
+        """These options with some of them changed; an unknown one is refused with the nearest."""
+        for name in changes:
+            if name not in self.names():
+                raise unknown_name("option", name, self.names())
+        return dataclasses.replace(self, **changes)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has them: tuples become lists."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierOptions(Options):
+    """What is before and behind the equilibrium."""
+
+    channels: int = option(64, whole(), "channels of the stem's output and of the features of every branch")
+    stem: str = option(
+        "plain", one_of(("plain", "residual")), "what comes before: plain convolutions, or residual blocks"
+    )
+    stem_depth: int = option(0, whole(0), "plain: convolutions after the first; residual: blocks of two convolutions")
+    stem_width: int | None = option(None, optional(whole()), "channels inside a residual stem; none means `channels`")
+    stem_kernel: int = option(3, whole(), "size of the first convolution's kernel, an odd number")
+    downsample: int = option(0, whole(0), "how many of the stem's convolutions halve the picture, from the first on")
+    readout: str = option("concat", one_of(("concat", "mean")), "what is made of the branches' pooled features")
+    head_width: int | None = option(
+        None, optional(whole()), "units of a hidden layer before the last; none for no such"
+    )
+    pool: int = option(1, whole(), "height and width to which features are averaged before the last linear layer")
+    dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EquilibriumOptions(ClassifierOptions):
+    """How the equilibrium is made, found and differentiated."""
+
+    hidden: tuple[int, ...] = option((64,), wholes(), "channels of the state, one number a branch (or layer)")
+    activation: str = option("relu", one_of(penalties.names()), "the prox of the penalty in the objective")
+    bound: float | None = option(0.95, optional(number()), "largest norm of every W; none lets it grow")
+    injection_norm: str = option(
+        "none", one_of(("none", "batch", "group")), "normalisation of U x: none, over the batch, or over each sample"
+    )
+    solver: str = option("anderson", one_of(("anderson", "picard", "broyden", "sam")), "how the equilibrium is found")
+    tol: float = option(1e-3, number(), "relative residual at which a sample is finished")
+    max_steps: int = option(40, whole(), "steps of the solver at most")
+    memory: int | None = option(None, optional(whole()), "steps that Anderson or Broyden remember; none for their own")
+    damping: float | None = option(None, optional(number(0, 1)), "share of a new step; none for what the problem says")
+    gradient: str = option(
+        "implicit",
+        one_of(("implicit", "phantom", "one-step", "unrolled", "shine")),
+        "how the equilibrium is differentiated; implicit is exact",
+    )
+    gradient_tol: float = option(1e-3, number(), "residual of the implicit gradient's system, relative to the gradient")
+    gradient_steps: int | None = option(
+        None, optional(whole()), "steps of the gradient at most; none for its own number"
+    )
+    gradient_damping: float = option(0.8, number(0, 1), "share of a new step in the phantom gradient")
+    on_failure: str = option("warn", one_of(("warn", "raise", "ignore")), "what happens when samples do not converge")
+    regularizer: str = option("none", one_of(REGULARIZERS), "a prior on features, in the objective or in SAM")
+    regularizer_weight: float = option(0.01, number(), "its weight in the objective, or its step in SAM")
+
+    def layer(self, problem: Problem) -> Equilibrium:
+        """The equilibrium layer of ``problem`` with this solver and gradient."""
+        return Equilibrium(problem, self._solver(), self._gradient(), self.on_failure)
+
+    def prior(self) -> Regularizer | None:
+        """The regulariser, or None."""
+        return None if self.regularizer == "none" else regularizers.get(self.regularizer)
+
+    def prior_in_objective(self, takes_one: bool) -> Regularizer | None:
+        """The regulariser that goes into the objective; an error where it would have no effect."""
+        prior = self.prior()
+        if prior is None or self.solver == "sam":
+            return None
+        if not takes_one:
+            raise UserError(
+                f"regularizer={self.regularizer!r} has no place in this model's objective; use solver='sam', which "
+                "selects by it among equilibria, or a model with one OptEq layer"
+            )
+        return prior
+
+    def _solver(self) -> Solver:
+        tol, steps = self.tol, self.max_steps
+        if self.memory is not None and self.solver not in ("anderson", "broyden"):
+            raise UserError(f"memory has no effect with solver={self.solver!r}; only anderson and broyden remember")
+        if self.solver == "anderson":
+            return Anderson(tol=tol, max_steps=steps, memory=self.memory or Anderson.memory, damping=self.damping)
+        if self.solver == "broyden":
+            return Broyden(tol=tol, max_steps=steps, memory=self.memory or Broyden.memory, damping=self.damping)
+        if self.solver == "picard":
+            return Picard(tol=tol, max_steps=steps, damping=self.damping)
+        prior = self.prior()
+        if prior is None:
+            raise UserError(
+                "solver='sam' selects by a regularizer: set regularizer to ridge, l1, incay, decorrelation or hsic"
+            )
+        if self.damping is not None:
+            raise UserError("damping has no effect with solver='sam'")
+        # The last steps are plain ones, so that what is handed on is close to an equilibrium.
+        return SAM(
+            tol=tol, max_steps=steps, regularizer=prior, gamma=self.regularizer_weight, eta=0.5, polish=steps // 2
+        )
+
+    def _gradient(self) -> Gradient:
+        steps = self.gradient_steps
+        if self.gradient == "implicit":
+            return Implicit(tol=self.gradient_tol, max_steps=steps or 60)
+        if self.gradient == "phantom":
+            return Phantom(steps or Phantom.steps, self.gradient_damping)
+        if self.gradient == "unrolled":
+            return Unrolled(steps or Unrolled.steps)
+        if steps is not None:
+            raise UserError(f"gradient_steps has no effect with gradient={self.gradient!r}")
+        return OneStep() if self.gradient == "one-step" else Shine()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchOptions(EquilibriumOptions):
+    """What models with branches add."""
+
+    scales: tuple[int, ...] = option((1,), wholes(), "factor by which each branch sees a smaller picture")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.scales) != len(self.hidden):
+            raise UserError(
+                f"hidden and scales should have one number a branch; got {len(self.hidden)} and {len(self.scales)}"
+            )
+
+
+__all__ = ["BranchOptions", "ClassifierOptions", "EquilibriumOptions", "Options"]

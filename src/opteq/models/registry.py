@@ -1,0 +1,241 @@
+"""The models by name: what they are, what they reproduce, and how to make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opteq._errors import UserError, unknown_name
+from opteq.models import baselines, geq, mopteq, opteq, pretrained
+from opteq.models.classifier import Classifier
+from opteq.models.options import Options
+from opteq.models.parts import Parts
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What is known about a model before it is made.
+
+    Attributes:
+        name: for :func:`create`.
+        parameters: how many it has for ten classes of colour pictures, everything counted.
+        family: opteq, mopteq, popteq, geq or baseline.
+        summary: one line.
+        reproduces: the published result that it stands for; empty where there is none.
+        options: all options with their defaults.
+        explanations: one line about each option.
+    """
+
+    name: str
+    parameters: int
+    family: str
+    summary: str
+    reproduces: str
+    options: Mapping[str, Any]
+    explanations: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    family: str
+    build: Callable[[int, int, Any], Parts]
+    options: Options
+    summary: str
+    reproduces: str = ""
+
+
+def _opteq(summary: str, reproduces: str = "", **options: Any) -> _Entry:
+    return _Entry("opteq", opteq.build, opteq.OptEqOptions(**options), summary, reproduces)
+
+
+def _mopteq(summary: str, reproduces: str = "", **options: Any) -> _Entry:
+    return _Entry("mopteq", mopteq.build_mopteq, mopteq.MOptEqOptions(**options), summary, reproduces)
+
+
+def _popteq(summary: str, reproduces: str = "", **options: Any) -> _Entry:
+    return _Entry("popteq", mopteq.build_popteq, mopteq.POptEqOptions(**options), summary, reproduces)
+
+
+def _geq(summary: str, reproduces: str = "", **options: Any) -> _Entry:
+    return _Entry("geq", geq.build, geq.GEQOptions(**options), summary, reproduces)
+
+
+def _resnet(summary: str, **options: Any) -> _Entry:
+    return _Entry("baseline", baselines.build_resnet, baselines.ResNetOptions(**options), summary)
+
+
+_FOUR_SCALES = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001}
+_SIX_SCALES = {"scales": (1, 2, 4, 4, 8, 8), "bound": 1.2, "injection_norm": "batch"}
+
+_MODELS: dict[str, _Entry] = {
+    "opteq-digits": _opteq(
+        "one OptEq layer for 8x8 digits: small, convex, and quick on a CPU",
+        channels=16, hidden=(32,), pool=4,
+    ),
+    "opteq-162k": _opteq(
+        "Deep OptEq of five layers; the last three see the input",
+        "OptEq paper, CIFAR-10, 162k parameters",
+        channels=32, hidden=(16, 32, 64, 64, 128), injected=(2, 3, 4),
+    ),
+    "opteq-199k": _opteq(
+        "Deep OptEq of five layers; the last three see the input",
+        "OptEq paper, CIFAR-10, 199k parameters",
+        channels=32, hidden=(16, 32, 64, 128, 128), injected=(2, 3, 4),
+    ),
+    "opteq-1.4m": _opteq(
+        "Deep OptEq of five layers that all see the input",
+        "OptEq paper, CIFAR-10, 1.4M parameters",
+        channels=64, hidden=(64, 128, 256, 256, 512),
+    ),
+    "mopteq-193k": _mopteq(
+        "MOptEq of three branches of one size",
+        "MOptEq paper, CIFAR-10, single view, 193k parameters (perturbation=0.1 for the row with it)",
+        channels=32, hidden=(108, 112, 112), scales=(1, 1, 1), diversity=0.01, smoothing=10.0,
+    ),
+    "popteq-193k": _popteq(
+        "three OptEq branches of one size without ties; fusion='conv' is the row with 276k parameters",
+        "MOptEq paper, CIFAR-10, single view, POptEq rows",
+        channels=32, hidden=(108, 112, 112), scales=(1, 1, 1),
+    ),
+    "mopteq-0.48m": _mopteq(
+        "MOptEq of four scales, 128 channels",
+        "MOptEq paper, CIFAR-10, multi-scale, 0.48M parameters",
+        channels=128, hidden=(16, 32, 32, 64), bound=1.35, **_FOUR_SCALES,
+    ),
+    "mopteq-1.9m": _mopteq(
+        "MOptEq of four scales, 256 channels",
+        "MOptEq paper, CIFAR-10 and CIFAR-100, multi-scale, 1.9M parameters",
+        channels=256, hidden=(32, 64, 64, 128), bound=1.25, **_FOUR_SCALES,
+    ),
+    "mopteq-8.1m": _mopteq(
+        "MOptEq of four scales, 448 channels",
+        "MOptEq paper, CIFAR-100, 8.1M parameters",
+        channels=448, hidden=(112, 224, 224, 224), bound=1.2, **_FOUR_SCALES,
+    ),
+    "mopteq-10m-imagenette": _mopteq(
+        "MOptEq of four scales for pictures of 256x256, which its stem halves twice",
+        "MOptEq paper, ImageNette, 10M parameters",
+        channels=448, hidden=(112, 224, 224, 224), bound=1.2, downsample=2, **(_FOUR_SCALES | {"stem_depth": 2}),
+    ),
+    "geq-5m": _geq(
+        "GEQ of six branches, 256 channels",
+        "GEQ paper, CIFAR-10 and CIFAR-100, 5M parameters",
+        channels=256, hidden=(64, 128, 128, 128, 256, 256), stem_depth=1, **_SIX_SCALES,
+    ),
+    "geq-8m": _geq(
+        "GEQ of six branches, 320 channels",
+        "GEQ paper, CIFAR-10 and CIFAR-100, 8M parameters",
+        channels=320, hidden=(80, 160, 160, 160, 320, 320), stem_depth=1, **_SIX_SCALES,
+    ),
+    "geq-6m-imagenet": _geq(
+        "GEQ of six branches for pictures of 256x256, which its stem halves twice",
+        "GEQ paper, ImageNette and ImageNet-100, 6M parameters",
+        channels=256, hidden=(32, 64, 128, 128, 256, 256), projection=128, stem_depth=3, stem_kernel=7, downsample=2,
+        readout="mean", head_width=256, **_SIX_SCALES,
+    ),
+    "geq-13m-imagenet": _geq(
+        "GEQ of six branches for pictures of 256x256, which its stem halves twice",
+        "GEQ paper, ImageNette and ImageNet-100, 13M parameters",
+        channels=384, hidden=(48, 96, 192, 192, 384, 384), projection=128, stem_depth=3, stem_kernel=7, downsample=2,
+        readout="mean", head_width=384, **_SIX_SCALES,
+    ),
+    "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 pictures, 11.17M parameters"),
+    "resnet50-cifar": _resnet(
+        "ResNet-50 in its usual form for 32x32 pictures, 23.5M parameters", blocks=(3, 4, 6, 3), bottleneck=True
+    ),
+}  # fmt: skip
+
+
+def names() -> list[str]:
+    """The names of all models."""
+    return list(_MODELS)
+
+
+def describe(name: str) -> ModelCard:
+    """What is known about a model.
+
+    >>> card = describe("mopteq-0.48m")
+    >>> card.family, card.options["scales"]
+    ('mopteq', [1, 2, 4, 8])
+    """
+    entry = _entry(name)
+    return ModelCard(
+        name,
+        _parameters(name),
+        entry.family,
+        entry.summary,
+        entry.reproduces,
+        entry.options.plain(),
+        entry.options.explanations(),
+    )
+
+
+def create(name: str, num_classes: int = 10, in_channels: int = 3, **options: Any) -> Classifier:
+    """A model by name, freshly initialised.
+
+    Args:
+        name: one of :func:`names`.
+        num_classes: how many scores it gives.
+        in_channels: channels of its pictures.
+        options: what differs from the model's defaults; ``describe(name).options`` lists them.
+
+    >>> model = create("mopteq-193k", num_classes=100, diversity=0.0)
+    >>> model.config["options"]["diversity"], model.head.linear.out_features
+    (0.0, 100)
+    """
+    entry = _entry(name)
+    for what, value in (("num_classes", num_classes), ("in_channels", in_channels)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{what} should be a whole number of at least 1; got {value!r}")
+    try:
+        chosen = entry.options.changed(options)
+        parts = entry.build(in_channels, num_classes, chosen)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name}: {error}") from error
+    config = {
+        "name": name,
+        "num_classes": num_classes,
+        "in_channels": in_channels,
+        "options": chosen.plain(),
+        "extra": {},
+    }
+    return Classifier(*parts, config)
+
+
+def from_pretrained(source: str | Path, model: Classifier | None = None) -> Classifier:
+    """The model that :meth:`Classifier.save_pretrained` wrote, in evaluation mode.
+
+    Args:
+        source: a folder with ``config.json`` and ``model.safetensors``, or ``owner/name`` on the Hugging Face hub, of
+            which exactly these two files are fetched. Pickled weights are refused: reading them could run code.
+        model: put the weights into this model instead of one made from the configuration; for models whose parts
+            were replaced, which a configuration can't describe.
+    """
+    settings, weights = pretrained.locate(source)
+    config = pretrained.read_config(settings)
+    if model is None:
+        try:
+            with torch.device("meta"):
+                model = create(config["name"], config["num_classes"], config["in_channels"], **config["options"])
+        except ValueError as error:
+            raise UserError(f"{settings}: {error}") from error
+    pretrained.load(model, pretrained.read_weights(weights), weights)
+    model.config = config
+    return model.eval()
+
+
+@cache
+def _parameters(name: str) -> int:
+    with torch.device("meta"):  # shapes without numbers: counting costs no memory and draws nothing at random
+        return sum(parameter.numel() for parameter in create(name).parameters())
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _MODELS:
+        raise unknown_name("model", name, _MODELS)
+    return _MODELS[name]

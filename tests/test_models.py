@@ -1,0 +1,348 @@
+"""Every named model: its size, a training step, its options, and parts that can be replaced."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import opteq
+import opteq.models
+from opteq import operators as op
+from opteq._errors import UserError
+from opteq.models import Classifier
+from opteq.models.parts import Head
+
+SIZES = {  # the printed numbers that the names stand for
+    "opteq-162k": 162e3,
+    "opteq-199k": 199e3,
+    "opteq-1.4m": 1.4e6,
+    "mopteq-193k": 193e3,
+    "popteq-193k": 193e3,
+    "mopteq-0.48m": 0.48e6,
+    "mopteq-1.9m": 1.9e6,
+    "mopteq-8.1m": 8.1e6,
+    "mopteq-10m-imagenette": 10e6,
+    "geq-5m": 5e6,
+    "geq-8m": 8e6,
+    "geq-6m-imagenet": 6e6,
+    "geq-13m-imagenet": 13e6,
+    "resnet18-cifar": 11.17e6,
+    "resnet50-cifar": 23.5e6,
+}
+# The smallest pictures that a model's scales, patches and stem allow.
+SIDES = {"geq-5m": 16, "geq-8m": 16, "geq-6m-imagenet": 64, "geq-13m-imagenet": 64, "mopteq-10m-imagenette": 32}
+SLOW = {"geq-8m", "geq-13m-imagenet", "mopteq-8.1m", "mopteq-10m-imagenette", "resnet50-cifar"}
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in opteq.models.list()]
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def pictures(name: str, channels: int = 3, batch: int = 2) -> Tensor:
+    side = SIDES.get(name, 8)
+    return F.avg_pool2d(torch.randn(batch, channels, side + 2, side + 2), 3, 1) * 3  # neighbours alike, as in photos
+
+
+def training_step(model: Classifier, x: Tensor) -> None:
+    model.train()
+    scores = model(x)
+    assert scores.shape == (len(x), model.config["num_classes"])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    F.cross_entropy(scores, torch.arange(len(x))).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} gets no gradient"
+        assert torch.isfinite(parameter.grad).all(), f"{name} has a gradient that is not finite"
+        assert parameter.grad.any(), f"{name} has a gradient of zero"
+    optimizer.step()
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+# ---- sizes
+
+
+def test_the_names_that_were_promised() -> None:
+    assert set(opteq.models.list()) == {*SIZES, "opteq-digits"}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_size_is_the_printed_one(name: str) -> None:
+    card = opteq.models.describe(name)
+    assert abs(card.parameters / SIZES[name] - 1) <= 0.02, f"{name} has {card.parameters} parameters"
+
+
+def test_conv_fusion_is_the_276k_row() -> None:
+    with torch.device("meta"):
+        assert abs(count(opteq.models.create("popteq-193k", fusion="conv")) / 276e3 - 1) <= 0.02
+        assert abs(count(opteq.models.create("popteq-193k", fusion="sum")) / 193e3 - 1) <= 0.02
+
+
+@pytest.mark.parametrize("name", ["geq-6m-imagenet", "geq-13m-imagenet"])
+def test_size_with_the_classes_of_imagenet_100(name: str) -> None:
+    with torch.device("meta"):
+        assert abs(count(opteq.models.create(name, num_classes=100)) / SIZES[name] - 1) <= 0.02
+
+
+@pytest.mark.parametrize("name", ["mopteq-0.48m", "mopteq-1.9m"])
+def test_a_residual_stem_of_the_same_size(name: str) -> None:
+    width = {"mopteq-0.48m": 48, "mopteq-1.9m": 96}[name]
+    with torch.device("meta"):
+        model = opteq.models.create(name, stem="residual", stem_depth=2, stem_width=width)
+    assert abs(count(model) / SIZES[name] - 1) <= 0.02
+    assert sum(isinstance(module, nn.Conv2d) for module in model.stem.modules()) == 6
+
+
+def test_describe_counts_what_create_makes_and_draws_nothing() -> None:
+    torch.manual_seed(0)
+    card = opteq.models.describe("mopteq-193k")
+    drawn = torch.rand(())
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(()))
+    model = opteq.models.create("mopteq-193k")
+    assert card.parameters == count(model)
+    assert card.options == model.config["options"]
+    assert set(card.explanations) == set(card.options)
+    assert card.family == "mopteq"
+    assert "MOptEq paper" in card.reproduces
+
+
+# ---- a training step, and equilibria that converge at once
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_step(name: str) -> None:
+    torch.manual_seed(0)
+    model = opteq.models.create(name, on_failure="raise") if "resnet" not in name else opteq.models.create(name)
+    training_step(model, pictures(name))
+    layers = opteq.models.equilibria(model)
+    assert bool(layers) == (opteq.models.describe(name).family != "baseline")
+    for _, layer in layers:
+        assert layer.last is not None
+        forward, backward = layer.last[0], layer.last[1].report
+        assert bool(forward.converged.all())
+        assert int(forward.steps.max()) <= 12
+        assert backward is not None
+        assert bool(backward.converged.all())
+
+
+@pytest.mark.parametrize("fusion", ["none", "sum", "conv"])
+def test_popteq_fusions_train(fusion: str) -> None:
+    torch.manual_seed(0)
+    training_step(opteq.models.create("popteq-193k", fusion=fusion), pictures("popteq-193k"))
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "opteq-digits": {},
+    "opteq-162k": {"channels": 8, "hidden": [6, 8], "injected": [1]},
+    "mopteq-0.48m": {"channels": 8, "hidden": [6, 8, 8, 8]},
+    "popteq-193k": {"channels": 8, "hidden": [6, 8, 8]},
+    "geq-5m": {"channels": 8, "hidden": [8, 8], "scales": [1, 2], "projection": 6, "injection_norm": "none"},
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *[("opteq-digits", {"solver": solver}) for solver in ("picard", "broyden")],
+    *[("opteq-digits", {"gradient": gradient}) for gradient in ("phantom", "one-step", "unrolled", "shine")],
+    *[("opteq-digits", {"regularizer": name}) for name in ("ridge", "l1", "incay", "decorrelation", "hsic")],
+    ("opteq-digits", {"regularizer": "l1", "exact_prior": True, "max_steps": 200}),
+    ("opteq-digits", {"activation": "tanh", "bound": None, "stem": "residual", "stem_depth": 1, "stem_width": 4}),
+    ("opteq-digits", {"stem_depth": 2, "downsample": 1, "pool": 2, "dropout": 0.1, "head_width": 12, "stem_kernel": 5}),
+    ("opteq-162k", {"alpha": 0.6, "learn_alpha": True}),
+    ("opteq-162k", {"solver": "sam", "regularizer": "ridge", "gradient": "unrolled", "on_failure": "ignore"}),
+    ("mopteq-0.48m", {"perturbation": 0.1}),
+    ("mopteq-0.48m", {"heritage": False, "bound": 0.9, "injection_norm": "group", "perturbation": 0.1}),
+    ("mopteq-0.48m", {"diversity": 0.0, "injection_norm": "batch", "readout": "mean"}),
+    ("popteq-193k", {"solver": "sam", "regularizer": "l1", "gradient": "one-step", "on_failure": "ignore"}),
+    ("geq-5m", {"gradient": "phantom", "gradient_steps": 3, "gradient_damping": 0.5, "memory": 3, "damping": 0.5}),
+    ("geq-5m", {"gamma": 0.05, "learn_gamma": True, "injection_norm": "batch"}),
+    ("geq-5m", {"patch": None, "activation": "softplus"}),
+    *[("geq-5m", {"kernel": kernel, "bound": 0.9, "on_failure": "ignore"}) for kernel in ("linear", "sigmoid")],
+]
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=lambda value: str(value))
+def test_options_train(name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = opteq.models.create(name, num_classes=4, in_channels=1, **(SMALL[name] | options))
+    training_step(model, pictures(name, channels=1, batch=4))
+    assert json.loads(json.dumps(model.config)) == model.config
+    for option, value in options.items():
+        assert model.config["options"][option] == value
+
+
+def test_options_reach_the_layer() -> None:
+    model = opteq.models.create(
+        "geq-5m", **SMALL["geq-5m"], solver="broyden", memory=7, tol=1e-2, max_steps=9, damping=0.4, gradient_tol=0.1
+    )
+    (_, layer), *others = opteq.models.equilibria(model)
+    assert not others
+    assert layer.solver == opteq.Broyden(tol=1e-2, max_steps=9, memory=7, damping=0.4)
+    assert layer.gradient == opteq.Implicit(tol=0.1, max_steps=60)
+
+
+def test_none_may_be_written_as_a_word() -> None:
+    # TOML has no null, so a recipe says "none".
+    model = opteq.models.create("opteq-digits", bound="none")
+    assert model.config["options"]["bound"] is None
+    assert model.equilibrium.problem.W.bound is None
+
+
+def test_polynomial_kernels_are_made() -> None:
+    model = opteq.models.create("geq-5m", **SMALL["geq-5m"], kernel="polynomial", degree=3)
+    assert all(problem.kernel.degree == 3 for problem in model.equilibrium.problem.problems)
+
+
+@pytest.mark.parametrize("name", ["mopteq-0.48m", "mopteq-1.9m", "mopteq-8.1m", "mopteq-10m-imagenette"])
+def test_bounds_above_one_contract_on_four_scales(name: str) -> None:
+    """The step of L branches has slopes of at most ``|A| bound^2 (1 + lambda (C - 1))``, with A the ring's ties.
+
+    Neighbours of sizes s and t are tied by ``1/2 min(s, t) / max(s, t)``, since average pooling over squares of side k
+    and its adjoint have norm 1 / k. The certificate, made for all sizes, takes 1 for the norm of A.
+    """
+    options = opteq.models.describe(name).options
+    scales = options["scales"]
+    ties = torch.zeros(len(scales), len(scales))
+    for index, scale in enumerate(scales):
+        after = (index + 1) % len(scales)
+        tie = 0.5 * min(scale, scales[after]) / max(scale, scales[after])
+        ties[index, after] += tie
+        ties[after, index] += tie
+    slope = options["bound"] ** 2 * (1 + options["diversity"] * (options["channels"] - 1))
+    assert options["bound"] > 1
+    assert float(torch.linalg.matrix_norm(ties, 2)) * slope < 0.96
+
+
+@torch.no_grad()
+def test_the_measured_slope_on_four_scales_is_below_one() -> None:
+    torch.manual_seed(0)
+    model = opteq.models.create("mopteq-0.48m", channels=8, diversity=0.0)
+    problem = model.equilibrium.problem
+    for branch in problem.branches:
+        branch.W.weight.abs_().mul_(100)  # as large as the bound allows, and every channel in one direction
+    hidden = problem(torch.rand(1, 8, 32, 32))
+    product, v = hidden.curvature_at(hidden.start()), tuple(torch.ones_like(part) for part in hidden.start())
+    length = 0.0
+    for _ in range(50):
+        v = product(v)
+        length = float(torch.cat([part.flatten() for part in v]).norm())
+        v = tuple(part / length for part in v)
+    assert 0.5 < length < 0.43 * 1.35**2
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mopteq-048m", {}, "unknown model 'mopteq-048m'; did you mean 'mopteq-0.48m'?"),
+        ("geq-5m", {"gama": 1.0}, "geq-5m: unknown option 'gama'; did you mean 'gamma'?"),
+        ("resnet18-cifar", {"bound": 1.0}, "resnet18-cifar: unknown option 'bound'"),
+        ("geq-5m", {"solver": "andersen"}, "geq-5m: unknown solver 'andersen'; did you mean 'anderson'?"),
+        ("geq-5m", {"solver": 3}, "solver should be one of anderson, picard, broyden, sam; got 3"),
+        ("geq-5m", {"tol": 0}, "tol should be a finite number above 0; got 0"),
+        ("geq-5m", {"tol": "1e-3"}, "tol should be a finite number above 0; got '1e-3'"),
+        ("geq-5m", {"damping": 1.5}, "damping should be a finite number above 0 and at most 1, or none; got 1.5"),
+        ("geq-5m", {"max_steps": 2.5}, "max_steps should be a whole number of at least 1; got 2.5"),
+        ("geq-5m", {"hidden": [8, 0]}, "hidden should be a list with at least one entry"),
+        ("geq-5m", {"hidden": [8]}, "one number a branch; got 1 and 6"),
+        ("geq-5m", {"gamma": "automatic"}, "gamma should be 'auto', or a finite number above 0; got 'automatic'"),
+        ("geq-5m", {"learn_gamma": True}, "learn_gamma needs a number to begin from"),
+        ("geq-5m", {"learn_gamma": 1}, "learn_gamma should be true or false; got 1"),
+        ("geq-5m", {"regularizer": "ridge"}, "has no place in this model's objective"),
+        ("geq-5m", {"solver": "sam"}, "solver='sam' selects by a regularizer"),
+        (
+            "geq-5m",
+            {"solver": "sam", "regularizer": "ridge", "damping": 0.5},
+            "damping has no effect with solver='sam'",
+        ),
+        ("geq-5m", {"solver": "picard", "memory": 3}, "memory has no effect with solver='picard'"),
+        ("geq-5m", {"gradient": "shine", "gradient_steps": 3}, "gradient_steps has no effect with gradient='shine'"),
+        (
+            "mopteq-0.48m",
+            {"heritage": False},
+            "heritage=false needs a bound below 1, such as bound=0.95; got bound=1.35",
+        ),
+        ("mopteq-193k", {"perturbation": 0.1, "injection_norm": "batch"}, "perturbation needs the adjoint of U"),
+        ("mopteq-193k", {"stem_width": 8}, "stem_width has no effect with stem='plain'"),
+        ("mopteq-193k", {"stem_kernel": 4}, "stem_kernel should be odd"),
+        ("mopteq-193k", {"downsample": 2}, "downsample=2 needs as many convolutions"),
+        ("opteq-162k", {"injected": [5]}, "injected should name layers 0 to 4; got [5]"),
+        ("opteq-162k", {"exact_prior": True}, "exact_prior belongs to models with one layer"),
+        ("opteq-162k", {"regularizer": "l1"}, "has no place in this model's objective"),
+        ("opteq-digits", {"activation": "gelu"}, "unknown activation 'gelu'"),
+        ("opteq-digits", {"num_classes": 0}, "num_classes should be a whole number of at least 1; got 0"),
+        ("opteq-digits", {"in_channels": True}, "in_channels should be a whole number of at least 1; got True"),
+    ],
+)
+def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with torch.device("meta"), pytest.raises(UserError) as refusal:
+        opteq.models.create(name, **options)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_pictures_of_the_wrong_shape() -> None:
+    model = opteq.models.create("opteq-digits")
+    with pytest.raises(ValueError, match=r"pictures \(batch, channels, height, width\); got \(3, 8, 8\)"):
+        model(torch.rand(3, 8, 8))
+
+
+# ---- parts
+
+
+def test_features_are_what_the_last_layer_sees() -> None:
+    torch.manual_seed(0)
+    for name in ("opteq-digits", "mopteq-193k", "resnet18-cifar"):
+        model = opteq.models.create(name).eval()
+        x = pictures(name)
+        with torch.no_grad():
+            assert torch.equal(model.head.linear(model.features(x)), model(x))
+
+
+def test_every_part_can_be_replaced() -> None:
+    torch.manual_seed(0)
+    model = opteq.models.create("opteq-digits")
+    x = pictures("opteq-digits")
+    model.stem = nn.Conv2d(3, 5, 3, padding=1)
+    model.equilibrium = nn.Sequential(
+        nn.BatchNorm2d(5),
+        opteq.Equilibrium(opteq.GEQ(op.Conv2d(6, 8, 3, bound=1.0), nn.Conv2d(5, 8, 1))),
+    )
+    model.head = nn.Sequential(nn.Flatten(), nn.Linear(6 * 64, 10))
+    training_step(model, x)
+    assert [name for name, _ in opteq.models.equilibria(model)] == ["equilibrium.1"]
+    with pytest.raises(TypeError, match="a head with a method embed"):
+        model.features(x)
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = opteq.models.create("opteq-digits").eval()
+    x = pictures("opteq-digits")
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), model(x))
+    twin.config["extra"]["mark"] = 1
+    assert model.config["extra"] == {}
+    twin.head.linear.bias.data.add_(1)
+    assert not torch.equal(twin(x), model(x))
+
+
+def test_a_head_says_how_many_branches_it_reads() -> None:
+    model = opteq.models.create("popteq-193k")
+    assert isinstance(model.head, Head)
+    with pytest.raises(ValueError, match="this head reads 3 branches; the equilibrium gave 2"):
+        model.head((torch.rand(1, 32, 4, 4),) * 2)
+
+
+def test_resnets_have_the_usual_layout() -> None:
+    with torch.device("meta"):
+        assert count(opteq.models.create("resnet18-cifar")) == 11_173_962
+        assert count(opteq.models.create("resnet50-cifar")) == 23_520_842
+        model = opteq.models.create("resnet18-cifar", num_classes=100)
+        assert model.equilibrium(model.stem(torch.empty(1, 3, 32, 32))).shape == (1, 512, 4, 4)
