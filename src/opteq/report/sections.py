@@ -1,0 +1,219 @@
+"""The parts of the page about the whole run: headline, objective, learning, solving, guarantees, mistakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from opteq.report.curves import Chart, Series, line_chart
+from opteq.report.examine import Examination, SolveRecord
+from opteq.report.formula import Formula
+from opteq.report.markup import Html, join, raised, tag
+from opteq.report.matrix import class_accuracies, confused_pairs, confusion_matrix, legend
+from opteq.report.run import Run
+from opteq.report.waterfall import style_of
+from opteq.report.words import count, decimal, percent, plural, scientific
+
+
+def section(name: str, title: str, *content: object, lead: object = None) -> Html:
+    """A part of the page with its heading and a sentence that says what is to be seen."""
+    opening = None if lead is None else tag("p", lead, class_="lead")
+    return tag("section", tag("h2", title), opening, *content, id=name)
+
+
+def headline(numbers: Sequence[tuple[str, str, str]]) -> Html:
+    """The numbers of the run: each with its name and what it is about."""
+    items = [
+        tag("div", tag("dt", name), tag("dd", tag("b", raised(value)), tag("span", raised(note))), class_="number")
+        for name, value, note in numbers
+    ]
+    return tag("dl", *items, class_="headline")
+
+
+def objective(found: Sequence[tuple[str, Formula]]) -> Html:
+    """What the network minimises."""
+    lead = join(
+        "The middle of this network is not a stack of layers. For every picture it settles at a state ",
+        tag("i", "y"),
+        " where this objective is stationary, its minimum wherever there is only one such state, and hands that on.",
+    )
+    if not found:
+        return section("objective", "What it minimises", _no_equilibrium())
+    if not any(one.terms for _, one in found):
+        lead = join("The middle of this network is not a stack of layers but a point that its steps leave where it is.")
+    several = len({name for name, _ in found}) > 1
+    return section("objective", "What it minimises", *(_formula(name, one, several) for name, one in found), lead=lead)
+
+
+def _no_equilibrium() -> Html:
+    words = (
+        "This model is a baseline without equilibrium layers: it minimises nothing while it runs, so there is no "
+        "objective, no solver and no certificate to show."
+    )
+    return tag("p", words, class_="lead")
+
+
+def _formula(layer: str, formula: Formula, several: bool) -> Html:
+    terms = [
+        tag(
+            "span",
+            tag(
+                "span", f"{term.sign} " if term.sign and (index or term.sign == "−") else None, term.body, class_="body"
+            ),
+            tag("small", term.meaning),
+            class_=f"term {style_of(term.name)}",
+        )
+        for index, term in enumerate(formula.terms)
+    ]
+    opening = tag("span", tag("span", "minimise over ", formula.over, class_="body"), class_="term opening")
+    before = tag("span", tag("span", formula.before, class_="body"), class_="term opening") if formula.before else None
+    equation = tag("div", opening, before, *terms, class_="equation") if terms else None
+    symbols = [join(tag("dt", symbol), tag("dd", words)) for symbol, words in formula.symbols]
+    return tag(
+        "div",
+        tag("h3", tag("code", layer)) if several else None,
+        equation,
+        tag("p", tag("span", "One step: ", class_="label"), tag("span", formula.step, class_="math"), class_="step"),
+        tag("p", formula.remark, class_="note") if formula.remark else None,
+        tag("dl", *symbols, class_="symbols") if symbols else None,
+        class_="objective",
+    )
+
+
+def learning(run: Run) -> Html:
+    """Loss and accuracy, epoch by epoch."""
+    if not run.epochs:
+        words = "No epoch is finished yet: metrics.jsonl holds no line."
+        return section("learning", "How it learned", tag("p", words, class_="lead"))
+    first = int(run.epochs[0]["epoch"])
+    lines = [
+        ("Loss", [Series(n, run.column(f"{n}_loss"), f"s-{n}") for n in ("train", "test")], decimal, None),
+        ("Accuracy", [Series(n, run.column(f"{n}_accuracy"), f"s-{n}") for n in ("train", "test")], percent, 1.0),
+    ]
+    figures = []
+    for title, series, show, ceiling in lines:
+        if not any(math.isfinite(value) for one in series for value in one.values):
+            figures.append(_figure(title, tag("p", "No finite value was recorded.", class_="note")))
+            continue
+        tick = _percent_tick if show is percent else _plain_tick
+        chart = Chart(f"{title} of every epoch", "epoch", first, series, show, tick, ceiling=ceiling)
+        figures.append(_figure(title, line_chart(chart)))
+    return section(
+        "learning", "How it learned", tag("div", *figures, class_="pair"), _epochs_table(run), lead=_learned(run)
+    )
+
+
+def _learned(run: Run) -> str:
+    done, planned = len(run.epochs), run.planned_epochs
+    words = f"{plural(done, 'epoch')} of training"
+    if planned is not None and done < planned:
+        words = f"The run stopped, or still goes on, after {done} of {planned} epochs"
+    best = [value for value in run.column("test_accuracy") if math.isfinite(value)]
+    if best:
+        words += f"; the best test accuracy was {percent(max(best))}"
+    losses = run.column("train_loss") + run.column("test_loss")
+    if any(math.isnan(value) or math.isinf(value) for value in losses):
+        words += ". Some losses are not finite: the lines have gaps there"
+    return words + "."
+
+
+def _epochs_table(run: Run) -> Html:
+    columns: list[tuple[str, str, Callable[[float | None], str]]] = [
+        ("epoch", "epoch", count),
+        ("train_loss", "train loss", decimal),
+        ("test_loss", "test loss", decimal),
+        ("train_accuracy", "train accuracy", percent),
+        ("test_accuracy", "test accuracy", percent),
+        ("solver_steps", "solver steps", decimal),
+        ("worst_residual", "worst residual", scientific),
+        ("lr", "learning rate", decimal),
+        ("seconds", "seconds", decimal),
+    ]
+    kept = [one for one in columns if any(math.isfinite(value) for value in run.column(one[0]))]
+    head = tag("tr", *(tag("th", name, scope="col") for _, name, _ in kept))
+    rows = [tag("tr", *(tag("td", show(epoch.get(key, math.nan))) for key, _, show in kept)) for epoch in run.epochs]
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="numbers")
+    return tag(
+        "details",
+        tag("summary", "All epochs in numbers"),
+        tag("div", table, class_="scroller", tabindex="0", role="region", aria_label="All epochs in numbers"),
+    )
+
+
+def solving(records: Sequence[SolveRecord]) -> Html:
+    """Residual against solver step."""
+    figures = []
+    for record in records:
+        worst = [value if value >= 0 else math.nan for value in record.worst]
+        title = "Relative residual" if len(records) == 1 else f"Relative residual of {record.layer}"
+        if not any(math.isfinite(value) and value > 0 for value in [*record.median, *worst]):
+            chart = tag("p", "No finite residual was recorded.", class_="note")
+        else:
+            series = [Series("worst", worst, "s-worst"), Series("median", record.median, "s-test")]
+            mark = (record.tol, f"tolerance {scientific(record.tol, 0)}") if record.tol > 0 else None
+            chart = line_chart(
+                Chart(f"{title} after every solver step", "step", 0, series, scientific, _power_tick, True, mark=mark)
+            )
+        figures.append(tag("div", _figure(title, chart), _solve_facts(record), class_="beside"))
+    lead = (
+        "The state is found step by step. The relative residual tells how far one more step would still move it; "
+        "median and worst are over the test pictures."
+    )
+    return section("solving", "How it finds the equilibrium", *figures, lead=lead)
+
+
+def _solve_facts(record: SolveRecord) -> Html:
+    facts = [
+        ("solver", record.method),
+        ("tolerance", scientific(record.tol)),
+        ("steps a picture", decimal(record.mean_steps)),
+        ("converged", percent(record.converged)),
+        ("worst residual", scientific(record.worst_residual)),
+    ]
+    listed = tag("dl", *(join(tag("dt", name), tag("dd", raised(value))) for name, value in facts), class_="facts")
+    failures = [
+        tag("p", tag("b", f"{plural(times, 'picture')}: "), f"{status.message}.", class_="note")
+        for status, times in record.failures.items()
+    ]
+    return tag("div", listed, *failures)
+
+
+def mistakes(found: Examination, classes: Sequence[str]) -> Html:
+    """The confusion matrix and the mistakes that happen most."""
+    wrong = int(found.confusion.sum() - found.confusion.diagonal().sum())
+    seen = len(found.order)
+    of = (
+        f"{plural(seen, 'test picture')}"
+        if found.complete
+        else f"the {seen:,} of {found.total:,} test pictures looked at"
+    )
+    lead = f"Of {of}, {wrong:,} {'was' if wrong == 1 else 'were'} taken for another class. A row for each true class."
+    matrix = tag(
+        "figure",
+        confusion_matrix(found.confusion, classes),
+        tag(
+            "figcaption",
+            "Shade: share of the row. Wrong ones are shaded relative to the most frequent mistake. ",
+            legend(),
+        ),
+        class_="matrix",
+    )
+    accuracies = class_accuracies(found.confusion, classes)
+    aside = tag("div", tag("h3", "Most frequent mistakes"), confused_pairs(found.confusion, classes))
+    return section("mistakes", "Where it errs", tag("div", matrix, aside, class_="beside"), accuracies, lead=lead)
+
+
+def _figure(title: str, content: Html) -> Html:
+    return tag("figure", tag("figcaption", title, class_="title"), content)
+
+
+def _plain_tick(value: float) -> str:
+    return f"{value:g}".replace("-", "−")
+
+
+def _percent_tick(value: float) -> str:
+    return f"{100 * value:g}\u00a0%"
+
+
+def _power_tick(value: float) -> str:
+    return scientific(value, 0)

@@ -1,0 +1,125 @@
+"""Numbers as a reader wants them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SIGNS = (
+    ("<=", "≤"),
+    (">=", "≥"),
+    (r"\^2\b", "²"),
+    (r"\bmu\b", "μ"),
+    (r"\bgamma\b", "γ"),
+    (r"\blambda\b", "λ"),
+    (r"\bsigma\b", "σ"),
+    (r"\balpha\b", "α"),
+    (r"(?<= )- ", "− "),
+)
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_MISSING = "–"
+_SPACE = "\u00a0"
+"""Keeps a number and its unit on one line."""
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    r"""A share of 1 as a percentage, cut so that 100 % means all.
+
+    >>> percent(0.97531), percent(0.99999), percent(1.0), percent(None)
+    ('97.5\xa0%', '99.9\xa0%', '100\xa0%', '–')
+    """
+    if share is None or not math.isfinite(share):
+        return _MISSING
+    if share == 1:
+        return f"100{_SPACE}%"
+    scale = 10**digits
+    shown = min(round(100 * share, digits), 100 - 1 / scale) if share < 1 else 100 * share
+    return f"{shown:.{digits}f}{_SPACE}%"
+
+
+def count(value: float | None) -> str:
+    """A whole number with its thousands apart.
+
+    >>> count(1234567)
+    '1,234,567'
+    """
+    return _MISSING if value is None or not math.isfinite(value) else f"{round(value):,}"
+
+
+def decimal(value: float | None, digits: int = 3) -> str:
+    """A number to so many significant digits, with a true minus.
+
+    >>> decimal(-12.3456), decimal(0.00001234), decimal(0.0), decimal(1234.5), decimal(float("nan"))
+    ('−12.3', '1.23·10⁻⁵', '0', '1,234', 'not finite')
+    """
+    if value is None:
+        return _MISSING
+    if not math.isfinite(value):
+        return "not finite"
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 1e-3 or size >= 1e7:
+        return scientific(value, digits - 1)
+    places = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:,.{places}f}".replace("-", "−")
+
+
+def scientific(value: float | None, digits: int = 1) -> str:
+    """A number as mantissa and power of ten.
+
+    >>> scientific(0.000421), scientific(1e-5, 0), scientific(float("inf"))
+    ('4.2·10⁻⁴', '10⁻⁵', 'not finite')
+    """
+    if value is None:
+        return _MISSING
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits}e}".split("e")
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)
+    return (power if float(mantissa) == 1 else f"{mantissa}·{power}").replace("-", "−")
+
+
+def short_count(value: float) -> str:
+    r"""Thousands and millions by their letter.
+
+    >>> short_count(8123), short_count(199_400), short_count(5_012_000), short_count(12)
+    ('8.1\xa0k', '199\xa0k', '5.01\xa0M', '12')
+    """
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{decimal(value / size, 3 if value >= 100 * size or size == 1e6 else 2)}{_SPACE}{letter}"
+    return str(round(value))
+
+
+def duration(seconds: float) -> str:
+    """A time span.
+
+    >>> duration(4.2), duration(192), duration(1860), duration(7380)
+    ('4.2 s', '3 min 12 s', '31 min', '2 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes < 10 and rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 epoch``, ``2 epochs``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def readable(reason: str) -> str:
+    """A certificate's reason, which is written for terminals, with the signs that a page can have.
+
+    >>> readable("L |W|^2 / mu with L = 1 and |W| <= 0.9; mud stays")
+    'L |W|² / μ with L = 1 and |W| ≤ 0.9; mud stays.'
+    """
+    for plain, sign in _SIGNS:
+        reason = re.sub(plain, sign, reason)
+    return f"{reason[:1].upper()}{reason[1:].rstrip('.')}." if reason else ""

@@ -1,0 +1,328 @@
+"""The report of a run: what it says against what can be computed, runs with pieces missing, and hostile text."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opteq import data, models
+from opteq._errors import UserError
+from opteq.report import page, write
+from opteq.report.examine import Examination, Pictures, examine
+from opteq.report.examples import Example, choose
+from opteq.report.page import Findings, render
+from opteq.report.run import read_run
+
+HOSTILE = "<script>alert('x')</script>&\"quoted\""
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+def metrics(epochs: int, **changes: Any) -> str:
+    lines = []
+    for epoch in range(1, epochs + 1):
+        line = {
+            "epoch": epoch,
+            "train_loss": 2 / epoch,
+            "train_accuracy": 1 - 0.5 / epoch,
+            "test_loss": 2.1 / epoch,
+            "test_accuracy": 1 - 0.6 / epoch,
+            "solver_steps": 5.5,
+            "worst_residual": 3e-4,
+            "lr": 0.1,
+            "seconds": 2.0,
+        }
+        lines.append(json.dumps({**line, **changes}))
+    return "\n".join(lines) + "\n"
+
+
+def make_run(folder: Path, model: str = "opteq-digits", epochs: int = 4, **options: Any) -> Path:
+    """A run folder as training leaves it, with weights that have learned nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    models.create(model, num_classes=10, in_channels=1, **options).save_pretrained(folder)
+    recipe = f'name = "tiny"\n[model]\nname = "{model}"\n[data]\nname = "digits"\n[train]\nepochs = {epochs}\n'
+    (folder / "recipe.toml").write_text(recipe)
+    machine = {"command": ["opteq", "train", "a recipe"], "python": "3.11", "packages": {"torch": "2.13"}, "cuda": None}
+    (folder / "environment.json").write_text(json.dumps(machine))
+    (folder / "metrics.jsonl").write_text(metrics(epochs))
+    return folder
+
+
+class Outline(HTMLParser):
+    """Checks that every element is closed where it should be, and collects what a test asks for."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.sections: list[str] = []
+        self.addresses: list[str] = []
+        self.scripts = 0
+        self.words: list[str] = []
+        self.feed(content)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+        self.text = re.sub(r"\s+", " ", "".join(self.words))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.addresses += [str(given[key]) for key in ("src", "href", "xlink:href", "action") if key in given]
+        self.scripts += tag == "script"
+        if tag == "section":
+            self.sections.append(str(given["id"]))
+        if tag == "img":
+            assert "alt" in given
+        if tag == "svg":
+            assert given.get("aria-label")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, words: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(words)
+
+
+def outline(path: Path) -> Outline:
+    assert path.stat().st_size < 1_500_000
+    return Outline(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("run"), channels=4)
+    write(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """The same run for a test that damages it; without its page."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "report.html").unlink()
+    return tmp_path / "run"
+
+
+def test_the_page_is_whole_and_needs_nothing_else(run: Path) -> None:
+    found = outline(run / "report.html")
+    assert found.sections == ["objective", "learning", "solving", "guarantees", "mistakes", "pictures", "details"]
+    assert all(address.startswith("data:") for address in found.addresses)
+    content = (run / "report.html").read_text(encoding="utf-8")
+    assert "@import" not in content
+    assert "url(" not in content
+    assert not re.search(r"https?://", content)
+    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_numbers_are_those_of_the_model(run: Path) -> None:
+    model = models.from_pretrained(run).eval()
+    digits = data.load("digits")
+    x, labels = next(data.Batches(digits.test, digits.mean, digits.std, len(digits.test)).epoch(0))
+    with torch.no_grad():
+        right = model(x).argmax(1) == labels
+    text = outline(run / "report.html").text
+    share = round(100 * float(right.float().mean()), 1)
+    assert f"accuracy{share:.1f} %of {len(labels)} test pictures" in text
+    assert f"exactly {sum(p.numel() for p in model.parameters()):,}" in text
+    assert f"Of {len(labels)} test pictures, {int((~right).sum())} were taken for another class" in text
+    certificate = dict(models.equilibria(model))["equilibrium"].problem.certificate()
+    assert f"to at most {certificate.contraction:.3f} of their distance" in text
+    assert "A contraction of a complete space has exactly one fixed point (Banach)." in text
+    assert "opteq train 'a recipe'" in text
+
+
+def test_a_baseline_says_that_it_minimises_nothing(tmp_path: Path) -> None:
+    found = outline(write(make_run(tmp_path, "resnet18-cifar", blocks=[1, 1, 1, 1], width=4)))
+    assert found.sections == ["objective", "learning", "mistakes", "pictures", "details"]
+    assert "a baseline without equilibrium layers" in found.text
+    assert "solver steps a picture" not in found.text
+    assert "saliency" in found.text
+
+
+def test_geq_shows_attention(tmp_path: Path) -> None:
+    found = outline(write(make_run(tmp_path, "geq-5m", channels=8, scales=[1, 2], hidden=[8, 16]), seconds=0))
+    assert re.search(r"attention, 0\.\d+ to (0\.\d+|1\.0)", found.text)
+    assert "The first of 2 parts:" in found.text
+    assert "Every one of the 2 branches" in found.text
+
+
+def test_layers_in_a_row_have_no_objective_and_the_page_says_why(tmp_path: Path) -> None:
+    found = outline(write(make_run(tmp_path, "opteq-162k", channels=4), seconds=0))
+    assert "together they minimise nothing in general" in found.text
+    assert "There is no objective to draw for equilibrium" in found.text
+
+
+def test_time_is_limited_and_the_page_says_how_far_it_came(copy: Path) -> None:
+    text = outline(write(copy, seconds=0)).text
+    assert re.search(r"Of the 64 of 3\d\d test pictures looked at", text)
+    assert "on the test pictures, as recorded" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("metrics.jsonl", None, "No epoch is finished yet"),
+        ("metrics.jsonl", "", "No epoch is finished yet"),
+        ("metrics.jsonl", metrics(1), "after 1 of 4 epochs"),
+        ("metrics.jsonl", metrics(4, train_loss=float("nan"), test_loss=float("inf")), "Some losses are not finite"),
+        ("metrics.jsonl", metrics(4, test_accuracy=None), "4 epochs of training."),
+        ("metrics.jsonl", metrics(4) + '{"epoch": 5, "tra', "metrics.jsonl: 1 line can't be read and is left out."),
+        ("metrics.jsonl", "[1]\nnull\n", "metrics.jsonl: 2 lines can't be read and are left out."),
+        ("metrics.jsonl", '{"train_loss": 1.0}\n{"train_loss": 0.5}\n', "after 2 of 4 epochs"),
+        ("recipe.toml", None, "The recipe names no data"),
+        ("recipe.toml", "name = [", "recipe.toml can't be read"),
+        ("recipe.toml", '[data]\nname = "folder"\nroot = "/nowhere"\n', "The test pictures can't be loaded"),
+        ("environment.json", "{", "environment.json can't be read"),
+        ("model.safetensors", None, "No weights are saved yet"),
+        ("model.safetensors", "not weights", "The weights can't be loaded"),
+    ],
+)
+def test_missing_and_damaged_pieces_give_a_page_that_says_so(
+    copy: Path, name: str, content: str | None, words: str
+) -> None:
+    if content is None:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_text(content)
+    found = outline(write(copy, seconds=0))
+    assert words in found.text
+    assert "learning" in found.sections
+
+
+def test_weights_that_are_not_finite_give_a_page_that_says_so(copy: Path) -> None:
+    model = models.from_pretrained(copy)
+    for weight in model.parameters():
+        weight.data.fill_(float("nan"))
+    model.save_pretrained(copy)
+    found = outline(write(copy, seconds=0))
+    assert "The model can't be run on the test pictures" in found.text
+    assert {"objective", "learning", "guarantees"} <= set(found.sections)
+
+
+def test_a_resumed_run_counts_every_epoch_once(copy: Path) -> None:
+    (copy / "metrics.jsonl").write_text(metrics(3) + metrics(4, train_loss=7.5))
+    epochs = read_run(copy).epochs
+    assert [(one["epoch"], one["train_loss"]) for one in epochs] == [(1, 7.5), (2, 7.5), (3, 7.5), (4, 7.5)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [(False, "is not a folder; give the run folder"), (True, "is not a run folder")]
+)
+def test_what_is_no_run_is_refused(tmp_path: Path, make: bool, message: str) -> None:
+    folder = tmp_path / "other"
+    if make:
+        folder.mkdir()
+        (folder / "holiday.txt").write_text("no run")
+    with pytest.raises(UserError, match=message):
+        write(folder)
+    assert not (folder / "report.html").exists()
+
+
+def test_a_full_disk_leaves_the_old_page(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copy / "report.html").write_text("the old page")
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(page, "write_atomically", full)
+    with pytest.raises(UserError, match="writing the report failed: No space left on device"):
+        write(copy, seconds=0)
+    assert (copy / "report.html").read_text() == "the old page"
+
+
+def test_text_from_outside_is_only_text(copy: Path) -> None:
+    recipe = (
+        f"name = {json.dumps(HOSTILE)}\nreproduces = {json.dumps(HOSTILE)}\n[model]\nname = {json.dumps(HOSTILE)}\n"
+    )
+    (copy / "recipe.toml").write_text(recipe)
+    (copy / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE, "command": [HOSTILE]}))
+    found = outline(write(copy, seconds=0))
+    assert found.scripts == 1
+    assert found.text.count(HOSTILE) >= 6
+
+
+@pytest.mark.parametrize("classes", [3, 20])
+def test_names_of_classes_are_only_text(copy: Path, classes: int) -> None:
+    (copy / "model.safetensors").unlink()
+    html = render(read_run(copy), invented(classes))
+    found = Outline(html)
+    assert found.scripts == 1
+    assert HOSTILE in found.text
+    assert "<script>alert" not in html.split("</script>", 1)[1]
+
+
+def invented(classes: int, pictures: int = 200) -> Findings:
+    """What a model might have shown, without a model; class 0 has a hostile name."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (pictures,), generator=generator)
+    images = torch.randint(256, (pictures, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    names = (HOSTILE, *(f"kind {index}" for index in range(1, classes)))
+    scores = torch.randn(pictures, classes, generator=generator)
+    scores[torch.arange(pictures), labels] += 1.5
+    probabilities = scores.softmax(1)
+    predictions = probabilities.argmax(1)
+    confusion = torch.zeros(classes, classes, dtype=torch.int64)
+    confusion.index_put_((labels, predictions), torch.tensor(1), accumulate=True)
+    looked = Examination(torch.arange(pictures), predictions, probabilities, confusion, [], pictures)
+    top = probabilities.topk(3, dim=1)
+    examples = [
+        Example(
+            pixels=images[row],
+            label=int(labels[row]),
+            predicted=int(predictions[row]),
+            likely=list(zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True)),
+            terms=[(HOSTILE, {"quadratic": 0.0, "input": 0.0}, {"quadratic": 2.0, "input": -5.0})],
+            reasons={},
+            view=torch.rand(32, 32, generator=generator),
+            kind="saliency",
+        )
+        for row in choose(looked, labels)
+    ]
+    mean = (0.5, 0.5, 0.5)
+    return Findings(None, Pictures(images, labels, names, mean, mean), looked, examples)
+
+
+def test_chosen_pictures_are_wrong_and_right_and_of_different_classes() -> None:
+    found = invented(10)
+    assert found.examination is not None
+    assert found.pictures is not None
+    labels = found.pictures.labels
+    rows = choose(found.examination, labels)
+    right = [bool(found.examination.predictions[row] == labels[row]) for row in rows]
+    assert right == [False] * 3 + [True] * 3
+    assert len({int(labels[row]) for row in rows[:3]}) == 3
+    sure = found.examination.probabilities.amax(1)
+    wrong = found.examination.predictions != labels
+    assert float(sure[rows[0]]) == float(sure[wrong].max())
+    assert float(sure[rows[3]]) == float(sure[~wrong].min())
+    perfect = invented(10).examination
+    assert perfect is not None
+    assert len(choose(perfect, perfect.predictions)) == 6
+
+
+def test_solves_are_recorded_over_all_batches() -> None:
+    torch.manual_seed(0)
+    model = models.create("opteq-digits", in_channels=1, channels=4)
+    digits = data.load("digits")
+    pictures = Pictures(digits.test.images[:100], digits.test.labels[:100], digits.classes, digits.mean, digits.std)
+    found = examine(model, pictures, seconds=100)
+    (record,) = found.solves
+    with torch.no_grad():
+        model.eval()(pictures.batch(torch.arange(100), torch.device("cpu")))
+    last = dict(models.equilibria(model))["equilibrium"].last
+    assert last is not None
+    report = last[0]
+    assert found.complete
+    assert record.converged == float(report.converged.float().mean())
+    assert record.mean_steps == pytest.approx(float(report.steps.float().mean()))
+    assert record.worst_residual == pytest.approx(float(report.residual.max()), rel=1e-3)
+    assert len(record.worst) == len(record.median) == int(report.steps.max()) + 1
+    assert all(high >= middle for high, middle in zip(record.worst, record.median, strict=True))
