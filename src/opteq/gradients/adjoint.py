@@ -33,6 +33,11 @@ class _AdjointSolve:
         """What advances."""
         return self.session.run
 
+    @property
+    def facts(self) -> None:
+        """Nothing that the system does not know itself."""
+        return
+
     def tensors(self) -> list[Tensor]:
         """The adjoint vector and how its system was solved, the history last."""
         finish, layout = self.session.finish(), self.layout

@@ -19,13 +19,20 @@ from opteq.states import State, blocks, like, map_state
 
 
 @dataclass(frozen=True)
+class _Facts:
+    """What the tensors of an answer do not tell."""
+
+    is_tuple: bool
+    tol: float
+
+
+@dataclass(frozen=True)
 class _Search:
     """A solve under way, in the state's variable or in that of the features."""
 
     session: Session
     hidden: BoundMap
     form: FeatureForm | None
-    is_tuple: bool
 
     @property
     def run(self) -> Run:
@@ -45,9 +52,10 @@ class _Search:
         )
         return replace(outcome, state=state)
 
-    def shaped(self, parts: list[Tensor]) -> State:
-        """Parts of a state as a state."""
-        return tuple(parts) if self.is_tuple else parts[0]
+    @property
+    def facts(self) -> _Facts:
+        """The form of the state, and the tolerance."""
+        return _Facts(isinstance(self.hidden.start(), tuple), self.session.tol)
 
     def tensors(self) -> list[Tensor]:
         """The outcome as a list, the history last."""
@@ -76,7 +84,7 @@ def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureFo
             coupled=hidden.coupled,
             keep_inverse=inverse,
         )
-    return _Search(session, hidden, form, isinstance(hidden.start(), tuple))
+    return _Search(session, hidden, form)
 
 
 def find(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
@@ -143,5 +151,6 @@ def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome
         answer = staged(key, inputs, open_solve)
     if answer is None:
         return None
-    (*parts, residual, steps, codes, trace), search = answer
-    return Outcome(search.shaped(parts), residual, steps, codes, trace, search.session.tol)
+    (*parts, residual, steps, codes, trace), facts = answer
+    assert isinstance(facts, _Facts)
+    return Outcome(tuple(parts) if facts.is_tuple else parts[0], residual, steps, codes, trace, facts.tol)

@@ -1,9 +1,9 @@
 """A solve as a few CUDA graphs: its start, chunks of steps, its end.
 
 A GPU computes a solver step faster than Python can launch it. Here the steps between two looks of the host are captured
-as one graph each, the first time that a solve of this form gets so far, and replayed afterwards. The graphs run one
-after the other and share one pool of memory, so what a chunk leaves is where the next one expects it. Inputs are
-copied in and answers copied out: nothing outside ever sees the memory of a graph.
+as one graph each, and replayed afterwards. The graphs run one after the other and share one pool of memory, so what a
+chunk leaves is where the next one expects it. Inputs are copied in and answers copied out: nothing outside ever sees
+the memory of a graph.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -33,6 +35,11 @@ class Capturable(Protocol):
         """What advances."""
         ...
 
+    @property
+    def facts(self) -> object:
+        """What is known before the first step: it goes with every answer."""
+        ...
+
     def tensors(self) -> list[Tensor]:
         """The answer as it stands."""
         ...
@@ -41,110 +48,108 @@ class Capturable(Protocol):
 Solve = TypeVar("Solve", bound=Capturable)
 
 
+@dataclass(frozen=True)
 class _Stage:
-    """Some steps, and what is asked after them."""
+    """Some steps, what reads the answer after them, whether rows are left, and how long the history is by then."""
 
-    def __init__(self, steps: Any, finish: Any, unfinished: Tensor, history: int) -> None:
-        self.steps = steps
-        self.finish = finish
-        self.unfinished = unfinished
-        self.history = history
+    steps: Any
+    finish: Any
+    unfinished: Tensor
+    history: int
 
 
 class StagedSolve(Generic[Solve]):
-    """One form of solve, captured stage by stage as far as it was ever needed."""
+    """One form of solve, captured stage by stage to its last step.
+
+    All solves of a device share one pool of memory. Each one initialises what it reads and hands out copies, so what
+    another one leaves in the pool, or overwrites there, does no harm; and nothing is held between two solves but the
+    inputs' copies and the answer.
+    """
 
     def __init__(self, inputs: Sequence[Tensor], open_solve: Callable[[list[Tensor]], Solve]) -> None:
         self.device = inputs[0].device
         self.inputs = [torch.empty_like(tensor) for tensor in inputs]
-        self.open = open_solve
-        self.pool = torch.cuda.graph_pool_handle()
+        torch._foreach_copy_(self.inputs, list(inputs))
         self.stages: list[_Stage] = []
-        self.solve: Solve | None = None
         self.answer: list[Tensor] = []
         self.expected = 0
-
-    def __call__(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Solve]:
-        """The answer for ``inputs``, as tensors of its own, and the solve that was captured."""
-        torch._foreach_copy_(self.inputs, list(inputs))
-        if not self.stages:
-            self._capture(self._begin)
-        stage = self.stages[0]
-        stage.steps.replay()
-        place = 0
-        # Looking makes the device wait. Batches are much alike, so nobody looks before the last one's end is near.
-        while self._more(place) and (place < self.expected - 1 or bool(stage.unfinished)):
-            place += 1
-            if place == len(self.stages):
-                self._capture(self._advance)
-            stage = self.stages[place]
-            stage.steps.replay()
-        stage.finish.replay()
-        self.expected = place
-        *fixed, history = self.answer
-        assert self.solve is not None
-        return [*(tensor.clone() for tensor in fixed), history[: stage.history].clone()], self.solve
-
-    def _more(self, place: int) -> bool:
-        if place + 1 < len(self.stages):
-            return True
-        assert self.solve is not None
-        return self.stages[place].history <= self.solve.run.rule.max_steps
-
-    def _begin(self) -> int:
-        self.solve = self.open(self.inputs)
-        self.solve.run.begin()
-        return 0
-
-    def _advance(self) -> int:
-        assert self.solve is not None
-        run, taken = self.solve.run, self.stages[-1].history - 1
-        chunk = min(run.rule.check_every, run.rule.max_steps - taken)
-        for _ in range(chunk):
-            run.advance()
-        return taken + chunk
-
-    def _capture(self, work: Callable[[], int]) -> None:
-        steps, finish = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        pool, stream = _workshop(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), torch.no_grad():
-            taken, unfinished = self._record(steps, work)
-            self._record(finish, lambda: self._end(taken))
+            self.facts = self._capture(open_solve, pool)
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.stages.append(_Stage(steps, finish, unfinished, taken + 1))
 
-    def _end(self, taken: int) -> int:
-        assert self.solve is not None
-        answer = self.solve.tensors()
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The answer for ``inputs``, as tensors of its own."""
+        torch._foreach_copy_(self.inputs, list(inputs))
+        place = 0
+        self.stages[0].steps.replay()
+        # Looking makes the device wait. Batches are much alike, so nobody looks before the last one's end is near.
+        while place + 1 < len(self.stages) and (place < self.expected - 1 or bool(self.stages[place].unfinished)):
+            place += 1
+            self.stages[place].steps.replay()
+        self.stages[place].finish.replay()
+        self.expected = place
+        *fixed, history = self.answer
+        return [*(tensor.clone() for tensor in fixed), history[: self.stages[place].history].clone()]
+
+    def _capture(self, open_solve: Callable[[list[Tensor]], Solve], pool: Any) -> object:
+        solve: Solve | None = None
+
+        def begin() -> Tensor:
+            nonlocal solve
+            solve = open_solve(self.inputs)
+            solve.run.begin()
+            return solve.run.unfinished().any()
+
+        steps, unfinished = self._record(pool, begin)
+        assert solve is not None
+        run, taken = solve.run, 0
+        while True:
+            finish, _ = self._record(pool, partial(self._read, solve, taken))
+            self.stages.append(_Stage(steps, finish, unfinished, taken + 1))
+            chunk = min(run.rule.check_every, run.rule.max_steps - taken)
+            if chunk == 0:
+                return solve.facts
+            steps, unfinished = self._record(pool, partial(_advance, run, chunk))
+            taken += chunk
+
+    def _read(self, solve: Solve | None, taken: int) -> Tensor:
+        assert solve is not None
+        answer = solve.tensors()
         if not self.answer:
-            longest = self.solve.run.rule.max_steps + 1
+            longest = solve.run.rule.max_steps + 1
             self.answer = [torch.empty_like(tensor) for tensor in answer[:-1]]
             self.answer.append(answer[-1].new_zeros(longest, *answer[-1].shape[1:]))
         for own, tensor in zip(self.answer[:-1], answer[:-1], strict=True):
             own.copy_(tensor)
-        self.answer[-1][: taken + 1].copy_(answer[-1])
-        return taken
+        return self.answer[-1][: taken + 1].copy_(answer[-1])
 
-    def _record(self, graph: Any, work: Callable[[], int]) -> tuple[int, Tensor]:
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+    def _record(self, pool: Any, work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            taken = work()
-            assert self.solve is not None
-            unfinished = self.solve.run.unfinished().any()
+            result = work()
         finally:
             graph.capture_end()
-        return taken, unfinished
+        return graph, result
+
+
+def _advance(run: Run, steps: int) -> Tensor:
+    for _ in range(steps):
+        run.advance()
+    return run.unfinished().any()
 
 
 _solves: OrderedDict[Hashable, StagedSolve[Any] | None] = OrderedDict()
 _seen: OrderedDict[Hashable, None] = OrderedDict()
+_workshops: dict[torch.device, tuple[Any, Any]] = {}
 
 
 def staged(
     key: Hashable, inputs: Sequence[Tensor], open_solve: Callable[[list[Tensor]], Solve]
-) -> tuple[list[Tensor], Solve] | None:
-    """The answer of a solve by graphs, and the captured solve; None where it should be run as it is.
+) -> tuple[list[Tensor], object] | None:
+    """The answer of a solve by graphs, and the facts about it; None where it should be run as it is.
 
     The first solve of a form is: libraries set themselves up then, and a batch that is seen once is not worth a
     capture. A capture that fails is not tried again, and warns.
@@ -163,18 +168,26 @@ def staged(
         if form not in _seen:
             _remember(_seen, form, None)
             return None
-        _remember(_solves, form, StagedSolve(inputs, open_solve))
+        _remember(_solves, form, _captured(inputs, open_solve))
     _solves.move_to_end(form)
     solve = _solves[form]
-    if solve is None:
-        return None
+    return None if solve is None else (solve(inputs), solve.facts)
+
+
+def _captured(inputs: Sequence[Tensor], open_solve: Callable[[list[Tensor]], Solve]) -> StagedSolve[Solve] | None:
     try:
-        return solve(inputs)
+        return StagedSolve(inputs, open_solve)
     except RuntimeError as error:
-        _solves[form] = None
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"a solve could not be captured as a CUDA graph and runs step by step: {message}", stacklevel=2)
         return None
+
+
+def _workshop(device: torch.device) -> tuple[Any, Any]:
+    """The pool and the stream that all captures of a device use: memory is handed on within a stream only."""
+    if device not in _workshops:
+        _workshops[device] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _workshops[device]
 
 
 def usable(inputs: Sequence[Tensor]) -> bool:
@@ -193,6 +206,7 @@ def forget() -> None:
     """Drop every captured solve and the memory that they hold."""
     _solves.clear()
     _seen.clear()
+    _workshops.clear()
 
 
 def _remember(store: OrderedDict[Hashable, Any], form: Hashable, value: Any) -> None:

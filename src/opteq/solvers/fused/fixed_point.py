@@ -13,13 +13,12 @@ from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.method import StateTask
 from opteq.states import blocks, like
 
-# How many entries a program of Anderson's first pass takes at a time, and with how many warps: its sums stay in
-# registers from one to the next, so that it adds up across threads only once.
-OBSERVED = 512
-OBSERVERS = 2
+# A program of Anderson's first pass keeps its sums in registers and adds up across threads only once, at its end.
+# A warp of its own needs no barrier; where that gives too few programs to fill a GPU, two warps share one.
+_MANY_PROGRAMS = 1024
 
 MIXED = 1024
-MIXERS = 4
+MIXERS = 2
 
 
 class FusedPlain:
@@ -157,13 +156,14 @@ class FusedAnderson(FusedPlain):
         self.older_image, self.image_before = self.image_before, self.image
         self.image, merit = self._evaluate(self.point)
         slot = (book.step - 1) % self.memory
+        warps = 1 if book.blocks.parts * book.blocks.rows >= _MANY_PROGRAMS else 2
         for i, width in enumerate(book.blocks.widths):
             kernels.anderson_observe[book.grid(i)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
                 self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
                 book.blocks.rows, width, slot, book.blocks.firsts[i], book.blocks.parts, book.blocks.rows * width,
                 M=self.memory, MP=self.padded, DAMPED=self.damping is not None, HALF=self.half, WIDE=book.wide_type,
-                PIECE=BLOCK, BLOCK=OBSERVED, num_warps=OBSERVERS,
+                PIECE=BLOCK, BLOCK=256 * warps, num_warps=warps,
             )  # fmt: skip
         self._judge(start=False, merit=merit, slot=slot)
         self._mix(self.ring[(book.step + 1) % 3])
