@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint format bench slow gpu clean
 
+# Trains a classifier on the embedded digits and leaves a page to open; a second call goes on where the first stopped.
 demo: $(STAMP)
-	$(BIN)/opteq demo
+	$(BIN)/opteq train digits --out runs/digits --resume
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -q -n auto --timeout 300 -m "not slow and not gpu"
@@ -28,7 +29,8 @@ gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/bound_cost.py
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/opteq bench
 
 # The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt

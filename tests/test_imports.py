@@ -47,7 +47,10 @@ STRANGERS = {
 }
 
 # What a network needs to run. Everything else is imported where it is used.
-HEAVY = {"matplotlib", "sklearn", "cvxpy", "torchdeq", "scipy", "typer", "pandas", "torchvision", "tensorboard"}
+HEAVY = {
+    "matplotlib", "sklearn", "cvxpy", "torchdeq", "scipy", "typer", "pandas", "torchvision", "tensorboard",
+    "accelerate", "kornia", "PIL", "pydantic", "huggingface_hub",
+}  # fmt: skip
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 

@@ -1,6 +1,6 @@
 """Networks whose output solves an optimisation problem that a person can read and edit."""
 
-from opteq import analysis, couplings, kernels, operators, penalties, regularizers
+from opteq import analysis, couplings, kernels, models, operators, penalties, regularizers
 from opteq._errors import ConvergenceError, ConvergenceWarning
 from opteq._fast import fast_paths
 from opteq.equilibrium import Equilibrium
@@ -60,6 +60,7 @@ __all__ = [
     "couplings",
     "fast_paths",
     "kernels",
+    "models",
     "operators",
     "penalties",
     "regularizers",

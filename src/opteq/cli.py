@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import opteq
+from opteq._errors import UserError
 
 app = typer.Typer(
     help="Networks whose output solves an optimisation problem that a person can read and edit.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -33,3 +39,138 @@ def demo(
     from opteq.demo import run
 
     run(samples)
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A name that `opteq recipes` lists, or a TOML file; digits by default.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/<name> by default.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as train.epochs=20.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's newest checkpoint.")] = False,
+) -> None:
+    """Train a model by a recipe and leave weights, metrics and a report in a folder."""
+    from opteq import training
+
+    with one_line_errors():
+        stored = (out or Path("runs/digits")) / "recipe.toml"
+        if recipe is None and resume and out is not None and not stored.exists():
+            raise UserError(f"{out} holds no run to go on with; name a recipe to begin one there")
+        # A run that is resumed without a recipe goes on with its own, whatever was --set when it began.
+        own = recipe is None and resume and stored.exists()
+        chosen = training.load_recipe(stored if own else recipe or "digits", set_ or ())
+        folder = training.train(chosen, out or (stored.parent if own else Path("runs") / chosen.name), resume=resume)
+        if _is_first_process():
+            _report(folder)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    tol: Annotated[
+        float | None, typer.Option(help="Solve to this relative residual, in full precision, not as trained.")
+    ] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Solver steps at most.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16; as trained by default.")] = None,
+    root: Annotated[str | None, typer.Option(help="Where the pictures are, if not where the recipe says.")] = None,
+) -> None:
+    """Test a trained model on all its test pictures; also writes RUN/evaluation.json."""
+    from opteq import training
+
+    with one_line_errors():
+        result = training.evaluate(run, tol, max_steps, device, precision, root)
+    if _is_first_process():
+        from opteq.training.tables import evaluation_table
+
+        _print(evaluation_table(str(run), result))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes, and what each reproduces."""
+    from opteq.training.tables import recipes_table
+
+    with one_line_errors():
+        _print(recipes_table())
+
+
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batch: Annotated[int | None, typer.Option(help="Pictures at a time; 128 on a GPU, 8 on a CPU by default.")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHANNELS,HIDDEN,SIDE", help="A layer, such as 32,64,32; several may be given."),
+    ] = None,
+    precision: Annotated[list[str] | None, typer.Option(help="float32, tf32 or bf16; several may be given.")] = None,
+    models: Annotated[bool, typer.Option("--models/--no-models", help="Whole models too.")] = True,
+    repeats: Annotated[int, typer.Option(help="Turns that a median is taken of.")] = 10,
+    json: Annotated[Path | None, typer.Option(help="Write every figure to this file.")] = None,
+) -> None:
+    """Time solvers and training steps beside the bare map, torchdeq and the floor; status 1 if answers disagree."""
+    from opteq import bench as benchmark
+
+    with one_line_errors():
+        passed = benchmark.run(device, batch, shapes or (), precision or (), models, repeats, json)
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def models() -> None:
+    """List the models, their sizes, and what each reproduces."""
+    from opteq.training.tables import models_table
+
+    _print(models_table())
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What goes wrong becomes one line on standard error and an exit status, without a traceback.
+
+    2: something that the person at the keyboard can mend. 3: training stopped itself. 128 + n: signal n stopped it.
+    """
+    from opteq.training import Interrupted, TrainingStopped
+
+    try:
+        yield
+    except UserError as error:
+        _stop(error, 2)
+    except TrainingStopped as error:
+        _stop(error, 3)
+    except Interrupted as error:
+        _stop(error, 128 + error.signal)
+
+
+def _stop(error: Exception, status: int) -> None:
+    # Of several processes that meet the same error, one speaks.
+    if _is_first_process():
+        typer.echo("opteq: " + " ".join(str(error).split()), err=True)
+    raise typer.Exit(status) from error
+
+
+def _report(folder: Path) -> None:
+    """Write the page about a run. A run is worth keeping even where its page fails."""
+    from opteq import report
+
+    try:
+        page = report.write(folder)
+    except Exception as error:
+        typer.echo(f"opteq: the report could not be written ({error}); the run itself is whole", err=True)
+        typer.echo(f"done: {folder}")
+    else:
+        typer.echo(f"done: {folder}, report in {page}")
+
+
+def _is_first_process() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _print(table: object) -> None:
+    from rich.console import Console
+
+    Console().print(table)

@@ -289,12 +289,23 @@ def _hand_out(features: Features, pairs: list[tuple[Tensor, Tensor]], weights: t
     for index, z in enumerate(features):
         after, ahead = pairs[index][1], weights[index]
         before, behind = pairs[index - 1][0], weights[index - 1].mT
-        share = torch.bmm(ahead, after)
+        share = _mixed(ahead, after)
         if before.shape == after.shape:  # the two meetings have one size: add the second where the first is
-            handed.append(_at_size_of(z, torch.baddbmm(share, behind, before)))
+            handed.append(_at_size_of(z, _mixed(behind, before, share)))
         else:
-            handed.append(_at_size_of(z, share) + _at_size_of(z, torch.bmm(behind, before)))
+            handed.append(_at_size_of(z, share) + _at_size_of(z, _mixed(behind, before)))
     return tuple(handed)
+
+
+def _mixed(weights: Tensor, channels: Tensor, more: Tensor | None = None) -> Tensor:
+    """``weights channels + more``, with channels next to each other in memory where those of ``channels`` are."""
+    if channels.stride(1) == 1 and channels.shape[1] > 1:
+        return _mixed_plainly(channels.mT, weights.mT, None if more is None else more.mT).mT
+    return _mixed_plainly(weights, channels, more)
+
+
+def _mixed_plainly(left: Tensor, right: Tensor, more: Tensor | None) -> Tensor:
+    return torch.bmm(left, right) if more is None else torch.baddbmm(more, left, right)
 
 
 def _at_size_of(z: Tensor, matrix: Tensor) -> Tensor:

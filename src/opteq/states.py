@@ -116,7 +116,7 @@ class Layout:
         return cls(
             shapes=tuple(part.shape for part in parts),
             dtypes=tuple(part.dtype for part in parts),
-            channels_last=tuple(_is_channels_last(part) for part in parts),
+            channels_last=tuple(is_channels_last(part) for part in parts),
             device=parts[0].device,
             is_tuple=isinstance(state, tuple),
             coupled=coupled,
@@ -199,7 +199,8 @@ class Layout:
         return math.prod(shape) if self.coupled else math.prod(shape[1:])
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether a picture's channels lie next to each other in memory."""
     # By strides, since torch.func does not answer is_contiguous with a memory format.
     if tensor.ndim != 4 or tensor.shape[1] == 1:
         return False

@@ -1,17 +1,24 @@
 """Looking at equilibrium networks: gradients, guarantees, branches, explanations."""
 
-from opteq.analysis import attention, bounds, branches
+from opteq.analysis import attention, bounds, branches, saliency, terms
 from opteq.analysis.attention import attention_map
 from opteq.analysis.branches import measure_branches, reconstructed_perturbation
 from opteq.analysis.gradients import GradientCost, compare_gradients
+from opteq.analysis.saliency import saliency_map
+from opteq.analysis.terms import LayerTerms, objective_terms
 
 __all__ = [
     "GradientCost",
+    "LayerTerms",
     "attention",
     "attention_map",
     "bounds",
     "branches",
     "compare_gradients",
     "measure_branches",
+    "objective_terms",
     "reconstructed_perturbation",
+    "saliency",
+    "saliency_map",
+    "terms",
 ]

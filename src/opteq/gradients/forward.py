@@ -31,7 +31,7 @@ class _Search:
     """A solve under way, in the state's variable or in that of the features."""
 
     session: Session
-    hidden: BoundMap
+    template: State
     form: FeatureForm | None
 
     @property
@@ -48,14 +48,14 @@ class _Search:
             state = self.form.state(outcome.state)
         # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
         state = map_state(
-            lambda new, old: torch.where(torch.isfinite(new), new, old.to(new.dtype)), state, self.hidden.start()
+            lambda new, old: torch.where(torch.isfinite(new), new, old.to(new.dtype)), state, self.template
         )
         return replace(outcome, state=state)
 
     @property
     def facts(self) -> _Facts:
         """The form of the state, and the tolerance."""
-        return _Facts(isinstance(self.hidden.start(), tuple), self.session.tol)
+        return _Facts(isinstance(self.template, tuple), self.session.tol)
 
     def tensors(self) -> list[Tensor]:
         """The outcome as a list, the history last."""
@@ -64,10 +64,11 @@ class _Search:
 
 
 def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureForm | None, inverse: bool) -> _Search:
+    template = hidden.start()
     if form is None:
         session = solver.open(
             hidden.step,
-            hidden.start() if start is None else start,
+            template if start is None else start,
             measured=None if hidden.contracts else hidden.measured,
             project=hidden.project,
             interval=hidden.interval,
@@ -84,7 +85,7 @@ def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureFo
             coupled=hidden.coupled,
             keep_inverse=inverse,
         )
-    return _Search(session, hidden, form)
+    return _Search(session, template, form)
 
 
 def find(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq.operators.base import LinearMap, Operator, checked_size
+from opteq.states import is_channels_last
 
 
 class AveragePoolMap(LinearMap):
@@ -21,7 +22,13 @@ class AveragePoolMap(LinearMap):
                 f"AveragePool({self.factor}) expects pictures (batch, channels, height, width) "
                 f"with height and width divisible by {self.factor}, got {tuple(v.shape)}."
             )
-        return F.avg_pool2d(v, self.factor)
+        if not is_channels_last(v):
+            return F.avg_pool2d(v, self.factor)
+        # A mean over two dimensions of the same memory: its derivative is a copy, that of avg_pool2d a slow kernel.
+        batch, channels, height, width = v.shape
+        k = self.factor
+        squares = v.permute(0, 2, 3, 1).reshape(batch, height // k, k, width // k, k, channels)
+        return squares.mean(dim=(2, 4)).permute(0, 3, 1, 2)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """Nearest upsampling divided by ``factor ** 2``."""
@@ -32,7 +39,11 @@ class AveragePoolMap(LinearMap):
             )
         k = self.factor
         batch, channels, height, width = u.shape
-        repeated = (u / k**2)[:, :, :, None, :, None].expand(batch, channels, height, k, width, k)
+        shares = u / k**2
+        if is_channels_last(u):
+            pixels = shares.permute(0, 2, 3, 1)[:, :, None, :, None].expand(batch, height, k, width, k, channels)
+            return pixels.reshape(batch, height * k, width * k, channels).permute(0, 3, 1, 2)
+        repeated = shares[:, :, :, None, :, None].expand(batch, channels, height, k, width, k)
         return repeated.reshape(batch, channels, height * k, width * k)
 
 

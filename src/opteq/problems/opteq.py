@@ -18,7 +18,7 @@ from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
 from opteq.regularizers import Regularizer
-from opteq.states import State, inner, single
+from opteq.states import State, inner, is_channels_last, single
 
 
 class OptEq(Problem):
@@ -225,21 +225,28 @@ class BoundOptEq(Hidden):
             raise ValueError("a solver that works on features needs OptEq without a regulariser of its own")
         return FeatureForm(
             lambda z: self.block(single(z)),
-            torch.zeros_like(self.features(self.start())),
+            self._no_features(),
             lambda z: self.block.activation(single(z)),
             self._measured_features,
         )
+
+    def _no_features(self) -> Tensor:
+        # What features look like is told by those of one sample.
+        one = self.features(self.start()[:1])
+        pattern = torch.channels_last if is_channels_last(one) else torch.contiguous_format
+        return one.new_zeros(len(self.block.c), *one.shape[1:]).contiguous(memory_format=pattern)
 
     def compact_form(self) -> FeatureForm | None:
         """The paper's variable, where it is the smaller one.
 
         Only where a step contracts: ``y = sigma(W z + c)`` then moves by at most ``L |W| |T(z) - z|`` in a step, and
-        ``|z| <= |W| |y| / mu``, so that the relative residual of y is at most ``L |W|^2 / mu < 1`` times that of z, which
-        is reported.
+        ``|z| <= |W| |y| / mu``, so that the relative residual of y is at most ``L |W|^2 / mu < 1`` times that of z,
+        which is reported.
         """
-        if not self.contracts or self.features(self.start()).numel() >= self.block.c.numel():
+        if not self.contracts:
             return None
-        return self.feature_form()
+        form = self.feature_form()
+        return form if single(form.start).numel() < self.block.c.numel() else None
 
     def _measured_features(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""

@@ -108,7 +108,8 @@ class StagedSolve(Generic[Solve]):
         while True:
             finish, _ = self._record(pool, partial(self._read, solve, taken))
             self.stages.append(_Stage(steps, finish, unfinished, taken + 1))
-            chunk = min(run.rule.check_every, run.rule.max_steps - taken)
+            # Short solves end at any step, so the first stages are short; a long one would go too far at its end.
+            chunk = min(run.rule.check_every, max(1, taken // 8), run.rule.max_steps - taken)
             if chunk == 0:
                 return solve.facts
             steps, unfinished = self._record(pool, partial(_advance, run, chunk))

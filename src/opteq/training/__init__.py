@@ -1,0 +1,21 @@
+"""Training: recipes, the loop, checkpoints that survive anything, and what a run tells."""
+
+from __future__ import annotations
+
+from opteq.training.checkpoints import CheckpointWarning
+from opteq.training.evaluate import evaluate
+from opteq.training.guard import Interrupted, TrainingStopped
+from opteq.training.recipe import Recipe
+from opteq.training.recipe_files import load_recipe, recipes
+from opteq.training.train import train
+
+__all__ = [
+    "CheckpointWarning",
+    "Interrupted",
+    "Recipe",
+    "TrainingStopped",
+    "evaluate",
+    "load_recipe",
+    "recipes",
+    "train",
+]

@@ -1,0 +1,62 @@
+"""A pass over pictures without learning from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from opteq.data import Batches
+from opteq.equilibrium import Equilibrium
+from opteq.models import equilibria
+from opteq.solution import Report
+from opteq.training import rng
+from opteq.training.tally import Tally
+
+
+def reports(layers: list[tuple[str, Equilibrium]]) -> list[Report]:
+    """How the latest solve of every equilibrium layer went."""
+    return [layer.last[0] for _, layer in layers if layer.last is not None]
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[list[tuple[str, Equilibrium]]]:
+    """The equilibrium layers of ``model``, judged by the caller: inside, none of them warns or raises.
+
+    To warn, a layer has to look at its result, which makes a GPU wait at every step; a run looks once in a while.
+    """
+    layers = equilibria(model)
+    before = [layer.on_failure for _, layer in layers]
+    for _, layer in layers:
+        layer.on_failure = "ignore"
+    try:
+        yield layers
+    finally:
+        for (_, layer), setting in zip(layers, before, strict=True):
+            layer.on_failure = setting
+
+
+@torch.no_grad()
+def measure(model: nn.Module, batches: Batches, tally: Tally, should_stop: Callable[[], bool] = lambda: False) -> bool:
+    """Count loss, accuracy and solves over all ``batches``, in evaluation mode; plain cross-entropy, no extras.
+
+    Random numbers and the model's mode are afterwards as they were. Returns whether it came to the end.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with rng.preserved(), quiet(model) as layers:
+            for images, labels in batches.epoch(0):
+                if should_stop():
+                    return False
+                # The share of a process in the last batch may be empty.
+                if len(labels):
+                    logits = model(images)
+                    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+                    tally.add(loss, logits, labels, reports(layers))
+    finally:
+        model.train(was_training)
+    return True

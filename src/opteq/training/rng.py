@@ -1,0 +1,54 @@
+"""The state of every source of chance, as tensors and JSON: no pickle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def seed(number: int) -> None:
+    """Seed Python, NumPy and torch on all devices."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def capture() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The present state: what is large as tensors, the rest as values that JSON can hold."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64))}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    values = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(name), int(position), int(has_gauss), float(cached)],
+    }
+    return tensors, values
+
+
+def restore(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    """Return to a captured state."""
+    version, words, gauss = values["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"].cpu())
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"].cpu())
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """What happens inside leaves no trace in the sources of chance, so that a test pass can be repeated or skipped."""
+    before = capture()
+    try:
+        yield
+    finally:
+        restore(*before)

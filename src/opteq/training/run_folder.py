@@ -1,0 +1,83 @@
+"""The folder of a run: what is in it, and whether a run may begin or go on there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from opteq._errors import UserError
+from opteq.training.recipe import Recipe
+from opteq.training.recipe_files import flattened, load_recipe, to_toml
+from opteq.training.storage import plain_errors, remove_drafts, write_atomically
+
+# Keys that say where and how often, not what: a run may move to another machine between two commands.
+MAY_DIFFER = frozenset({"data.root", "data.cache", "train.device", "train.checkpoint_steps", "train.test_batch_size"})
+
+
+class RunFolder:
+    """``recipe.toml``, ``environment.json``, ``metrics.jsonl``, ``checkpoints/``, ``tensorboard/``, and at the end
+    ``model.safetensors``, ``config.json`` and ``report.html``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def recipe_file(self) -> Path:
+        """The recipe that the run was started with."""
+        return self.path / "recipe.toml"
+
+    def holds_a_run(self) -> bool:
+        """Whether something here would be lost if a run began."""
+        return (
+            any(self.checkpoints.glob("step-*.safetensors"))
+            or (self.path / "model.safetensors").exists()
+            or (self.path / "metrics.jsonl").exists()
+        )
+
+    def recipe(self) -> Recipe:
+        """The recipe of the run that is here."""
+        if not self.recipe_file.is_file():
+            raise UserError(f"{self.path} holds no run: there is no recipe.toml in it. `opteq train --out` makes one")
+        return load_recipe(self.recipe_file)
+
+    def check(self, recipe: Recipe, resume: bool) -> None:
+        """Raise unless a run with this recipe may begin, or go on, here."""
+        if not resume and self.holds_a_run():
+            raise UserError(f"{self.path} already holds a run: give --resume to go on with it, or another --out")
+        if resume and self.holds_a_run() and self.recipe_file.is_file():
+            _refuse_differences(self.recipe(), recipe, self.path)
+
+    def prepare(self) -> None:
+        """Make the folder and prove that it can be written to, before hours are spent."""
+        remedy = "choose a folder that you may write to with --out"
+        with plain_errors(f"making the run folder {self.path}", remedy):
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe.{os.getpid()}.tmp"
+            write_atomically(probe, b"")
+            probe.unlink()
+        remove_drafts(self.path)
+
+    def describe(self, recipe: Recipe, environment: dict[str, Any]) -> None:
+        """Write what the run is and where it runs."""
+        write_atomically(self.recipe_file, to_toml(recipe).encode())
+        write_atomically(self.path / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
+
+
+def _refuse_differences(before: Recipe, now: Recipe, path: Path) -> None:
+    old, new = flattened(before.model_dump(mode="json")), flattened(now.model_dump(mode="json"))
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in MAY_DIFFER)
+    if keys:
+        shown = ", ".join(f"{key} ({old.get(key)!r} there, {new.get(key)!r} now)" for key in keys[:6])
+        more = f" and {len(keys) - 6} more" if len(keys) > 6 else ""
+        raise UserError(
+            f"{path} was begun with another recipe, so it cannot be resumed with this one: {shown}{more} differ. "
+            "Leave the recipe out to go on with its own, or give another --out"
+        )

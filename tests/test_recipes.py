@@ -1,0 +1,155 @@
+"""Recipes: every file of the package is right, and every mistake in one is named in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from opteq import data, models
+from opteq._errors import UserError
+from opteq.training import load_recipe, recipes
+from opteq.training.overrides import known_keys, parse
+from opteq.training.recipe_files import to_toml
+from opteq.training.toml import dumps, loads
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_is_whole(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.reproduces
+    assert recipe.data.name in data.names()
+    with torch.device("meta"):
+        model = models.create(recipe.model.name, num_classes=10, **recipe.model.options)
+    assert sum(weight.numel() for weight in model.parameters()) > 0
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_survives_being_written(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+    assert load_recipe(tmp_path / "recipe.toml") == recipe
+
+
+def test_there_is_one_for_every_model() -> None:
+    assert {load_recipe(name).model.name for name in recipes()} == set(models.list())
+
+
+def test_the_papers_numbers() -> None:
+    """What the papers state, checked against the text rather than against the files."""
+    small = load_recipe("mopteq-193k-cifar10-perturbation")
+    assert (small.optimizer.lr, small.optimizer.weight_decay, small.train.batch_size) == (0.1, 1e-3, 128)
+    assert (small.schedule.milestones, small.train.epochs) == ([100, 150, 175], 200)
+    assert (small.model.options["diversity"], small.model.options["perturbation"]) == (0.01, 0.1)
+    large = load_recipe("mopteq-10m-imagenette")
+    assert (large.optimizer.weight_decay, large.train.batch_size, large.data.image_size) == (5e-5, 32, 256)
+    deep = load_recipe("opteq-162k-cifar10")
+    assert (deep.schedule.every, deep.schedule.factor, deep.train.batch_size) == (20, 0.7, 125)
+    assert load_recipe("opteq-199k-cifar10").schedule.factor == 0.5
+
+
+def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
+    same = [load_recipe(name) for name in recipes() if name.startswith("cifar10-jpeg-")]
+    assert len(same) == 7
+    rest = [recipe.model_dump(exclude={"name", "reproduces", "model"}) for recipe in same]
+    assert all(one == rest[0] for one in rest)
+    assert (rest[0]["train"]["epochs"], rest[0]["train"]["precision"]) == (30, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=3", "unknown key 'train.epoch'; did you mean 'train.epochs'?"),
+        ("epochs=3", "unknown key 'epochs'; did you mean 'train.epochs'?"),
+        ("optimiser.lr=1", "unknown key 'optimiser.lr'; did you mean 'optimizer.lr'?"),
+        ("zzz.qqq=1", "unknown key 'zzz.qqq'; a recipe has: "),
+        ("train=3", "unknown key 'train'"),
+        ("train.epochs=0", "train.epochs = 0 is not right: it should be greater than or equal to 1"),
+        ("train.epochs=ten", 'train.epochs = "ten" is not right: it should be a valid integer'),
+        ("train.epochs=true", "train.epochs = true is not right: it should be a valid integer"),
+        ("train.precision=bf32", "it should be 'no', 'bf16' or 'fp16'"),
+        ("optimizer.lr=-1", "optimizer.lr = -1 is not right"),
+        ("optimizer.lr=nan", "optimizer.lr = nan is not right"),
+        ("optimizer.momentum=1.0", "optimizer.momentum = 1.0 is not right: it should be less than 1"),
+        ("optimizer.momentum=0", "[optimizer] nesterov = true needs a momentum above 0"),
+        ("schedule.name=step", '[schedule] name = "step" needs either milestones'),
+        ("loss.weight=0.1", "[loss] regularizer = None with weight = 0.1: give both or neither"),
+        ("train.accumulate=999", "[train] accumulate = 999 is more than batch_size"),
+        ("augment.flip=3", "augment.flip = 3 is not right: it should be a valid boolean"),
+        ("augment.erase=7.0", "[augment] Augmentation.erase should be in [0, 1]; got 7.0"),
+        ("augment.crop_pading=4", "unknown key 'augment.crop_pading'; did you mean 'augment.crop_padding'?"),
+        ("train.epochs", "--set takes KEY=VALUE, such as train.epochs=20; got 'train.epochs'"),
+        ("name=../etc", 'name = "../etc" is not right'),
+    ],
+)
+def test_a_wrong_override_is_named_in_a_line(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe("digits", [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_file_is_named_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    text = to_toml(load_recipe("digits"))
+    for content, message in (
+        (text + "\n[train2]\n", "unknown key 'train2'"),
+        (text.replace("epochs =", "epoch ="), "did you mean 'train.epochs'?"),
+        (text.replace("[model]", "[model"), "is not valid TOML"),
+        ('name = "x"\n', "the key 'model' is missing (and 3 more)"),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError) as caught:
+            load_recipe(path)
+        assert message in str(caught.value)
+        assert str(path) in str(caught.value)
+    with pytest.raises(UserError, match="No such file"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="unknown recipe 'digit'; did you mean 'digits'"):
+        load_recipe("digit")
+
+
+def test_values_of_overrides_are_typed() -> None:
+    recipe = load_recipe(
+        "digits",
+        [
+            "train.epochs=7",
+            "optimizer.betas=[0.8, 0.9]",
+            "data.root=2024",
+            "train.clip=1",
+            "model.options.bound=none",
+            "model.options.hidden=[3, 4]",
+            "model.name=opteq-162k",
+            'reproduces="a b"',
+            "schedule.name=step",
+            "schedule.milestones=[2, 3]",
+        ],
+    )
+    assert (recipe.train.epochs, recipe.train.clip, recipe.optimizer.betas) == (7, 1.0, (0.8, 0.9))
+    assert (recipe.data.root, recipe.model.name, recipe.reproduces) == ("2024", "opteq-162k", "a b")
+    assert recipe.model.options == {"bound": "none", "hidden": [3, 4]}
+    assert load_recipe("digits", ["train.clip=1.0", "train.clip=none"]).train.clip is None
+
+
+def test_every_key_can_be_named() -> None:
+    keys = dict(known_keys())
+    assert {"name", "model.options", "augment.flip", "train.epochs", "guard.lost"} <= set(keys)
+    assert "train" not in keys
+
+
+@pytest.mark.parametrize(
+    "value", [1, -2.5, 1e-8, True, 'a "b" \\ \n é \x7f', [1, [2.0]], {"a b": 1, "c": "none"}, float("inf")]
+)
+def test_what_is_written_is_read_back(value: object) -> None:
+    assert loads(dumps({"table": {"key": value}})) == {"table": {"key": value}}
+
+
+def test_parse_falls_back_to_text() -> None:
+    assert parse("2020-01-01", str) == "2020-01-01"
+    assert parse('"none"', str | None) == "none"
+    assert parse("a=b") == "a=b"

@@ -1,0 +1,244 @@
+"""The parts of training, each against something independent of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from opteq import models, regularizers
+from opteq._errors import UserError
+from opteq.couplings import diversity, heritage
+from opteq.solution import Report
+from opteq.training import CheckpointWarning, TrainingStopped, rng
+from opteq.training.checkpoints import Checkpoint, Checkpoints
+from opteq.training.guard import judge
+from opteq.training.losses import Loss
+from opteq.training.optimizers import optimizer
+from opteq.training.recipe import GuardSection, LossSection, OptimizerSection, ScheduleSection
+from opteq.training.schedules import schedule
+from opteq.training.storage import plain_errors, write_atomically
+from opteq.training.tally import Counts, Tally
+
+
+def torch_factors(make: object, steps: int) -> list[float]:
+    weight = nn.Parameter(torch.zeros(1))
+    inner = torch.optim.SGD([weight], lr=1.0)
+    scheduler = make(inner)  # type: ignore[operator]
+    factors = []
+    for _ in range(steps):
+        factors.append(inner.param_groups[0]["lr"])
+        inner.step()
+        scheduler.step()
+    return factors
+
+
+def test_one_cycle_is_torchs() -> None:
+    ours = schedule(ScheduleSection(name="one-cycle", rise=0.3, start=0.04, final=4e-6), 10, 4)
+    theirs = torch_factors(
+        lambda inner: torch.optim.lr_scheduler.OneCycleLR(inner, 1.0, total_steps=40, cycle_momentum=False), 40
+    )
+    assert [ours(step) for step in range(40)] == pytest.approx(theirs, abs=1e-9)
+
+
+def test_cosine_and_steps_are_torchs() -> None:
+    ours = schedule(ScheduleSection(name="cosine", final=0.1), 10, 3)
+    theirs = torch_factors(lambda inner: torch.optim.lr_scheduler.CosineAnnealingLR(inner, 29, eta_min=0.1), 30)
+    assert [ours(step) for step in range(30)] == pytest.approx(theirs, abs=1e-9)
+    ours = schedule(ScheduleSection(name="step", milestones=[1, 2], factor=0.5), 10, 3)
+    theirs = torch_factors(lambda inner: torch.optim.lr_scheduler.MultiStepLR(inner, [10, 20], 0.5), 30)
+    assert [ours(step) for step in range(30)] == pytest.approx(theirs, abs=1e-12)
+
+
+def test_warm_up_rises_to_where_the_schedule_begins() -> None:
+    factor = schedule(ScheduleSection(name="constant", warmup=0.5), 10, 2)
+    assert [factor(step) for step in range(7)] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1])
+    for name in ("constant", "cosine", "one-cycle"):
+        assert 0 <= schedule(ScheduleSection(name=name), 1, 1)(0) <= 1  # a run of one step has a rate too
+
+
+def test_biases_and_normalisations_can_be_spared_from_decay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    made = optimizer(OptimizerSection(name="adamw", lr=0.1, weight_decay=0.5, decay_all=False), model)
+    decayed, spared = made.param_groups
+    assert [tuple(weight.shape) for weight in decayed["params"]] == [(4, 3, 3, 3), (2, 4)]
+    assert (decayed["weight_decay"], spared["weight_decay"], len(spared["params"])) == (0.5, 0.0, 4)
+    (all_of_them,) = optimizer(OptimizerSection(lr=0.1, weight_decay=0.5), model).param_groups
+    assert (len(all_of_them["params"]), all_of_them["weight_decay"]) == (6, 0.5)
+
+
+@pytest.mark.parametrize("name", ["ridge", "l1", "incay", "decorrelation", "hsic"])
+def test_a_regulariser_through_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    model = models.create("opteq-digits", in_channels=1, channels=3, hidden=[4], pool=1)
+    x, labels = torch.randn(6, 1, 8, 8), torch.arange(6)
+    with Loss(LossSection(regularizer=name, weight=0.3), 0.1, model) as loss:
+        total = loss(model(x), labels)
+    R = regularizers.get(name)
+    values = R.value(model.features(x))
+    term = values.sum() if R.couples_batch else values.mean()
+    expected = F.cross_entropy(model(x), labels, label_smoothing=0.1) + 0.3 * term
+    assert (total / 6).item() == pytest.approx(expected.item(), rel=1e-5)
+    total.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_the_augmented_loss_asks_for_heritage_and_diversity() -> None:
+    torch.manual_seed(0)
+    model = models.create("popteq-193k", channels=3, hidden=[4, 4], scales=[1, 2])
+    x, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
+    with Loss(LossSection(augmented=0.2, diversity=0.05), 0.0, model) as loss:
+        total = loss(model(x), labels)
+    branches = model.equilibrium(model.stem(x))
+    term = (0.05 * diversity(branches) - heritage(branches)).sum(dim=0).mean()
+    expected = F.cross_entropy(model(x), labels) + 0.2 * term
+    assert (total / 4).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_augmented_loss_needs_branches() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    with pytest.raises(UserError, match="needs a model with branches"):
+        Loss(LossSection(augmented=0.2), 0.0, models.create("resnet18-cifar", width=4))
+    fused = models.create("popteq-193k", channels=3, hidden=[4, 4], scales=[1, 1], fusion="sum")
+    with Loss(LossSection(augmented=0.2), 0.0, fused), pytest.raises(UserError, match="hands on one tensor"):
+        fused(x)
+
+
+def test_soft_labels_are_counted_by_their_largest_share() -> None:
+    tally = Tally(torch.device("cpu"))
+    logits = torch.tensor([[2.0, 1.0], [0.0, 3.0]])
+    tally.add(torch.tensor(4.0), logits, torch.tensor([[0.9, 0.1], [0.6, 0.4]]), [])
+    counts = tally.read()
+    assert (counts.accuracy, counts.mean_loss, counts.solves, counts.converged_share) == (0.5, 2.0, 0, 1.0)
+
+
+def report(residual: list[float], codes: list[int]) -> Report:
+    steps = torch.full((len(codes),), 3)
+    return Report("test", torch.tensor(residual), steps, torch.tensor(codes), 1e-3)
+
+
+def test_a_tally_counts_solves() -> None:
+    tally = Tally(torch.device("cpu"), lost_above=0.1, with_top5=True)
+    logits, labels = torch.eye(3), torch.tensor([0, 1, 0])
+    reports = [report([1e-4, 0.2, math.nan], [0, 1, 2]), report([1e-4, 1e-4, 1e-4], [0, 0, 0])]
+    tally.add(torch.tensor(3.0), logits, labels, reports)
+    counts = tally.read()
+    assert (counts.solves, counts.mean_steps, counts.converged, counts.lost) == (6, 3.0, 4, 2)
+    assert counts.worst == math.inf
+    assert counts.accuracy == pytest.approx(2 / 3)
+    assert counts.top5 == 3
+    again = Tally(torch.device("cpu"))
+    again.restore(counts)
+    assert again.read() == counts
+
+
+def counts(**changes: float) -> Counts:
+    usual = dict.fromkeys(("correct", "top5", "residual", "lost", "worst"), 0.0)
+    return Counts(**{**usual, "loss": 1.0, "samples": 10, "solves": 10, "steps": 50, "converged": 10, **changes})
+
+
+def test_the_guard() -> None:
+    judge(GuardSection(), counts(lost=5.0), "epoch 1")
+    judge(GuardSection(converged=0.5), counts(converged=5.0), "epoch 1")
+    judge(GuardSection(lost=0.0), counts(solves=0.0), "epoch 1")
+    with pytest.raises(TrainingStopped, match=r"epoch 1: the loss is nan. Try a lower optimizer.lr"):
+        judge(GuardSection(), counts(loss=math.nan), "epoch 1")
+    with pytest.raises(TrainingStopped, match=r"60% of the equilibria have a relative residual above 0.1 \(mean 0.5"):
+        judge(GuardSection(), counts(lost=6.0, residual=5.0), "epoch 2")
+    with pytest.raises(TrainingStopped, match=r"only 40% of the equilibria reached .* asks for 50%"):
+        judge(GuardSection(converged=0.5), counts(converged=4.0), "epoch 2")
+
+
+def test_chance_returns_to_where_it_was() -> None:
+    def draw() -> tuple[float, float, float, float]:
+        return random.random(), float(np.random.rand()), float(np.random.randn()), float(torch.rand(1))
+
+    rng.seed(7)
+    random.gauss(0, 1)
+    np.random.randn()  # leaves a second number in store
+    tensors, values = rng.capture()
+    first = draw()
+    draw()
+    rng.restore(tensors, values)
+    assert draw() == first
+    before = rng.capture()[0]["torch"]
+    with rng.preserved():
+        draw()
+    assert torch.equal(rng.capture()[0]["torch"], before)
+
+
+def some(step: int) -> Checkpoint:
+    tensors = {
+        "a": torch.arange(6).reshape(2, 3) + step,
+        "b": torch.rand(4, 3, 2, 2).bfloat16(),
+        "c": torch.tensor(1.5),
+    }
+    tensors["b"] = tensors["b"].to(memory_format=torch.channels_last)
+    return Checkpoint(step, tensors, {"history": [{"loss": 0.1}], "word": "é"})
+
+
+def test_a_checkpoint_is_read_back(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path / "checkpoints")
+    assert store.latest() is None
+    for step in (1, 2, 3):
+        store.save(some(step))
+    torch.manual_seed(0)
+    saved = some(12)
+    store.save(saved)
+    assert [path.name for path in store.files()] == ["step-00000012.safetensors", "step-00000003.safetensors"]
+    found = store.latest()
+    assert found is not None
+    assert (found.step, found.values) == (12, saved.values)
+    assert found.tensors.keys() == saved.tensors.keys()
+    for name, tensor in saved.tensors.items():
+        assert torch.equal(found.tensors[name], tensor)
+        assert found.tensors[name].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("place", [0, 5, 40, 300, -3, -1])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, place: int) -> None:
+    store = Checkpoints(tmp_path)
+    store.save(some(1))
+    path = store.save(some(2))
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x10
+    path.write_bytes(content)
+    with pytest.warns(CheckpointWarning, match="step-00000002.*is damaged.*passed over"):
+        found = store.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04cos\nsystem\n(S'touch /tmp/pwned'\ntR.", b"\xff" * 100, "half"])
+def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path, content: bytes | str) -> None:
+    store = Checkpoints(tmp_path)
+    store.save(some(1))
+    path = store.save(some(2))
+    path.write_bytes(path.read_bytes()[:200] if isinstance(content, str) else content)
+    with pytest.warns(CheckpointWarning):
+        found = store.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    message = "saving failed: No space left on device; make room"
+    with pytest.raises(UserError, match=message), plain_errors("saving", "make room"):
+        write_atomically(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

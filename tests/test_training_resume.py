@@ -1,0 +1,100 @@
+"""A run that is killed at any moment and resumed ends as one that never was."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from opteq.training.checkpoints import Checkpoints
+from training_cases import in_process, lines, pictures, start, train_and_die, train_here
+
+MORE = ["train.checkpoint_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "undisturbed"
+    assert in_process(train_here, str(root), str(out), MORE) == 0
+    return out
+
+
+def same(run: Path, other: Path) -> None:
+    assert (run / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert (run / "config.json").read_bytes() == (other / "config.json").read_bytes()
+    assert lines(run) == lines(other)
+
+
+def test_the_same_recipe_gives_the_same_bytes(root: Path, undisturbed: Path, tmp_path: Path) -> None:
+    assert in_process(train_here, str(root), str(tmp_path / "again"), ["train.checkpoint_steps=0"]) == 0
+    same(tmp_path / "again", undisturbed)
+
+
+def test_another_seed_gives_others(root: Path, undisturbed: Path, tmp_path: Path) -> None:
+    assert in_process(train_here, str(root), str(tmp_path / "other"), [*MORE, "train.seed=1"]) == 0
+    assert (tmp_path / "other/model.safetensors").read_bytes() != (undisturbed / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_again_and_again(root: Path, undisturbed: Path, tmp_path: Path, seed: int) -> None:
+    """Each process dies at a random moment, while saving among others, until one comes to the end."""
+    chance, out, deaths = random.Random(seed), tmp_path / "run", 0
+    while deaths < 4:
+        code = in_process(train_and_die, str(root), str(out), MORE, chance.randrange(8, 105))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        deaths += 1
+    assert deaths
+    assert in_process(train_here, str(root), str(out), MORE) == 0
+    same(out, undisturbed)
+    assert not list(out.rglob(".*"))
+
+
+def test_killed_from_outside(root: Path, undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(train_here, str(root), str(out), MORE)
+    while process.is_alive() and not Checkpoints(out / "checkpoints").files():
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert in_process(train_here, str(root), str(out), MORE) == 0
+    same(out, undisturbed)
+
+
+@pytest.mark.parametrize(("number", "event", "batch"), [(signal.SIGTERM, 31, 2), (signal.SIGINT, 33, 3)])
+def test_a_polite_signal_saves_and_leaves(
+    root: Path, undisturbed: Path, tmp_path: Path, number: int, event: int, batch: int
+) -> None:
+    """In the middle of an epoch, and after its last step but before its test."""
+    out, more = tmp_path / "run", ["train.checkpoint_steps=0"]
+    code = in_process(train_and_die, str(root), str(out), more, event, number)
+    assert code == 128 + number
+    found = Checkpoints(out / "checkpoints").latest()
+    assert found is not None
+    assert (found.values["epoch"], found.values["batch"]) == (0, batch)
+    assert not (out / "model.safetensors").exists()
+    assert in_process(train_here, str(root), str(out), more) == 0
+    same(out, undisturbed)
+
+
+def test_resuming_a_finished_run_changes_nothing(root: Path, undisturbed: Path) -> None:
+    before = (undisturbed / "model.safetensors").read_bytes()
+    assert in_process(train_here, str(root), str(undisturbed), MORE) == 0
+    assert (undisturbed / "model.safetensors").read_bytes() == before
+    assert [line["epoch"] for line in lines(undisturbed)] == [1, 2, 3]
+
+
+def test_two_checkpoints_are_kept(undisturbed: Path) -> None:
+    assert [path.name for path in Checkpoints(undisturbed / "checkpoints").files()] == [
+        "step-00000009.safetensors",
+        "step-00000008.safetensors",
+    ]

@@ -1,0 +1,169 @@
+"""Tiny runs for the tests of training: pictures that can be learned in a second, and processes that can be killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from opteq.training import Recipe, load_recipe
+
+# The forkserver imports torch once and never computes, so that its children start quickly and can be killed at will.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["opteq.training", "opteq.report", "torch.utils.tensorboard"])
+
+# Dropout needs the random state, batch normalisation the buffers, momentum the optimiser's: a resumed run that
+# forgot one of them would end elsewhere.
+TINY = [
+    "name=tiny",
+    "data.name=folder",
+    "model.options.channels=4",
+    "model.options.hidden=[6]",
+    "model.options.pool=1",
+    "model.options.dropout=0.2",
+    "model.options.injection_norm=batch",
+    "augment.flip=true",
+    "augment.crop_padding=1",
+    "train.epochs=3",
+    "train.batch_size=16",
+    "train.test_batch_size=7",
+    "train.device=cpu",
+]
+
+
+def pictures(root: Path, train: int = 20, test: int = 5) -> Path:
+    """An image folder with two classes of 8x8 pictures, bright above or bright below."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", train), ("test", test)):
+        for name, rows in (("above", slice(0, 4)), ("below", slice(4, 8))):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = random.integers(0, 120, (8, 8, 3), dtype=np.uint8)
+                pixels[rows] += 100
+                Image.fromarray(pixels).save(folder / f"{index}.png")
+    return root
+
+
+def settings(root: Path, *more: str) -> list[str]:
+    """The overrides that make of the recipe `digits` a tiny one on :func:`pictures`."""
+    return [*TINY, f"data.root={root}", f"data.cache={root / 'cache'}", *more]
+
+
+def tiny(root: Path, *more: str) -> Recipe:
+    """A recipe that trains for a moment."""
+    return load_recipe("digits", settings(root, *more))
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """What a run recorded, without what depends on the clock."""
+    read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in read]
+
+
+def in_process(target: Callable[..., None], *arguments: Any, timeout: float = 50) -> int | None:
+    """Run ``target`` in a process of its own; its exit code is minus the signal that ended it, if one did."""
+    process = _PROCESSES.Process(target=target, args=arguments)
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        raise AssertionError(f"{target.__name__} did not end within {timeout} s")
+    return process.exitcode
+
+
+def start(target: Callable[..., None], *arguments: Any) -> Any:
+    """Start ``target`` in a process of its own and do not wait for it."""
+    process = _PROCESSES.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def train_here(root: str, out: str, more: list[str], resume: bool = True) -> None:
+    """A whole run; quiet, with one thread so that sums are added in one order."""
+    import torch
+
+    from opteq.training import Interrupted, TrainingStopped, train
+
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout = nowhere
+        try:
+            train(tiny(Path(root), *more), out, resume=resume)
+        except Interrupted as error:
+            os._exit(128 + error.signal)
+        except TrainingStopped:
+            os._exit(3)
+
+
+def train_and_die(root: str, out: str, more: list[str], event: int, number: int = signal.SIGKILL) -> None:
+    """A run that is sent a signal at its ``event``-th moment: around a step, a write, a sync to disk, a rename."""
+    from opteq.training import storage
+    from opteq.training.step import Stepper
+
+    moments = 0
+
+    def moment() -> None:
+        nonlocal moments
+        moments += 1
+        if moments == event:
+            os.kill(os.getpid(), number)
+
+    def surrounded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            moment()
+            result = function(*arguments, **options)
+            moment()
+            return result
+
+        return wrapped
+
+    class HalfWritten:
+        """A file whose content reaches the disk in two halves, with a moment in between."""
+
+        def __init__(self, path: Path, mode: str) -> None:
+            self.file = open(path, mode)  # noqa: SIM115
+
+        def __enter__(self) -> HalfWritten:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.close()
+
+        def write(self, content: bytes) -> None:
+            self.file.write(content[: len(content) // 2])
+            self.file.flush()
+            moment()
+            self.file.write(content[len(content) // 2 :])
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    storage.open = HalfWritten  # type: ignore[attr-defined]
+    os.fsync = surrounded(os.fsync)
+    os.replace = surrounded(os.replace)
+    Stepper.take = surrounded(Stepper.take)  # type: ignore[method-assign]
+    train_here(root, out, more)
+
+
+def train_as_rank(rank: int, world: int, port: int, root: str, out: str, more: list[str]) -> None:
+    """One of several processes of a run, as `accelerate launch` or torchrun would have started it."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    train_here(root, out, more)
