@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq import operators as op
-from opteq.operators.captured import in_one_launch
+from opteq.operators.captured import Job, in_one_launch
 from opteq.operators.norms import _scale, bounded
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -17,7 +17,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 def test_on_a_cpu_the_function_is_called_as_it_is() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    value = in_one_launch(lambda t: t.square().sum(), "square", x)
+    (value,) = in_one_launch(Job(lambda t: t.square().sum(), "square", (x,)))
     assert float(value.detach()) == 5
     (slope,) = torch.autograd.grad(value, x, create_graph=True)
     assert torch.autograd.grad(slope.sum(), x)[0].tolist() == [2, 2]
@@ -85,3 +85,24 @@ def test_inside_a_captured_training_step() -> None:
         static = operator(z)
     graph.replay()
     torch.testing.assert_close(static.detach(), expected)
+
+
+@pytest.mark.gpu
+@cuda
+def test_bounds_of_many_operators_together_are_those_of_each() -> None:
+    torch.manual_seed(0)
+    parts = [op.Conv2d(4, 6, 3, bound=0.7), op.Dense(5, 9, bound=1.1), op.SeparableConv2d(6, 4, 3, bound=0.5)]
+    module = torch.nn.ModuleList([*parts, op.Conv2d(3, 3, 3)]).cuda()
+    for round_ in range(3):  # a graph that is replayed sees the weights of the moment
+        for weight in module.parameters():
+            weight.data.mul_(1.5 + round_)
+        inputs = [torch.randn(2, 4, 7, 7).cuda(), torch.randn(2, 5).cuda(), torch.randn(2, 6, 7, 7).cuda()]
+
+        def slopes(inputs: list[Tensor] = inputs) -> list[Tensor]:
+            total = sum(part(v).square().sum() for part, v in zip(parts, inputs, strict=True))
+            return list(torch.autograd.grad(total, [weight for part in parts for weight in part.parameters()]))
+
+        alone = slopes()
+        with op.bounded_together(module):
+            together = slopes()
+        torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)

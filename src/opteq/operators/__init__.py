@@ -20,6 +20,7 @@ from opteq.operators.norms import kernel_norm, module_norm
 from opteq.operators.patches import Patches
 from opteq.operators.resample import AveragePool, resample
 from opteq.operators.stack import Identity, Stack
+from opteq.operators.together import bounded_together
 
 __all__ = [
     "AveragePool",
@@ -31,6 +32,7 @@ __all__ = [
     "Patches",
     "SeparableConv2d",
     "Stack",
+    "bounded_together",
     "kernel_norm",
     "module_norm",
     "resample",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,10 @@ class Operator(nn.Module, metaclass=NamedOptions):
         A scalar without gradient. It lies at most 0.5 % above the supremum over picture sizes, unless the class says
         otherwise.
         """
+
+    def bounded_by(self) -> tuple[Any, ...] | None:
+        """The weight that the bound scales, the bound, and the factors beside that weight; None without a bound."""
+        return None
 
     def forward(self, v: Tensor) -> Tensor:
         """The product ``A v``."""

@@ -1,17 +1,18 @@
-"""A number and its gradient, computed by a GPU in one launch.
+"""Numbers and their gradients, computed by a GPU in one launch.
 
 The bound on a weight is a scalar function of a few parameters, made of some two hundred small operations. A GPU
-computes each of them faster than Python can launch it. Captured once as a CUDA graph, value and gradient together are
-replayed as one. The gradient of a scalar is known as soon as its value is, whatever will be asked of it later, so
-nothing of the graph has to stay alive for a backward pass: what leaves is copied, and a replay for the next batch harms
-nobody.
+computes each of them faster than Python can launch it, and several such functions at once faster than one after the
+other. Captured once as a CUDA graph with a branch for every function, values and gradients together are replayed as
+one. The gradient of a scalar is known as soon as its value is, whatever will be asked of it later, so nothing of the
+graph has to stay alive for a backward pass: what leaves is copied, and a replay for the next batch harms nobody.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,67 +26,103 @@ _graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
 _pools: dict[torch.device, Any] = {}
 
 
-def in_one_launch(function: Scalar, name: Hashable, *inputs: Tensor) -> Tensor:
-    """``function(*inputs)``, a scalar; on a GPU as one graph with its gradient, elsewhere called as it is.
+@dataclass(frozen=True)
+class Job:
+    """A scalar to be computed: a pure function of tensors on one device, without synchronisation.
 
-    Args:
-        function: a pure function of its inputs, without synchronisation.
-        name: what distinguishes it from other functions of inputs of the same shapes.
-        inputs: tensors on one device.
+    ``name`` is what distinguishes the function from others of inputs of the same shapes.
     """
-    if not _capturable(inputs):
-        return function(*inputs)
-    value: Tensor = _OneLaunch.apply(function, name, *inputs)  # type: ignore[no-untyped-call]
-    return value
+
+    function: Scalar
+    name: Hashable
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def form(self) -> Hashable:
+        """What a captured graph of it depends on."""
+        return self.name, tuple((i.shape, i.dtype, i.stride()) for i in self.inputs)
+
+
+def in_one_launch(*jobs: Job) -> list[Tensor]:
+    """The value of every job; on a GPU by one graph with their gradients, elsewhere by calling the functions."""
+    flat = tuple(tensor for job in jobs for tensor in job.inputs)
+    if not _capturable(flat):
+        return [job.function(*job.inputs) for job in jobs]
+    values: tuple[Tensor, ...] = _OneLaunch.apply(jobs, *flat)  # type: ignore[no-untyped-call]
+    return list(values)
 
 
 class _OneLaunch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Scalar, name: Hashable, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, jobs: Sequence[Job], *inputs: Tensor) -> tuple[Tensor, ...]:
         wanted = any(ctx.needs_input_grad)
-        graph = _graph(function, name, inputs, wanted)
+        graph = _graph(jobs, wanted)
         if graph is None:  # capture is not possible here: the same numbers, one launch after the other
-            value, slopes = _evaluate(function, [i.detach().requires_grad_() for i in inputs], wanted)
+            found = [_evaluate(job.function, [i.detach().requires_grad_() for i in job.inputs], wanted) for job in jobs]
         else:
-            value, slopes = graph.replay(inputs)
-        ctx.function = function
-        ctx.save_for_backward(*inputs, *slopes)
-        return value
+            found = graph.replay(inputs)
+        ctx.jobs = [(job.function, len(job.inputs)) for job in jobs]
+        ctx.save_for_backward(*inputs, *(slope for _, slopes in found for slope in slopes))
+        return tuple(value for value, _ in found)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         half = len(ctx.saved_tensors) // 2
-        inputs, slopes = ctx.saved_tensors[:half], ctx.saved_tensors[half:]
-        if torch.is_grad_enabled():  # a second derivative may follow: give it the operations themselves
-            slopes = torch.autograd.grad(ctx.function(*inputs), inputs, create_graph=True)
-        return None, None, *[gradient * slope for slope in slopes]
+        inputs, slopes = ctx.saved_tensors[:half], list(ctx.saved_tensors[half:])
+        spread: list[Tensor] = []
+        start = 0
+        for (function, count), gradient in zip(ctx.jobs, gradients, strict=True):
+            own = inputs[start : start + count]
+            if torch.is_grad_enabled():  # a second derivative may follow: give it the operations themselves
+                slopes[start : start + count] = torch.autograd.grad(function(*own), own, create_graph=True)
+            spread += [gradient] * count
+            start += count
+        return None, *[gradient * slope for gradient, slope in zip(spread, slopes, strict=True)]
 
 
 class _Graph:
-    """A captured evaluation with its own copies of the inputs."""
+    """Captured evaluations with their own copies of the inputs."""
 
-    def __init__(self, function: Scalar, inputs: tuple[Tensor, ...], wanted: bool) -> None:
-        device = inputs[0].device
+    def __init__(self, jobs: Sequence[Job], wanted: bool) -> None:
+        device = jobs[0].inputs[0].device
         with torch.inference_mode(False), torch.cuda.device(device):
             # Leaves of their own: a tie to the parameters would draw other streams into the capture.
-            self.inputs = [i.detach().clone().requires_grad_() for i in inputs]
+            copies = [[i.detach().clone().requires_grad_() for i in job.inputs] for job in jobs]
+            self.inputs = [copy for own in copies for copy in own]
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(3):  # libraries set themselves up on first use, which cannot be captured
-                    _evaluate(function, self.inputs, wanted)
+                    for job, own in zip(jobs, copies, strict=True):
+                        _evaluate(job.function, own, wanted)
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, pool=_pool(device)):
-                self.value, self.slopes = _evaluate(function, self.inputs, wanted)
+                self.found = self._side_by_side(jobs, copies, wanted)
 
-    def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Value and gradient at ``inputs``, as copies."""
+    def replay(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+        """Values and gradients at ``inputs``, as copies."""
         with torch.no_grad():
-            for own, given in zip(self.inputs, inputs, strict=True):
-                own.copy_(given)
+            torch._foreach_copy_(self.inputs, [given.detach() for given in inputs])
             self.graph.replay()
-            return self.value.clone(), [slope.clone() for slope in self.slopes]
+            return [(value.clone(), [slope.clone() for slope in slopes]) for value, slopes in self.found]
+
+    @staticmethod
+    def _side_by_side(
+        jobs: Sequence[Job], copies: list[list[Tensor]], wanted: bool
+    ) -> list[tuple[Tensor, list[Tensor]]]:
+        """Every job on a stream of its own: in the graph they are branches that a GPU may run at the same time."""
+        main, found = torch.cuda.current_stream(), []
+        for job, own in zip(jobs, copies, strict=True):
+            if len(jobs) == 1:
+                found.append(_evaluate(job.function, own, wanted))
+                continue
+            branch = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            branch.wait_stream(main)
+            with torch.cuda.stream(branch):
+                found.append(_evaluate(job.function, own, wanted))
+            main.wait_stream(branch)
+        return found
 
 
 def _evaluate(function: Scalar, inputs: list[Tensor], wanted: bool) -> tuple[Tensor, list[Tensor]]:
@@ -95,14 +132,14 @@ def _evaluate(function: Scalar, inputs: list[Tensor], wanted: bool) -> tuple[Ten
     return value.detach(), slopes
 
 
-def _graph(function: Scalar, name: Hashable, inputs: tuple[Tensor, ...], wanted: bool) -> _Graph | None:
-    device = inputs[0].device
+def _graph(jobs: Sequence[Job], wanted: bool) -> _Graph | None:
+    device = jobs[0].inputs[0].device
     # Graphs share buffers within a stream's order only.
     stream = torch.cuda.current_stream(device).cuda_stream
-    key = (name, wanted, device, stream, tuple((i.shape, i.dtype, i.stride()) for i in inputs))
+    key = (wanted, device, stream, tuple(job.form for job in jobs))
     if key not in _graphs:
         try:
-            _graphs[key] = _Graph(function, inputs, wanted)
+            _graphs[key] = _Graph(jobs, wanted)
         except RuntimeError as error:
             _graphs[key] = None
             warnings.warn(f"a CUDA graph could not be captured, so bounds cost more time: {error}", stacklevel=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -146,6 +148,9 @@ class Conv2d(Operator):
     def prepare(self) -> ConvMap:
         return ConvMap(bounded(self.weight, self.bound))
 
+    def bounded_by(self) -> tuple[Any, ...] | None:
+        return None if self.bound is None else (self.weight, self.bound)
+
     def norm(self) -> Tensor:
         return certified_norm(self.prepare().weight, self.bound)
 
@@ -190,6 +195,9 @@ class SeparableConv2d(Operator):
     def prepare(self) -> SeparableConvMap:
         pointwise = bounded(self.pointwise, self.bound, self.depthwise.transpose(0, 1))
         return SeparableConvMap(self.depthwise, pointwise)
+
+    def bounded_by(self) -> tuple[Any, ...] | None:
+        return None if self.bound is None else (self.pointwise, self.bound, self.depthwise.transpose(0, 1))
 
     def norm(self) -> Tensor:
         linear = self.prepare()

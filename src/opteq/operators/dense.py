@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -67,6 +69,9 @@ class Dense(Operator):
 
     def prepare(self) -> DenseMap:
         return DenseMap(bounded(self.weight, self.bound))
+
+    def bounded_by(self) -> tuple[Any, ...] | None:
+        return None if self.bound is None else (self.weight, self.bound)
 
     def norm(self) -> Tensor:
         return certified_norm(self.prepare().weight, self.bound)

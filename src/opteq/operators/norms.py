@@ -30,13 +30,14 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from opteq.operators.base import Operator
-from opteq.operators.captured import in_one_launch
+from opteq.operators.captured import Job, in_one_launch
 from opteq.operators.gram import eigenvalue_bound
 from opteq.operators.supremum import close_supremum
 from opteq.operators.symbol import may_wait, squared_supremum
@@ -74,8 +75,19 @@ def bounded(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
     """
     if bound is None:
         return weight
-    scale = in_one_launch(partial(_scale, bound), ("scale", bound), weight, *before)
+    owner, scale = (known_scales.get() or {}).get(id(weight), (None, None))
+    if scale is None or owner is not weight:
+        (scale,) = in_one_launch(scale_job(weight, bound, *before))
     return (weight.to(scale.dtype) * scale).to(weight.dtype)
+
+
+known_scales: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("known_scales", default=None)
+"""Scales that were computed already, by the identity of the weight: :mod:`opteq.operators.together` sets them."""
+
+
+def scale_job(weight: Tensor, bound: float, *before: Tensor) -> Job:
+    """The factor of :func:`bounded`, as something to be computed."""
+    return Job(partial(_scale, bound), ("scale", bound), (weight, *before))
 
 
 def _scale(bound: float, weight: Tensor, *before: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq._options import NamedOptions
+from opteq.operators import bounded_together
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import BoundMap, WrittenHidden
@@ -25,7 +26,10 @@ class Problem(nn.Module, metaclass=NamedOptions):
     def forward(self, x: Tensor) -> BoundMap:
         """Check ``x``, then bind it."""
         self._check_input(x)
-        return self.bind(x)
+        if not x.is_cuda:
+            return self.bind(x)
+        with bounded_together(self):
+            return self.bind(x)
 
     def certificate(self) -> Certificate:
         """What is guaranteed, from the weights as they are now."""
