@@ -113,6 +113,7 @@ class Case:
         state: the state of ``hidden`` that belongs to a point of ``step``.
         entries: numbers in a point.
         floor: the least that the map costs.
+        asked: the tolerance that solvers are asked for: a model's own, which its map can reach in TensorFloat-32.
     """
 
     name: str
@@ -123,6 +124,12 @@ class Case:
     state: Callable[[State], State]
     entries: int
     floor: Floor
+    asked: float = ASKED
+
+    @property
+    def tol(self) -> float:
+        """The tolerance that is applied: never below the rounding of the map."""
+        return max(self.asked, torch.finfo(self.precision.dtype).eps)
 
     def residual(self, state: State) -> float:
         """The worst relative residual ``|T(y) - y| / |T(y)|`` of a batch of states, by the plain path."""
@@ -209,6 +216,7 @@ def model_case(name: str, batch: int, precision: Precision) -> Case:
         state=lambda y: y,
         entries=sum(part.numel() for part in blocks(start)),
         floor=_counted(hidden, step, start),
+        asked=layer.solver.tol,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opteq._fast import fast_paths
 from opteq.bench import floor, rivals
-from opteq.bench.cases import ASKED, Case
+from opteq.bench.cases import Case
 from opteq.bench.exact import ExactAnderson, ExactPicard
 from opteq.bench.timing import Clock, Timing, Work, later, reason
 from opteq.gradients.forward import find_without_tape
@@ -110,9 +110,9 @@ def answers(case: Case) -> dict[str, Any]:
 
     ``agree`` is about ours: the fast path, the plain path and plain iteration; rivals answer for themselves.
     """
-    tol = case.precision.tol
+    tol = case.tol
     wide = case.precision.name == "bf16"
-    anderson = Anderson(tol=ASKED, max_steps=_LONG, memory=MEMORY)
+    anderson = Anderson(tol=case.asked, max_steps=_LONG, memory=MEMORY)
     found: dict[str, dict[str, Any]] = {}
 
     def judge(name: str, answer: Callable[[], State]) -> None:
@@ -133,7 +133,7 @@ def answers(case: Case) -> dict[str, Any]:
 
     judge("anderson", often(ours(case, anderson)))
     judge("anderson, plain path", plainly)
-    judge("picard", often(ours(case, Picard(tol=ASKED, max_steps=_LONG))))
+    judge("picard", often(ours(case, Picard(tol=case.asked, max_steps=_LONG))))
     agree = all(entry["within"] for entry in found.values())
     if rivals.version() is not None:
         search = rival(case, rivals.Rival("anderson", max_steps=_LONG, tol=tol), wide)

@@ -43,18 +43,30 @@ class Job:
         return self.name, tuple((i.shape, i.dtype, i.stride()) for i in self.inputs)
 
 
-def in_one_launch(*jobs: Job) -> list[Tensor]:
-    """The value of every job; on a GPU by one graph with their gradients, elsewhere by calling the functions."""
+def in_one_launch(*jobs: Job, stream: Any = None) -> list[Tensor]:
+    """The value of every job; on a GPU by one graph with their gradients, elsewhere by calling the functions.
+
+    With ``stream`` the graph runs there, and whoever uses a value waits for that stream first.
+    """
     flat = tuple(tensor for job in jobs for tensor in job.inputs)
     if not _capturable(flat):
         return [job.function(*job.inputs) for job in jobs]
-    values: tuple[Tensor, ...] = _OneLaunch.apply(jobs, *flat)  # type: ignore[no-untyped-call]
+    values: tuple[Tensor, ...] = _OneLaunch.apply(jobs, stream, *flat)  # type: ignore[no-untyped-call]
     return list(values)
 
 
 class _OneLaunch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, jobs: Sequence[Job], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, jobs: Sequence[Job], stream: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if stream is not None:
+            # Only the numbers are made on the other stream: autograd's node, and so its backward, belongs to this one.
+            here = torch.cuda.current_stream(inputs[0].device)
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                values: tuple[Tensor, ...] = _OneLaunch.forward(ctx, jobs, None, *inputs)
+            for tensor in (*values, *ctx.to_save):
+                tensor.record_stream(here)
+            return values
         wanted = any(ctx.needs_input_grad)
         graph = _graph(jobs, wanted)
         if graph is None:  # capture is not possible here: the same numbers, one launch after the other
@@ -77,7 +89,7 @@ class _OneLaunch(torch.autograd.Function):
                 slopes[start : start + count] = torch.autograd.grad(function(*own), own, create_graph=True)
             spread += [gradient] * count
             start += count
-        return None, *[gradient * slope for gradient, slope in zip(spread, slopes, strict=True)]
+        return None, None, *[gradient * slope for gradient, slope in zip(spread, slopes, strict=True)]
 
 
 class _Graph:

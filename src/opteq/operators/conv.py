@@ -104,6 +104,8 @@ def _one_kernel(v: Tensor, weight: Tensor, c: Tensor) -> bool:
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
+    if v.ndim != 4 or c.shape != (v.shape[0], weight.shape[0], *v.shape[2:]):  # a bias alone would be broadcast
+        return False
     return c.dtype == dtype and dtype != torch.float64 and (dtype == weight.dtype or torch.is_autocast_enabled("cuda"))
 
 

@@ -31,7 +31,9 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,13 +77,32 @@ def bounded(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
     """
     if bound is None:
         return weight
-    owner, scale = (known_scales.get() or {}).get(id(weight), (None, None))
-    if scale is None or owner is not weight:
+    known = (known_scales.get() or {}).get(id(weight))
+    if known is not None and known.weight is weight:
+        scale = known.settled()
+    else:
         (scale,) = in_one_launch(scale_job(weight, bound, *before))
     return (weight.to(scale.dtype) * scale).to(weight.dtype)
 
 
-known_scales: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("known_scales", default=None)
+@dataclass(frozen=True)
+class Known:
+    """A scale that was computed already, maybe on another stream, which has it once ``ready``."""
+
+    weight: Tensor
+    scale: Tensor
+    ready: Any
+
+    def settled(self) -> Tensor:
+        """The scale, for use on the stream in force."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.scale.device)
+            stream.wait_event(self.ready)
+            self.scale.record_stream(stream)
+        return self.scale
+
+
+known_scales: ContextVar[dict[int, Known] | None] = ContextVar("known_scales", default=None)
 """Scales that were computed already, by the identity of the weight: :mod:`opteq.operators.together` sets them."""
 
 

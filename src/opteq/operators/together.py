@@ -1,34 +1,57 @@
-"""The bounds of many operators at once: a GPU computes them side by side, in one launch."""
+"""The bounds of many operators at once, and ahead of time: a GPU computes them side by side, beside other work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from opteq.operators.base import Operator
 from opteq.operators.captured import in_one_launch
-from opteq.operators.norms import known_scales, scale_job
+from opteq.operators.norms import Known, known_scales, scale_job
+
+_side_streams: dict[torch.device, Any] = {}
 
 
 @contextmanager
-def bounded_together(module: nn.Module) -> Iterator[None]:
+def bounded_together(module: nn.Module, ahead: bool = False) -> Iterator[None]:
     """While this is in force, operators inside ``module`` take their bounds from one computation for all of them.
 
     Bounds are chains of small operations, which leave a GPU mostly idle; those of several branches fit beside each
-    other. On other devices, and for a single operator, nothing is changed. The same numbers come out in any case.
+    other, and all of them beside whatever else a network does before it needs them. On other devices nothing is
+    changed. The same numbers come out in any case.
+
+    Args:
+        module: what holds the operators.
+        ahead: compute on a stream of their own, so that work which follows does not wait until it needs a bound.
     """
-    if known_scales.get() is not None:  # a problem inside a problem: done already
+    if known_scales.get() is not None or torch.compiler.is_compiling():  # a problem inside a problem: done already
         yield
         return
     bounded = [found for part in module.modules() if isinstance(part, Operator) and (found := part.bounded_by())]
-    if len(bounded) < 2 or not all(weight.is_cuda for weight, *_ in bounded):
+    if len(bounded) < (1 if ahead else 2) or not all(weight.is_cuda for weight, *_ in bounded):
         yield
         return
-    scales = in_one_launch(*(scale_job(*found) for found in bounded))
-    token = known_scales.set({id(weight): (weight, scale) for (weight, *_), scale in zip(bounded, scales, strict=True)})
+    jobs = [scale_job(*found) for found in bounded]
+    ready = None
+    if ahead and not torch.cuda.is_current_stream_capturing():
+        side = _side_stream(bounded[0][0].device)
+        scales = in_one_launch(*jobs, stream=side)
+        ready = side.record_event()
+    else:
+        scales = in_one_launch(*jobs)
+    known = {id(weight): Known(weight, scale, ready) for (weight, *_), scale in zip(bounded, scales, strict=True)}
+    token = known_scales.set(known)
     try:
         yield
     finally:
         known_scales.reset(token)
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _side_streams[device]

@@ -37,30 +37,29 @@ class Frozen:
 
 def freeze(hidden: BoundMap) -> Frozen | None:
     """``hidden`` in two parts; None where it holds more than tensors and plain values: a module, or a closure."""
-    if type(hidden) in _whole:
-        return None
-    if isinstance(hidden.frozen, Frozen):  # forward and backward ask in turn
-        return hidden.frozen
+    if hidden.frozen is not None:  # forward and backward ask in turn
+        return hidden.frozen if isinstance(hidden.frozen, Frozen) else None
     stream = io.BytesIO()
     freezer = _Freeze(stream)
     try:
         freezer.dump(hidden)
     except (pickle.PicklingError, AttributeError, TypeError):
-        _whole.add(type(hidden))
+        hidden.frozen = _WHOLE
         return None
     frozen = Frozen(stream.getvalue(), freezer.tensors)
     hidden.frozen = frozen
     return frozen
 
 
-# Kinds of problems that cannot be frozen: found out once.
-_whole: set[type] = set()
+# The mark of a problem that cannot be frozen. It is the problem's own: another of its kind may hold no module.
+_WHOLE = "whole"
 
 
 class _Freeze(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
         self.tensors: list[Tensor] = []
+        self.met: list[Tensor] = []  # kept alive, so that no other tensor takes the id of one
         self.places: dict[int, int] = {}
 
     def persistent_id(self, item: Any) -> int | None:
@@ -68,6 +67,7 @@ class _Freeze(pickle.Pickler):
             if id(item) not in self.places:
                 self.places[id(item)] = len(self.tensors)
                 self.tensors.append(item.detach())
+                self.met.append(item)
             return self.places[id(item)]
         if isinstance(item, nn.Module):
             # A module may do anything in its forward, and what it does may change between two calls.

@@ -153,6 +153,7 @@ class BoundGEQ(Hidden):
         elif high < 1:
             self.damping = min(1.0, float(2 / (2 - low - high)))
             self.structure = Structure.POSITIVE
+            self.contracts = True  # the objective is strongly convex, and falls by a share of |T(y) - y|^2 in a step
         else:
             self.damping = min(1.0, float(1 / (1 - low)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +147,7 @@ class BoundMOptEq(Hidden):
         perturbation: the chain of perturbations and their frozen directions, or None.
     """
 
-    aside = ("problem",)
+    aside = ("problem", "damping")
 
     def __init__(
         self,
@@ -163,7 +164,6 @@ class BoundMOptEq(Hidden):
         self.structure = Structure.POSITIVE if problem.known_convexity() else Structure.SYMMETRIC
         self.perturbation = perturbation
         if self.coupling.diversity and self.coupling.smoothing:
-            self.damping = self._damping()
             self.measured = self._measured
         self.jumps = self.coupling.diversity > 0 and not self.coupling.smoothing
 
@@ -262,15 +262,18 @@ class BoundMOptEq(Hidden):
     def _largest_norm(self) -> float:
         return max(float(branch.W.norm()) for branch in self.problem.each())
 
+    @cached_property
     @torch.no_grad()
-    def _damping(self) -> Tensor:
+    def damping(self) -> float | Tensor:  # type: ignore[override]
         """``2 / (2 + s)``, best where slopes of a step reach down to -s.
 
         A product inside its kink, of width tau, adds a slope of ``lambda / tau`` times the squared norm of a channel as
         W carries it: s is that for the largest channels that are met after a few steps without D. An estimate, and no
         bound: it follows the scale of the input, sample by sample. With one or two branches both neighbours are
-        the same, so every product counts twice.
+        the same, so every product counts twice. It is computed when a solver asks: on a GPU inside a captured graph.
         """
+        if not (self.coupling.diversity and self.coupling.smoothing):
+            return 1.0
         plain = Coupling(heritage=self.coupling.heritage)
         y = tuple(self.penalty.prox(c) for c in self.injections)
         for _ in range(_GROWTH_STEPS):

@@ -231,8 +231,11 @@ class BoundOptEq(Hidden):
         )
 
     def _no_features(self) -> Tensor:
-        # What features look like is told by those of one sample.
-        one = self.features(self.start()[:1])
+        # What features look like is told by those of one sample; what is wrong with an input, by all of it.
+        try:
+            one = self.features(self.start()[:1])
+        except ValueError:
+            one = self.features(self.start())
         pattern = torch.channels_last if is_channels_last(one) else torch.contiguous_format
         return one.new_zeros(len(self.block.c), *one.shape[1:]).contiguous(memory_format=pattern)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,7 +23,7 @@ class BoundParallel(BoundMap):
     fusion: Callable[[tuple[Tensor, ...]], Tensor] | None = None
     """What is made of all features; None hands on the tuple."""
 
-    aside = ("fusion",)
+    aside = ("fusion", "damping")
 
     def __init__(self, parts: Sequence[BoundMap]) -> None:
         self.parts = list(parts)
@@ -33,9 +34,13 @@ class BoundParallel(BoundMap):
         self.coupled = any(part.coupled for part in parts)
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
-        self.damping = _least([part.damping for part in parts])
         if all(part.measured is not None for part in parts):
             self.measured = self._measured
+
+    @cached_property
+    def damping(self) -> float | Tensor:  # type: ignore[override]
+        """The least of the parts'."""
+        return _least([part.damping for part in self.parts])
 
     def start(self) -> State:
         """Where every part begins."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from opteq._errors import unknown_name
 from opteq._validate import share, whole
 from opteq.solvers.base import Solver
 from opteq.solvers.fused.available import MOST_COLUMNS, supports
@@ -52,7 +51,7 @@ class Anderson(Solver):
         if self.damping is not None:
             share(self, "damping")
         if self.history not in _HISTORIES:
-            raise unknown_name("Anderson.history", self.history, _HISTORIES)
+            raise ValueError(f"Anderson.history should be one of {', '.join(_HISTORIES)}; got {self.history!r}")
 
     def _method(self, task: Task) -> Method:
         damping = task.damping if self.damping is None else self.damping

@@ -61,6 +61,9 @@ class Solver(metaclass=NamedOptions):
     floor: float = 1e-12
     check_every: int | None = None
 
+    takes_every_step: ClassVar[bool] = False
+    """Whether no proposal is ever refused, so that a merit would be computed for nothing."""
+
     works_on_features: ClassVar[bool] = False
     """Whether the solver iterates on a problem's features instead of its state."""
 
@@ -128,7 +131,7 @@ class Solver(metaclass=NamedOptions):
         coupled = coupled or self.couples_batch
         layout = Layout.of(start, coupled)
         caller = Autocast.current(layout.device)
-        evaluate = _Evaluation(step, measured, layout, caller)
+        evaluate = _Evaluation(step, None if self.takes_every_step else measured, layout, caller)
         with caller.off():
             known = evaluate.state(start)
             tol = max(self.tol, evaluate.eps)

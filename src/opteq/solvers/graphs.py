@@ -22,6 +22,8 @@ from opteq._fast import settings
 from opteq.solvers.loop import Run
 
 _MOST_SOLVES = 32
+# Steps from which a solve counts as long.
+_LONG = 12
 
 
 class Capturable(Protocol):
@@ -59,20 +61,23 @@ class _Stage:
 
 
 class StagedSolve(Generic[Solve]):
-    """One form of solve, captured stage by stage to its last step.
+    """One form of solve, captured stage by stage to its last step: single steps, or several where ``coarse``.
 
     All solves of a device share one pool of memory. Each one initialises what it reads and hands out copies, so what
     another one leaves in the pool, or overwrites there, does no harm; and nothing is held between two solves but the
     inputs' copies and the answer.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], open_solve: Callable[[list[Tensor]], Solve]) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], open_solve: Callable[[list[Tensor]], Solve], coarse: bool = False
+    ) -> None:
+        self.coarse = coarse
         self.device = inputs[0].device
         self.inputs = [torch.empty_like(tensor) for tensor in inputs]
         torch._foreach_copy_(self.inputs, list(inputs))
         self.stages: list[_Stage] = []
         self.answer: list[Tensor] = []
-        self.expected = 0
+        self.expected = self.steps = 0
         pool, stream = _workshop(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), torch.no_grad():
@@ -85,13 +90,25 @@ class StagedSolve(Generic[Solve]):
         place = 0
         self.stages[0].steps.replay()
         # Looking makes the device wait. Batches are much alike, so nobody looks before the last one's end is near.
-        while place + 1 < len(self.stages) and (place < self.expected - 1 or bool(self.stages[place].unfinished)):
+        while place + 1 < len(self.stages) and self._goes_on(place):
             place += 1
             self.stages[place].steps.replay()
         self.stages[place].finish.replay()
         self.expected = place
+        self.steps = self.stages[place].history - 1
         *fixed, history = self.answer
         return [*(tensor.clone() for tensor in fixed), history[: self.stages[place].history].clone()]
+
+    def _goes_on(self, place: int) -> bool:
+        return not self.looks or place < self.expected - 1 or bool(self.stages[place].unfinished)
+
+    @property
+    def misjudged(self) -> bool:
+        """Whether the stages have the wrong length.
+
+        A short solve is not to go on for several steps after its end, a long one not to be launched step by step.
+        """
+        return self.looks and (self.steps < _LONG // 2 if self.coarse else self.steps > _LONG)
 
     def _capture(self, open_solve: Callable[[list[Tensor]], Solve], pool: Any) -> object:
         solve: Solve | None = None
@@ -105,11 +122,13 @@ class StagedSolve(Generic[Solve]):
         steps, unfinished = self._record(pool, begin)
         assert solve is not None
         run, taken = solve.run, 0
+        self.looks = run.rule.check_every <= run.rule.max_steps
         while True:
             finish, _ = self._record(pool, partial(self._read, solve, taken))
             self.stages.append(_Stage(steps, finish, unfinished, taken + 1))
-            # Short solves end at any step, so the first stages are short; a long one would go too far at its end.
-            chunk = min(run.rule.check_every, max(1, taken // 8), run.rule.max_steps - taken)
+            # Stages grow with the distance, so that there are few of them however many steps are allowed.
+            least = run.rule.check_every if self.coarse or not self.looks else 1
+            chunk = min(max(least, taken // 8), run.rule.max_steps - taken)
             if chunk == 0:
                 return solve.facts
             steps, unfinished = self._record(pool, partial(_advance, run, chunk))
@@ -164,7 +183,7 @@ def staged(
         return None
     device = inputs[0].device
     stream = torch.cuda.current_stream(device).cuda_stream
-    form = (key, device, stream, tuple((i.shape, i.dtype, i.stride()) for i in inputs))
+    form = (key, device, stream, _climate(), tuple((i.shape, i.dtype, i.stride()) for i in inputs))
     if form not in _solves:
         if form not in _seen:
             _remember(_seen, form, None)
@@ -172,12 +191,27 @@ def staged(
         _remember(_solves, form, _captured(inputs, open_solve))
     _solves.move_to_end(form)
     solve = _solves[form]
+    if solve is not None and solve.misjudged:
+        solve = _solves[form] = _captured(inputs, open_solve, not solve.coarse)
     return None if solve is None else (solve(inputs), solve.facts)
 
 
-def _captured(inputs: Sequence[Tensor], open_solve: Callable[[list[Tensor]], Solve]) -> StagedSolve[Solve] | None:
+def _climate() -> Hashable:
+    """Settings of the process that decide which kernels a capture records: a replay would not notice a change."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    convolutions: Any = getattr(cudnn, "conv", None)
+    if hasattr(convolutions, "fp32_precision"):  # torch 2.9, where reading the older flags may raise
+        precision: Hashable = (cuda.fp32_precision, convolutions.fp32_precision)
+    else:
+        precision = (cuda.allow_tf32, cudnn.allow_tf32)
+    return settings.fused, precision, cudnn.enabled, torch.are_deterministic_algorithms_enabled()
+
+
+def _captured(
+    inputs: Sequence[Tensor], open_solve: Callable[[list[Tensor]], Solve], coarse: bool = False
+) -> StagedSolve[Solve] | None:
     try:
-        return StagedSolve(inputs, open_solve)
+        return StagedSolve(inputs, open_solve, coarse)
     except RuntimeError as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"a solve could not be captured as a CUDA graph and runs step by step: {message}", stacklevel=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class Picard(Solver):
     """
 
     damping: float | None = None
+
+    takes_every_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,15 +41,18 @@ class FusedConjugateGradients:
     def begin(self) -> None:
         """The answer zero, whose residual is the right side."""
         book = self.book
-        squares = torch.stack([part.to(torch.float64).square().flatten(1).sum(dim=1) for part in self.residual])
+        squares = torch.stack(
+            [part.to(torch.float64).square().reshape(len(part), -1).sum(dim=1) for part in self.residual]
+        )
         square = squares.sum(dim=0) if book.blocks.rows > 1 else squares.sum().reshape(1)
         length = square.sqrt()
         finite = torch.isfinite(length)
         book.numbers[kernels.SQUARE.value] = square
         book.numbers[kernels.RESIDUAL.value] = length
         book.numbers[kernels.BEST.value] = torch.where(finite, length, torch.inf)
+        book.numbers[kernels.SIZE.value] = 0
         book.flags[kernels.DEAD.value] = torch.where(finite, 0, NON_FINITE).to(torch.int32)
-        book.flags[kernels.ACTIVE.value] = (finite & (length > self.rule.tol)).to(torch.int32)
+        book.flags[kernels.ACTIVE.value] = (finite & (length > book.tol)).to(torch.int32)
         book.trace[0] = length
 
     def advance(self) -> None:
@@ -72,7 +75,7 @@ class FusedConjugateGradients:
                 P=book.width_of_sums, WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
         kernels.cg_judge[(rows,)](
-            book.sums, layout.parts, book.flags, book.numbers, book.trace, book.step, rows, self.rule.tol, self.eps,
+            book.sums, layout.parts, book.flags, book.numbers, book.trace, book.step, rows, book.tol, self.eps,
             P=book.width_of_sums, num_warps=book.judges, **_ENDS,
         )  # fmt: skip
         for i, width in enumerate(layout.widths):

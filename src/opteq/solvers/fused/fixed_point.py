@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.fused import kernels
-from opteq.solvers.fused.ledger import BLOCK, NON_FINITE, WARPS, Blocks, Ledger, power_of_two
+from opteq.solvers.fused.ledger import BLOCK, NON_FINITE, WARPS, Blocks, Ledger, float32_below, power_of_two
 from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.method import StateTask
 from opteq.states import blocks, like
 
-# A program of Anderson's first pass keeps its sums in registers and adds up across threads only once, at its end.
-# A warp of its own needs no barrier; where that gives too few programs to fill a GPU, two warps share one.
-_MANY_PROGRAMS = 1024
+# A program of Anderson's first pass is one warp, which adds up without a barrier; where that gives too few programs to
+# fill a GPU, two warps share one.
+_MANY_PROGRAMS = 2048
+
+# Below this a sum of squares in float32 is zero, and so would be a floor.
+_LEAST_FLOOR = torch.finfo(torch.float32).tiny
 
 MIXED = 1024
 MIXERS = 2
@@ -27,8 +30,9 @@ class FusedPlain:
     def __init__(self, task: StateTask, layout: Blocks, rule: Rule, floor: float) -> None:
         self.task = task
         self.rule = rule
-        self.floor = floor
-        self.damping = task.damping_by_row()
+        self.floor = max(floor, _LEAST_FLOOR)
+        damping = task.damping_by_row()
+        self.damping = None if damping is None else damping.contiguous()
         self.book = Ledger(layout, self._sums(), rule, task.wide)
         self.point = layout.arranged(blocks(task.start))
         self.image = layout.arranged(blocks(task.known[0]))
@@ -90,7 +94,7 @@ class FusedPlain:
         nothing = book.flags
         kernels.judge[(book.blocks.rows,)](
             book.sums, book.blocks.parts, nothing, book.flags, book.numbers, nothing, nothing, nothing, nothing,
-            book.trace, book.step, book.blocks.rows, 0, self.rule.tol, self.floor, 0.0, 0.0, 0.0, 0.0,
+            book.trace, book.step, book.blocks.rows, 0, book.tol, self.floor, 0.0, 0.0, 0.0, 0.0,
             NON_FINITE=NON_FINITE, START=start, MERITED=False, HALF=False, M=0, MP=1,
             P=book.width_of_sums, num_warps=book.judges,
         )  # fmt: skip
@@ -130,6 +134,10 @@ class FusedAnderson(FusedPlain):
         # Three digits are enough for differences that shrink with the residual, unless it is to shrink a great deal.
         self.half = half and task.wide == torch.float32
         self.root = float(sum(layout.widths)) ** 0.5
+        # Kernels take numbers as float32. An end that is none would let states of float64 out of the domain.
+        ends = task.interval or ()
+        exact = task.wide == torch.float32 or all(abs(end) == float32_below(abs(end)) for end in ends)
+        self.interval = task.interval if exact else None
         kept = torch.float16 if self.half else task.wide
         self.residuals = layout.new(kept, memory)
         self.moves = layout.new(kept, memory)
@@ -138,7 +146,9 @@ class FusedAnderson(FusedPlain):
         self.scale = torch.ones(rows, self.padded, dtype=torch.float64, device=device)
         self.weights = torch.zeros(rows, self.padded, dtype=torch.float64, device=device)
         # Three points in turn: a refused proposal leaves the one before it in force while the next one is tried.
-        self.ring = [[part.clone() for part in self.point] for _ in range(3)]
+        # (Rows that are finished from the start leave the other two as they are, and nobody reads those.)
+        self.ring = [[part.clone() for part in self.point]]
+        self.ring += [[torch.empty_like(part) for part in self.point] for _ in range(2)]
         self.point = self.before = self.ring[0]
         self.image_before = self.older_image = self.image
 
@@ -177,15 +187,15 @@ class FusedAnderson(FusedPlain):
     def _judge(self, start: bool, merit: Tensor | None, slot: int = 0) -> None:
         book = self.book
         kernels.judge[(book.blocks.rows,)](
-            book.sums, book.blocks.parts, book.flags if merit is None else merit, book.flags, book.numbers, self.used,
-            self.gram, self.scale, self.weights, book.trace, book.step, book.blocks.rows, slot, self.rule.tol,
+            book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
+            self.used, self.gram, self.scale, self.weights, book.trace, book.step, book.blocks.rows, slot, book.tol,
             self.floor, self.growth, 64 * self.task.eps, self.ridge, self.root, NON_FINITE=NON_FINITE, START=start,
             MERITED=merit is not None, HALF=self.half, M=self.memory, MP=self.padded,
             P=book.width_of_sums, num_warps=book.judges,
         )  # fmt: skip
 
     def _mix(self, following: Sequence[Tensor]) -> None:
-        book, interval = self.book, self.task.interval
+        book, interval = self.book, self.interval
         low, high = (0.0, 0.0) if interval is None else interval
         for i, width in enumerate(book.blocks.widths):
             kernels.anderson_mix[(-(-width // MIXED), book.blocks.rows)](

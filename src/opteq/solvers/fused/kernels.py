@@ -107,8 +107,8 @@ def anderson_observe(
         unit = tl.load(numbers + UNIT * rows + row).to(WIDE)
         in_use = tl.load(used + row * MP + line, mask=line < M, other=0)
         reach = tl.where(line == slot, 0, in_use) * width
-        along = tl.zeros((MP, BLOCK), dtype=WIDE)
-        target = tl.zeros((MP, BLOCK), dtype=WIDE)
+        along = tl.zeros((MP,), dtype=WIDE)
+        target = tl.zeros((MP,), dtype=WIDE)
         gaps = tl.zeros((BLOCK,), dtype=WIDE)
         sizes = tl.zeros((BLOCK,), dtype=WIDE)
         turns = tl.zeros((BLOCK,), dtype=WIDE)
@@ -142,15 +142,15 @@ def anderson_observe(
             across += g * turn
             stored = residuals + line[:, None].to(tl.int64) * column + at[None, :]
             others = tl.load(stored, mask=offsets[None, :] < reach[:, None], other=0.0).to(WIDE)
-            along += others * turn[None, :]
-            target += others * g[None, :]
+            along += tl.sum(others * turn[None, :], axis=1)
+            target += tl.sum(others * g[None, :], axis=1)
         out = sums + row * (4 + 2 * M) * parts + first + part
         tl.store(out, tl.sum(gaps, axis=0))
         tl.store(out + parts, tl.sum(sizes, axis=0))
         tl.store(out + 2 * parts, tl.sum(turns, axis=0))
         tl.store(out + 3 * parts, tl.sum(across, axis=0))
-        tl.store(out + (4 + line) * parts, tl.sum(along, axis=1), mask=line < M)
-        tl.store(out + (4 + M + line) * parts, tl.sum(target, axis=1), mask=line < M)
+        tl.store(out + (4 + line) * parts, along, mask=line < M)
+        tl.store(out + (4 + M + line) * parts, target, mask=line < M)
 
 
 @triton.jit
@@ -208,6 +208,7 @@ def judge(
         finite = residual < float("inf")  # false for NaN
         tl.store(numbers + RESIDUAL * rows + row, residual)
         if START:
+            taken = finite
             best = tl.where(finite, residual, float("inf"))
             tl.store(numbers + BEST * rows + row, best)
             tl.store(numbers + LEAST * rows + row, gap)
@@ -281,8 +282,9 @@ def judge(
                 tl.store(used + row * MP + line, in_use)
                 tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))
         if HALF:
-            # The next difference is about as long as the residual of the point it starts from.
-            tl.store(numbers + UNIT * rows + row, tl.where(finite & (gap > 0), root / gap, unit))
+            # The next difference is about as long as the residual of the point it starts from: after a refusal, of the
+            # one before.
+            tl.store(numbers + UNIT * rows + row, tl.where(taken & (gap > 0), root / gap, unit))
     tl.store(trace + step * rows + row, residual)
 
 

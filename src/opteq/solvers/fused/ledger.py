@@ -12,15 +12,21 @@ from opteq.solvers.fused import kernels
 from opteq.solvers.loop import Rule, status_codes
 from opteq.solvers.status import Status
 
-BLOCK = 4096
+BLOCK = 2048
 MOST_PARTS = 1024
-WARPS = 8
+WARPS = 4
 NON_FINITE = int(Status.NON_FINITE)
 
 
 def power_of_two(number: int) -> int:
     """The least power of two that is not below ``number``."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+def float32_below(number: float) -> float:
+    """The largest float32 number that is not above ``number``: kernels take Python's numbers as float32."""
+    near = torch.tensor(number, dtype=torch.float32, device="cpu")
+    return float(near if float(near) <= number else torch.nextafter(near, torch.zeros_like(near)))
 
 
 class Blocks:
@@ -81,6 +87,7 @@ class Ledger:
         device = blocks.like[0].device
         self.blocks = blocks
         self.rule = rule
+        self.tol = float32_below(rule.tol)  # the kernels and the status of a row agree on it to the last digit
         self.wide = wide
         self.flags = torch.zeros(7, blocks.rows, dtype=torch.int32, device=device)
         self.flags[kernels.ACTIVE.value] = 1
@@ -116,4 +123,4 @@ class Ledger:
         residual = self.numbers[kernels.BEST.value].clone()
         steps = self.flags[kernels.STEPS.value].to(torch.int64)
         dead = self.flags[kernels.DEAD.value].to(torch.int64)
-        return residual, steps, status_codes(residual <= self.rule.tol, dead), self.trace[: self.step + 1].clone()
+        return residual, steps, status_codes(residual <= self.tol, dead), self.trace[: self.step + 1].clone()
