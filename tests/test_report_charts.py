@@ -24,9 +24,12 @@ from opteq.report.guarantees import guarantees
 from opteq.report.markup import Html, join, tag
 from opteq.report.matrix import class_accuracies, confused_pairs, confusion_matrix
 from opteq.report.pictures import heat, matrix_picture, photograph
+from opteq.report.sections import objective
 from opteq.report.typeset import typeset
 from opteq.report.waterfall import style_of, terms_table, waterfall
 from opteq.report.words import decimal, percent, scientific
+
+LETTER = re.compile(r"<i>([A-Za-z])</i>")
 
 
 def parsed(markup: Html) -> ET.Element:
@@ -199,6 +202,13 @@ def test_every_problem_has_a_formula_with_the_terms_that_it_tells(case: Case) ->
     told = {name.rsplit(".", 1)[-1] for name in hidden.terms(hidden.start())}
     named = {term.name for one in shown for term in one.terms}
     assert named <= told
+    # Bars are labelled by these names: the legend below the formula has to say what they stand for.
+    legend = objective([("layer", one) for one in shown])
+    assert all(f"<b>{name}: </b>" in legend for name in named)
+    # A reader meets no letter of the objective without being told what it is.
+    letters = {part for one in shown for term in one.terms for part in LETTER.findall(term.body)}
+    explained = {part for one in shown for symbol, _ in one.symbols for part in LETTER.findall(symbol)}
+    assert letters - explained <= {"f", "R", "M"}  # what stands below the term or the formula says what these are
     assert told - named <= {"penalty"}  # a constraint or no penalty at all is not written as a term
     assert all(style_of(name) != "t-other" for name in told)
 

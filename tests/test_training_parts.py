@@ -15,16 +15,17 @@ from torch import nn
 
 from opteq import models, regularizers
 from opteq._errors import UserError
+from opteq._files import draft, plain_errors, remove_drafts, write_atomically
 from opteq.couplings import diversity, heritage
 from opteq.solution import Report
 from opteq.training import CheckpointWarning, TrainingStopped, rng
+from opteq.training.board import Board
 from opteq.training.checkpoints import Checkpoint, Checkpoints
 from opteq.training.guard import judge
 from opteq.training.losses import Loss
 from opteq.training.optimizers import optimizer
 from opteq.training.recipe import GuardSection, LossSection, OptimizerSection, ScheduleSection
 from opteq.training.schedules import schedule
-from opteq.training.storage import plain_errors, write_atomically
 from opteq.training.tally import Counts, Tally
 
 
@@ -242,3 +243,32 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_drafts_are_removed(tmp_path: Path) -> None:
+    """A run's folder may be one where other programs keep hidden files of theirs."""
+    others = [tmp_path / name for name in (".editor.tmp", ".file.1234.tmp", "notes.tmp", ".profile")]
+    for path in others:
+        path.touch()
+    with draft(tmp_path / "file", b"half") as left:
+        kept = left.rename(tmp_path / ".file.0123456789abcdef.tmp")
+    assert kept.read_bytes() == b"half"
+    remove_drafts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_tensorboard_forgets_what_is_drawn_anew(tmp_path: Path) -> None:
+    """An interrupted run drew four epochs, but its checkpoint knows of two: the last two are drawn once more."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = Board(tmp_path)
+    for epoch in range(1, 5):
+        first.add(epoch, {"loss/train": 1 / epoch, "loss/test": 2 / epoch})
+    again = Board(tmp_path, done=2)
+    again.add(3, {"loss/train": 0.25})
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5), (3, 0.25)]
+    assert [event.step for event in read.Scalars("loss/test")] == [1, 2]
+    for board in (first, again):
+        board.close()

@@ -21,8 +21,10 @@ class UserError(ValueError):
     """
 
 
-def unknown_name(what: str, name: object, options: Iterable[str]) -> UserError:
+def unknown_name(what: str, name: object, options: Iterable[str], listed_by: str | None = None) -> UserError:
     """The error for a name that is not among ``options``: it suggests the nearest one and lists them all.
+
+    Where they are too many for a line, ``listed_by`` is the command that lists them.
 
     >>> str(unknown_name("activation", "rellu", ["relu", "tanh"]))
     "unknown activation 'rellu'; did you mean 'relu'? Known: relu, tanh."
@@ -30,4 +32,5 @@ def unknown_name(what: str, name: object, options: Iterable[str]) -> UserError:
     known = sorted(options)
     nearest = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return UserError(f"unknown {what} {name!r}; {hint}Known: {', '.join(known)}.")
+    rest = f"Known: {', '.join(known)}." if listed_by is None else f"`{listed_by}` lists them all"
+    return UserError(f"unknown {what} {name!r}; {hint}{rest}")

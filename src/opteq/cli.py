@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import opteq
 from opteq._errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PATIENCE = 3.0
+"""Seconds that other processes leave the first one to say what is wrong."""
 
 app = typer.Typer(
     help="Networks whose output solves an optimisation problem that a person can read and edit.",
@@ -63,7 +72,7 @@ def train(
         own = recipe is None and resume and stored.exists()
         chosen = training.load_recipe(stored if own else recipe or "digits", set_ or ())
         folder = training.train(chosen, out or (stored.parent if own else Path("runs") / chosen.name), resume=resume)
-        if _is_first_process():
+        if _rank() == 0:
             _report(folder)
 
 
@@ -83,10 +92,10 @@ def evaluate(
 
     with one_line_errors():
         result = training.evaluate(run, tol, max_steps, device, precision, root)
-    if _is_first_process():
+    if _rank() == 0:
         from opteq.training.tables import evaluation_table
 
-        _print(evaluation_table(str(run), result))
+        _console().print(evaluation_table(str(run), result))
 
 
 @app.command()
@@ -95,7 +104,8 @@ def recipes() -> None:
     from opteq.training.tables import recipes_table
 
     with one_line_errors():
-        _print(recipes_table())
+        console = _console()
+        console.print(recipes_table(console.width))
 
 
 @app.command()
@@ -125,7 +135,7 @@ def models() -> None:
     """List the models, their sizes, and what each reproduces."""
     from opteq.training.tables import models_table
 
-    _print(models_table())
+    _console().print(models_table())
 
 
 @contextmanager
@@ -137,7 +147,8 @@ def one_line_errors() -> Iterator[None]:
     from opteq.training import Interrupted, TrainingStopped
 
     try:
-        yield
+        with _one_line_warnings():
+            yield
     except UserError as error:
         _stop(error, 2)
     except TrainingStopped as error:
@@ -146,11 +157,36 @@ def one_line_errors() -> Iterator[None]:
         _stop(error, 128 + error.signal)
 
 
+@contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """What opteq itself warns of is for the person at the keyboard: a line, without the place in the source."""
+    from opteq.training import CheckpointWarning
+
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, CheckpointWarning | opteq.ConvergenceWarning):
+            _say(f"warning: {message}")
+        else:
+            before(message, category, *place, **more)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 def _stop(error: Exception, status: int) -> None:
-    # Of several processes that meet the same error, one speaks.
-    if _is_first_process():
-        typer.echo("opteq: " + " ".join(str(error).split()), err=True)
+    rank = _rank()
+    if rank:
+        # Of several processes that meet the same error, the first speaks. A launcher ends them all as soon as one has
+        # left, so the others wait for its line; whoever is alone with an error lives long enough to tell it.
+        time.sleep(PATIENCE)
+    _say(f"process {rank}: {error}" if rank else str(error))
     raise typer.Exit(status) from error
+
+
+def _say(text: str) -> None:
+    typer.echo("opteq: " + " ".join(text.split()), err=True)
 
 
 def _report(folder: Path) -> None:
@@ -160,17 +196,20 @@ def _report(folder: Path) -> None:
     try:
         page = report.write(folder)
     except Exception as error:
-        typer.echo(f"opteq: the report could not be written ({error}); the run itself is whole", err=True)
-        typer.echo(f"done: {folder}")
+        _say(f"the report could not be written ({error}); the run itself is whole")
+        typer.echo(f"done: weights and metrics are in {folder}")
     else:
-        typer.echo(f"done: {folder}, report in {page}")
+        typer.echo(f"done: weights and metrics are in {folder}; open {page} in a browser")
 
 
-def _is_first_process() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+def _rank() -> int:
+    """Which of the processes of a launcher this is; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
 
 
-def _print(table: object) -> None:
+def _console() -> Console:
     from rich.console import Console
 
-    Console().print(table)
+    # In a file or a pipe there is no edge to wrap at: a line for each entry can be searched.
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=240 if piped else None)

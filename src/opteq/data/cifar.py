@@ -68,7 +68,8 @@ VERSIONS: dict[str, tuple[Version, ...]] = {
 
 def _remedy(name: str) -> str:
     archive = VERSIONS[name][0].archive
-    return f"fetch https://www.cs.toronto.edu/~kriz/{archive} and give it, or its folder, as root"
+    fetched = f"fetch https://www.cs.toronto.edu/~kriz/{archive}"
+    return f"{fetched} and give it, or its folder, as root (--set data.root=PATH)"
 
 
 def find_cifar(name: str, root: Path | None) -> Found:

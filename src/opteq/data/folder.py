@@ -28,7 +28,7 @@ class _Listing:
 def find_folder(root: Path | None, image_size: int | None) -> Found:
     """List the pictures under ``root``; they are opened later."""
     if root is None:
-        raise UserError(f"data set 'folder' needs root, the folder of pictures; {LAYOUT}")
+        raise UserError(f"data set 'folder' needs root, the folder of pictures (--set data.root=PATH); {LAYOUT}")
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; {LAYOUT}")
     if not (root / "train").is_dir():

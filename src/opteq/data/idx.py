@@ -29,7 +29,10 @@ CLASSES = (
     "Ankle boot",
 )
 STEMS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-REMEDY = "install Debian's package dataset-fashion-mnist, or fetch the four idx files and give their folder as root"
+REMEDY = (
+    "install Debian's package dataset-fashion-mnist, or fetch the four idx files and give their folder as root "
+    "(--set data.root=PATH)"
+)
 
 
 def find_fashion_mnist(root: Path | None) -> Found:

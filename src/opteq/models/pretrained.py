@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq._errors import UserError, unknown_name
+from opteq._files import draft, sync_folder
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -45,9 +44,10 @@ def save(model: nn.Module, config: Mapping[str, Any], folder: str | Path) -> Pat
     data = to_bytes(tensors, metadata={"format": "pt"})
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _beside(folder / WEIGHTS, data) as weights, _beside(folder / CONFIG, text.encode()) as settings:
+        with draft(folder / WEIGHTS, data) as weights, draft(folder / CONFIG, text.encode()) as settings:
             os.replace(weights, folder / WEIGHTS)
             os.replace(settings, folder / CONFIG)
+        sync_folder(folder)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(
@@ -154,20 +154,6 @@ def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
             seen.add(id(tensor))
             distinct[name] = tensor
     return distinct
-
-
-@contextmanager
-def _beside(target: Path, data: bytes) -> Iterator[Path]:
-    """A file in the same folder with ``data``, safe on the disk; gone at the end unless it was moved."""
-    path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with path.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _in_folder(folder: Path) -> tuple[Path, Path]:

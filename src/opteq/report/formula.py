@@ -67,7 +67,11 @@ def formula(problem: Problem) -> Formula:
         over,
         (*term, _quadratic(), rest),
         join(typeset("y ← "), act, typeset("(−∇g(y; x))")),
-        ((typeset("g"), f"the smooth part of {type(problem).__name__}"),),
+        (
+            (typeset("x"), "the layer's input"),
+            (typeset("y"), "the state"),
+            (typeset("g"), f"the smooth part of {type(problem).__name__}"),
+        ),
     )
 
 
@@ -91,6 +95,7 @@ def _(problem: OptEq) -> Formula:
         (typeset("y"), "the state"),
         (typeset(f"z = W'y{mu}"), "the features that the head reads"),
         (typeset("W"), f"ties features to the state: {problem.W!r}"),
+        (typeset("Ux + b"), "what the picture asks of the state"),
     )
     return Formula(over, tuple(terms), step, symbols)
 
@@ -103,6 +108,7 @@ def _(problem: GEQ) -> Formula:
         (typeset("x"), "what the stem makes of the picture"),
         (typeset("y"), "the state, which is what the head reads"),
         (typeset("W"), f"carries the state to where it is compared: {problem.W!r}"),
+        (typeset("Ux + b"), "what it is compared with: the view of the picture"),
     ]
     if isinstance(kernel, kernels.Gaussian):
         body = typeset("Σ_p e_p / 2γ")
@@ -150,6 +156,8 @@ def _(problem: MOptEq) -> Formula:
         terms.append(Term("diversity", "+", typeset(f"{weight} D(z_i, z_i+1)"), "different channels should differ"))
     symbols = [
         (typeset("x_i"), "what the stem makes of the picture, at the scale of branch i"),
+        (typeset("y_i"), "the state of branch i"),
+        (typeset("U_i x_i + b_i"), "what the picture asks of it"),
         (typeset("z_i = W_i'y_i"), "features of branch i; the last branch is beside the first"),
         (typeset("h_i"), "minus the slope of the terms that tie branches, in branch i"),
     ]

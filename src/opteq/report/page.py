@@ -12,6 +12,7 @@ from string import Template
 import torch
 from torch import nn
 
+from opteq._files import plain_errors, write_atomically
 from opteq.analysis.terms import evaluating
 from opteq.equilibrium import Equilibrium
 from opteq.problems.certificate import Certificate
@@ -24,7 +25,6 @@ from opteq.report.guarantees import guarantees
 from opteq.report.markup import Html, join, tag
 from opteq.report.run import Run, read_run
 from opteq.report.words import count, decimal, duration, percent, plural, scientific, short_count
-from opteq.training.storage import plain_errors, write_atomically
 
 
 @dataclass

@@ -60,7 +60,7 @@ def _formula(layer: str, formula: Formula, several: bool) -> Html:
             tag(
                 "span", f"{term.sign} " if term.sign and (index or term.sign == "−") else None, term.body, class_="body"
             ),
-            tag("small", term.meaning),
+            tag("small", tag("b", f"{term.name}: "), term.meaning),
             class_=f"term {style_of(term.name)}",
         )
         for index, term in enumerate(formula.terms)

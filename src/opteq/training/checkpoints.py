@@ -16,7 +16,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from opteq.training.storage import remove_drafts, write_atomically
+from opteq._files import remove_drafts, write_atomically
 
 KEEP = 2
 """Files kept: the newest, and the one before it in case the newest turns out to be damaged."""

@@ -7,9 +7,12 @@ from accelerate import Accelerator, DistributedType  # type: ignore[import-untyp
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped,unused-ignore]
 from accelerate.utils import gather_object  # type: ignore[import-untyped,unused-ignore]
 
-from opteq._errors import UserError
+from opteq._errors import UserError, unknown_name
 
-__all__ = ["Accelerator", "engine", "gather_object"]
+__all__ = ["DEVICES", "PRECISIONS", "Accelerator", "engine", "gather_object"]
+
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("no", "bf16", "fp16")
 
 
 def engine(device: str, precision: str, tf32: bool = True, threads: int | None = None) -> Accelerator:
@@ -19,8 +22,11 @@ def engine(device: str, precision: str, tf32: bool = True, threads: int | None =
     and the number of threads are settings of the whole process, and stay as they are set here.
 
     Raises:
-        UserError: there is no such device here, or it cannot compute in that precision.
+        UserError: the name is none of these, there is no such device here, or it cannot compute in that precision.
     """
+    for what, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
+        if value not in known:
+            raise unknown_name(what, value, known)
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise UserError(

@@ -11,12 +11,12 @@ from torch import nn
 
 from opteq import data, models
 from opteq._errors import UserError
+from opteq._files import plain_errors, write_atomically
 from opteq.data import Batches
 from opteq.models import equilibria
 from opteq.training.devices import engine
 from opteq.training.measure import measure
 from opteq.training.run_folder import RunFolder
-from opteq.training.storage import plain_errors, write_atomically
 from opteq.training.tally import Tally
 
 PATIENCE = 500
@@ -60,17 +60,19 @@ def evaluate(
     set_solvers(model, tol, max_steps)
     root = recipe.data.root if root is None else root
     pictures = data.load(recipe.data.name, root=root, cache=recipe.data.cache, image_size=recipe.data.image_size)
-    trained_on = model.config["extra"].get("classes", list(pictures.classes))
+    extra = model.config["extra"]
+    trained_on = extra.get("classes", list(pictures.classes))
     if list(pictures.classes) != trained_on:
         raise UserError(
             f"the pictures have the classes {', '.join(pictures.classes)}, but the model was trained on "
             f"{', '.join(trained_on)}; give the right ones with --root"
         )
     wrapped = accelerator.prepare_model(model, evaluation_mode=True)
+    # Colours are normalised as they were in training: pictures under another root have another mean.
     batches = Batches(
         pictures.test,
-        pictures.mean,
-        pictures.std,
+        extra.get("mean", pictures.mean),
+        extra.get("std", pictures.std),
         recipe.train.test_batch_size,
         device=accelerator.device,
         rank=accelerator.process_index,

@@ -50,7 +50,7 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
         where = str(path)
     else:
         if text not in recipes():
-            raise unknown_name("recipe", text, recipes())
+            raise unknown_name("recipe", text, recipes(), listed_by="opteq recipes")
         source = (_FOLDER / f"{text}.toml").read_text(encoding="utf-8")
         where = text
     try:

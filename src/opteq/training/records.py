@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from opteq.training.storage import write_atomically
+from opteq._files import write_atomically
+from opteq.training.board import Board
 
 Line = dict[str, Any]
 """One epoch: ``epoch`` (1 is the first), ``train_loss``, ``test_accuracy`` and the like; accuracies lie in 0..1."""
@@ -23,12 +24,9 @@ class Records:
     """
 
     def __init__(self, folder: Path, history: list[Line]) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed only here
-
         self.path = folder / "metrics.jsonl"
         write_atomically(self.path, "".join(_text(line) for line in history).encode())
-        # purge_step makes TensorBoard forget what an interrupted run drew beyond the checkpoint.
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=len(history) + 1 if history else None)
+        self._board = Board(folder / "tensorboard", done=len(history))
 
     def add(self, line: Line) -> None:
         """Record one epoch."""
@@ -36,21 +34,18 @@ class Records:
             file.write(_text(line))
             file.flush()
             os.fsync(file.fileno())
-        for key, value in line.items():
-            if key != "epoch" and value is not None:
-                kind, _, name = key.partition("_")
-                tag = f"{name}/{kind}" if kind in ("train", "test") else f"run/{key}"
-                self._board.add_scalar(tag, value, line["epoch"])
-        self._board.flush()
+        points = {_tag(key): value for key, value in line.items() if key != "epoch" and value is not None}
+        self._board.add(line["epoch"], points)
 
     def close(self) -> None:
         """Finish the TensorBoard file."""
         self._board.close()
 
 
-def read(path: Path) -> list[Line]:
-    """The lines of a ``metrics.jsonl``."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def _tag(key: str) -> str:
+    """``train_loss`` and ``test_loss`` are two curves of one chart."""
+    kind, _, name = key.partition("_")
+    return f"{name}/{kind}" if kind in ("train", "test") else f"run/{key}"
 
 
 def _text(line: Line) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from opteq._errors import UserError
+from opteq._files import draft, plain_errors, remove_drafts, write_atomically
 from opteq.training.recipe import Recipe
 from opteq.training.recipe_files import flattened, load_recipe, to_toml
-from opteq.training.storage import plain_errors, remove_drafts, write_atomically
 
 # Keys that say where and how often, not what: a run may move to another machine between two commands.
 MAY_DIFFER = frozenset({"data.root", "data.cache", "train.device", "train.checkpoint_steps", "train.test_batch_size"})
+SHOWN = 4  # differences that are told one by one
 
 
 class RunFolder:
@@ -60,9 +60,8 @@ class RunFolder:
         remedy = "choose a folder that you may write to with --out"
         with plain_errors(f"making the run folder {self.path}", remedy):
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe.{os.getpid()}.tmp"
-            write_atomically(probe, b"")
-            probe.unlink()
+            with draft(self.path / "probe", b"can this be written?"):
+                pass
         remove_drafts(self.path)
 
     def describe(self, recipe: Recipe, environment: dict[str, Any]) -> None:
@@ -75,8 +74,9 @@ def _refuse_differences(before: Recipe, now: Recipe, path: Path) -> None:
     old, new = flattened(before.model_dump(mode="json")), flattened(now.model_dump(mode="json"))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in MAY_DIFFER)
     if keys:
-        shown = ", ".join(f"{key} ({old.get(key)!r} there, {new.get(key)!r} now)" for key in keys[:6])
-        more = f" and {len(keys) - 6} more" if len(keys) > 6 else ""
+        keys.sort(key=lambda key: key != "name")  # where the names differ, they say it all
+        shown = ", ".join(f"{key} ({old.get(key)!r} there, {new.get(key)!r} now)" for key in keys[:SHOWN])
+        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
         raise UserError(
             f"{path} was begun with another recipe, so it cannot be resumed with this one: {shown}{more} differ. "
             "Leave the recipe out to go on with its own, or give another --out"

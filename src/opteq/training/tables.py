@@ -10,26 +10,27 @@ from opteq import models
 from opteq.training.recipe_files import load_recipe, recipes
 
 
-def recipes_table() -> Table:
-    """All recipes of the package, with model, data and what each reproduces."""
-    table = Table(
-        "recipe", "model", "data", "epochs", "reproduces", title="Recipes: opteq train RECIPE", row_styles=_ROWS
-    )
+def recipes_table(width: int) -> Table:
+    """All recipes of the package and what each reproduces; where ``width`` allows, model, data and epochs too."""
+    wide = width >= _WIDE
+    columns = ("recipe", "model", "data", "epochs", "reproduces") if wide else ("recipe", "reproduces")
+    table = Table(*columns, title="Recipes: opteq train RECIPE", row_styles=_ROWS)
     table.columns[0].no_wrap = True
     for name in recipes():
         recipe = load_recipe(name)
-        table.add_row(name, recipe.model.name, recipe.data.name, str(recipe.train.epochs), recipe.reproduces)
+        between = (recipe.model.name, recipe.data.name, str(recipe.train.epochs)) if wide else ()
+        table.add_row(name, *between, recipe.reproduces)
     return table
 
 
 def models_table() -> Table:
     """All models, with the number of parameters for ten classes of colour pictures."""
-    table = Table("model", "family", "parameters", "what it is", "reproduces", title="Models", row_styles=_ROWS)
+    table = Table("model", "parameters", "what it is, and what it reproduces", title="Models", row_styles=_ROWS)
     table.columns[0].no_wrap = True
-    table.columns[2].justify = "right"
+    table.columns[1].justify = "right"
     for name in models.list():
         card = models.describe(name)
-        table.add_row(name, card.family, f"{card.parameters:,}", card.summary, card.reproduces)
+        table.add_row(name, f"{card.parameters:,}", "; ".join(filter(None, (card.summary, card.reproduces))))
     return table
 
 
@@ -47,8 +48,10 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
         table.add_row("converged", f"{result['converged']:.2%}")
     tolerance = "the model's own" if result["tol"] is None else f"{result['tol']:g}"
     table.add_row("tolerance", tolerance)
-    table.add_row("precision, device", f"{result['precision']}, {result['device']}")
+    precision = "full" if result["precision"] == "no" else result["precision"]
+    table.add_row("precision, device", f"{precision}, {result['device']}")
     return table
 
 
 _ROWS = ("", "dim")
+_WIDE = 150  # columns in which all that is known of a recipe fits into one line

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from opteq import data, models
+from opteq._files import plain_errors
 from opteq.data import Batches, Dataset
 from opteq.models import Classifier
 from opteq.training import environment, rng
@@ -24,7 +25,6 @@ from opteq.training.run_folder import RunFolder
 from opteq.training.shared_norm import share_normalisation
 from opteq.training.signals import StopRequest
 from opteq.training.step import Stepper
-from opteq.training.storage import plain_errors
 from opteq.training.trainer import Trainer
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from opteq._errors import UserError
+from opteq._files import plain_errors
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
@@ -26,7 +27,6 @@ from opteq.training.records import Line, Records
 from opteq.training.schedules import schedule
 from opteq.training.signals import StopRequest
 from opteq.training.step import Stepper
-from opteq.training.storage import plain_errors
 from opteq.training.tally import Counts, Tally
 
 

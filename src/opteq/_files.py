@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 from opteq._errors import UserError
 
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+"""The names of drafts: so unlike anything else that what matches may be removed."""
+
+
+@contextlib.contextmanager
+def draft(target: Path, content: bytes) -> Iterator[Path]:
+    """A hidden file beside ``target`` with ``content``, forced onto the disk; gone at the end unless it was moved."""
+    path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(path, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that after a crash at any moment ``path`` holds the old content or the new, never a part.
 
-    The bytes go to a file beside it, are forced onto the disk, and take the name in one step; the folder is forced too,
-    since the name is its content.
+    The bytes go to a draft beside it, which takes the name in one step; the folder is forced onto the disk too, since
+    the name is its content.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(draft, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+    with draft(path, content) as written:
+        os.replace(written, path)
     sync_folder(path.parent)
 
 
@@ -41,11 +52,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for pattern in (".*.tmp", ".model.safetensors.*", ".config.json.*"):
-        for draft in folder.glob(pattern):
+    """Remove what a killed process left half-written, and nothing else: the folder may be somebody's home."""
+    for path in folder.glob(".*.tmp"):
+        if _DRAFT.fullmatch(path.name):
             with contextlib.suppress(OSError):
-                draft.unlink()
+                path.unlink()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,246 @@
+"""What is wrong is said in one line, with the right exit status; a run that goes wrong stops itself."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from cli_cases import call, finished, no_page, refused, root, train
+from opteq import cli
+from opteq.training.board import Board
+from opteq.training.checkpoints import Checkpoints
+from training_cases import in_process, lines, train_here
+
+__all__ = ["finished", "no_page", "root"]  # fixtures
+
+
+def test_unknown_recipe_and_key(root: Path, tmp_path: Path) -> None:
+    refused(call("train", "digit"), "unknown recipe 'digit'; did you mean 'digits'? `opteq recipes` lists them all")
+    refused(call("train", tmp_path / "none.toml"), "cannot be read: No such file")
+    refused(call("train", "--set", "train.epoch=3"), "did you mean 'train.epochs'?")
+    refused(train(root, tmp_path / "run", "model.name=opteq-digit"), "did you mean 'opteq-digits'")
+    refused(train(root, tmp_path / "run", "model.options.chanels=3"), "did you mean 'channels'")
+    refused(train(root, tmp_path / "run", "model.options.bound=-1"), "bound", "-1")
+    refused(train(root, tmp_path / "run", "data.name=cifar"), "unknown data set 'cifar'")
+    assert not (tmp_path / "run/recipe.toml").exists()
+
+
+def test_an_unwritable_folder(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(train(root, tmp_path / "file/run"), "making the run folder", "Not a directory", "--out")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu(root: Path, tmp_path: Path) -> None:
+    refused(train(root, tmp_path / "run", "train.device=cuda"), "torch sees no GPU here", "train.device=cpu")
+
+
+def test_a_corrupt_picture(root: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(root, tmp_path / "pictures", ignore=shutil.ignore_patterns("cache"))
+    (copy / "train/above/3.png").write_bytes(b"\x89PNG\r\n\x1a\nnot really")
+    refused(train(copy, tmp_path / "run"), str(copy / "train/above/3.png"))
+
+
+def test_a_folder_with_a_run_is_not_overwritten(root: Path, finished: Path) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    refused(train(root, finished), "already holds a run", "--resume", "another --out")
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_with_another_recipe(root: Path, finished: Path) -> None:
+    more = ("train.epochs=7", "optimizer.lr=0.2")
+    result = train(root, finished, *more, options=("--resume",))
+    refused(result, "begun with another recipe", "optimizer.lr (0.1 there, 0.2 now)", "train.epochs (6 there, 7 now)")
+    refused(call("train", "--resume", "--out", finished, "--set", "train.seed=5"), "train.seed (0 there, 5 now)")
+    other = call("train", "opteq-162k-cifar10", "--resume", "--out", finished)
+    refused(other, "with this one: name ('tiny' there, 'opteq-162k-cifar10' now), ", "more differ")
+
+
+def test_resume_with_the_recipe_of_the_folder(finished: Path, tmp_path: Path) -> None:
+    before = (finished / "model.safetensors").read_bytes()
+    result = call("train", "--resume", "--out", finished)
+    assert result.exit_code == 0, result.output
+    assert "had come to its end, after step 18" in result.stdout
+    assert (finished / "model.safetensors").read_bytes() == before
+    refused(call("train", "--resume", "--out", tmp_path / "none"), "holds no run to go on with; name a recipe")
+
+
+class Poison:
+    """A pickle that leaves a file behind when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_poisoned_weights(finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "model.safetensors").write_bytes(pickle.dumps(Poison(tmp_path / "poisoned")))
+    refused(call("evaluate", run), "model.safetensors", "not a whole safetensors file")
+    (run / "model.safetensors").unlink()
+    torch.save({"weight": torch.ones(1)}, run / "pytorch_model.bin")
+    refused(call("evaluate", run), "holds no finished run")
+    assert not (tmp_path / "poisoned").exists()
+
+
+def test_a_poisoned_checkpoint(root: Path, finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    newest = Checkpoints(run / "checkpoints").files()[0]
+    newest.write_bytes(pickle.dumps(Poison(tmp_path / "poisoned")))
+    (run / "model.safetensors").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = call("train", "--resume", "--out", run)
+    assert result.exit_code == 0, result.output
+    (said,) = result.stderr.splitlines()
+    assert said.startswith(f"opteq: warning: the checkpoint {newest} is damaged")
+    assert (run / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+    assert lines(run) == lines(finished)
+    assert not (tmp_path / "poisoned").exists()
+
+
+def test_other_pictures(finished: Path, root: Path, tmp_path: Path) -> None:
+    """Fewer pictures would shift every batch of a resumed run; other classes would be taken for each other."""
+    copy = shutil.copytree(root, tmp_path / "pictures", ignore=shutil.ignore_patterns("cache"))
+    (copy / "train/above/3.png").unlink()
+    run = shutil.copytree(finished, tmp_path / "run")
+    sets = ("--set", f"data.root={copy}", "--set", f"data.cache={tmp_path}")
+    refused(call("train", "--resume", "--out", run, *sets), "begun with 40 training pictures, but there are 39 now")
+    for split in ("train", "test"):
+        (copy / split / "below").rename(copy / split / "a-new-name")
+    refused(call("evaluate", run, "--root", copy), "the pictures have the classes a-new-name, above", "--root")
+
+
+def test_evaluating_what_is_no_run(tmp_path: Path, finished: Path) -> None:
+    refused(call("evaluate", tmp_path), "holds no run: there is no recipe.toml")
+    refused(call("evaluate", finished, "--tol", "-1"), "tol should be a positive number")
+    refused(call("evaluate", finished, "--device", "gpu"), "unknown device 'gpu'", "auto, cpu, cuda")
+    refused(call("evaluate", finished, "--precision", "fp32"), "unknown precision 'fp32'; did you mean 'fp16'?")
+
+
+def test_evaluation_normalises_as_training_did(finished: Path, root: Path, tmp_path: Path) -> None:
+    """Training pictures under another root have other colours; the network still knows only its own."""
+    copy = shutil.copytree(root, tmp_path / "pictures", ignore=shutil.ignore_patterns("cache"))
+    for path in (copy / "train").rglob("*.png"):
+        Image.new("RGB", (8, 8), "white").save(path)
+    run = shutil.copytree(finished, tmp_path / "run")
+    assert call("evaluate", run).exit_code == 0
+    before = json.loads((run / "evaluation.json").read_text())
+    assert call("evaluate", run, "--root", copy).exit_code == 0
+    assert json.loads((run / "evaluation.json").read_text()) == before
+
+
+def test_of_several_processes_one_speaks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher ends all processes when one has left: the others leave the first one time to say what is wrong."""
+    waits: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    monkeypatch.setenv("RANK", "1")
+    refused(call("train", "digit"), "opteq: process 1: unknown recipe 'digit'")
+    assert waits == [cli.PATIENCE]
+    monkeypatch.setenv("RANK", "0")
+    refused(call("train", "digit"), "opteq: unknown recipe 'digit'")
+    assert len(waits) == 1
+
+
+def fill_the_disk(root: str, out: str) -> None:
+    """Train until the second checkpoint, from when on the system writes no file beyond 3000 bytes."""
+    save, saved = Checkpoints.save, []
+
+    def limited(self: Checkpoints, checkpoint: object) -> Path:
+        if saved:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+        saved.append(checkpoint)
+        return save(self, checkpoint)  # type: ignore[arg-type]
+
+    Checkpoints.save = limited  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    result = train(Path(root), Path(out))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    refused(result, "saving a checkpoint failed: File too large", "the checkpoints before it are whole", "--resume")
+    sys.exit(result.exit_code)
+
+
+def test_a_full_disk(root: Path, tmp_path: Path) -> None:
+    assert in_process(fill_the_disk, str(root), str(tmp_path / "run")) == 2
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000003.safetensors"]
+    for out in ("run", "undisturbed"):
+        assert in_process(train_here, str(root), str(tmp_path / out), []) == 0
+    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("run", "undisturbed")]
+    assert weights[0] == weights[1]
+    assert lines(tmp_path / "run") == lines(tmp_path / "undisturbed")
+
+
+def refuse_the_board(root: str, out: str) -> None:
+    """Train where the system writes no event file for TensorBoard, nor anything else that is not empty."""
+    make = Board.__init__
+
+    def limited(self: Board, folder: Path, done: int = 0) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        make(self, folder, done)
+
+    Board.__init__ = limited  # type: ignore[method-assign]
+    result = train(Path(root), Path(out))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    refused(result, "failed: File too large", "make room, then go on with --resume")
+    sys.exit(result.exit_code)
+
+
+def test_a_disk_too_full_for_tensorboard(root: Path, tmp_path: Path) -> None:
+    assert in_process(refuse_the_board, str(root), str(tmp_path / "run")) == 2
+
+
+# ---- a run that goes wrong stops itself
+
+
+def test_a_loss_that_is_not_finite(root: Path, tmp_path: Path) -> None:
+    more = (
+        "optimizer.lr=1e30",
+        "schedule.name=step",
+        "schedule.milestones=[1]",
+        "schedule.factor=1.0",
+        "guard.every=1",
+    )
+    result = train(root, tmp_path / "run", *more, "optimizer.momentum=0.9")
+    refused(result, "the loss is nan", "Try a lower optimizer.lr", status=3)
+
+
+def test_equilibria_that_are_lost(root: Path, tmp_path: Path) -> None:
+    assert train(root, tmp_path / "run", "train.epochs=1").exit_code == 0
+    more = ("model.options.max_steps=1", "model.options.tol=1e-6", "guard.residual=1e-5")
+    result = train(root, tmp_path / "lost", *more)
+    refused(
+        result, "epoch 1: ", "of the equilibria have a relative residual above 1e-05", "more solver steps", status=3
+    )
+    assert not (tmp_path / "lost/model.safetensors").exists()
+    result = train(root, tmp_path / "strict", "model.options.max_steps=1", "guard.lost=1", "guard.converged=0.9")
+    refused(result, "of the equilibria reached the solver's tolerance", "asks for 90%", status=3)
+
+
+def test_the_last_good_checkpoint_stays(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is lost in the second epoch: what is kept is from the end of the first, and is good."""
+    from opteq.training import trainer
+
+    judge = trainer.judge
+
+    def later(options: object, counts: object, where: str) -> None:
+        if where == "epoch 2":
+            monkeypatch.setattr(counts.__class__, "mean_loss", property(lambda self: float("nan")))
+            object.__setattr__(counts, "loss", float("nan"))
+        judge(options, counts, where)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "judge", later)
+    refused(train(root, tmp_path / "run"), "epoch 2: the loss is nan", status=3)
+    found = Checkpoints(tmp_path / "run/checkpoints").latest()
+    assert found is not None
+    assert (found.step, found.values["epoch"], len(lines(tmp_path / "run"))) == (3, 1, 1)
