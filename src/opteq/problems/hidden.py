@@ -51,9 +51,9 @@ class BoundMap(ABC):
     """The step together with a merit that plain steps decrease, where the problem has one."""
 
     contracts: bool = False
-    """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is no
-    saddle then that a small residual could belong to, so that residuals are guard enough for methods that extrapolate,
-    and no merit is computed."""
+    """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
+    no saddle then that a small residual could belong to, so that residuals are guard enough for methods that
+    extrapolate, and no merit is computed."""
 
     interval: tuple[float, float] | None = None
     """The ends between which :meth:`project` clamps every entry, where it does that and no more."""
