@@ -14,11 +14,13 @@ class Settings:
     Attributes:
         fused: Triton kernels for solver steps on a GPU.
         graphs: CUDA graphs of several solver steps.
+        looking: on a CPU, look at values on the way where that saves copies; a GPU would have to wait.
         interpreted: take the fused path on a CPU too, where Triton's interpreter runs the kernels: for tests.
     """
 
     fused: bool = True
     graphs: bool = True
+    looking: bool = True
     interpreted: bool = False
 
 

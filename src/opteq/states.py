@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from opteq._fast import settings
+
 State = Tensor | tuple[Tensor, ...]
 
 
@@ -58,6 +60,11 @@ def row_norms(matrix: Tensor) -> Tensor:
     Squares of float32 numbers overflow at 1e19 and vanish at 1e-23, which is well inside what a diverging or a
     dying network produces; in float64 they do neither.
     """
+    if settings.looking and matrix.device.type == "cpu" and matrix.dtype == torch.float32:
+        # A CPU would copy the matrix to float64 first. It may look instead, and do so only where it matters.
+        near: Tensor = torch.linalg.vector_norm(matrix, dim=1)
+        if all_rows((near > 1e-15) & (near < 1e15)):
+            return near.to(torch.float64)
     dtype = torch.float32 if matrix.device.type == "mps" else torch.float64
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
     return norms
@@ -71,6 +78,16 @@ def any_row(mask: Tensor, unseen: bool = False) -> bool:
         if "vmap" in str(error):
             return unseen
         raise
+
+
+def all_rows(mask: Tensor) -> bool:
+    """Whether every entry is set, on a CPU; False where looking would make a device wait, or is not allowed."""
+    return settings.looking and mask.device.type == "cpu" and not any_row(~mask, unseen=True)
+
+
+def choose_rows(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """The rows of ``new`` where the mask is set, else those of ``old``; no copy where a CPU sees that all are new."""
+    return new if all_rows(mask) else torch.where(mask[:, None], new, old)
 
 
 def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

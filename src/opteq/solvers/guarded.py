@@ -8,7 +8,7 @@ from torch import Tensor
 from opteq.solvers.loop import relative
 from opteq.solvers.method import Method, Task
 from opteq.solvers.status import Status
-from opteq.states import row_norms
+from opteq.states import choose_rows, row_norms
 
 
 class GuardedIteration:
@@ -51,8 +51,8 @@ class GuardedIteration:
         else:
             taken = active & finite & (plain | self._harmless(gap, merit))
             self.method.restart(active & ~taken)
-            self.point = torch.where(taken[:, None], proposal, self.point)
-            self.image = torch.where(taken[:, None], image, self.image)
+            self.point = choose_rows(taken, proposal, self.point)
+            self.image = choose_rows(taken, image, self.image)
             if merit is not None and self.merit is not None:
                 self.merit = torch.where(taken, merit, self.merit)
         self.least = torch.fmin(self.least, gap)

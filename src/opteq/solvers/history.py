@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opteq.states import zeros_a_row
+from opteq.states import choose_rows, zeros_a_row
 
 
 class History:
@@ -26,8 +26,7 @@ class History:
     def push(self, column: Tensor, rows: Tensor) -> None:
         """Write ``column`` over the oldest one in ``rows``; other rows keep theirs."""
         self.slot = self.following
-        new = torch.where(rows[:, None], column, self.columns[:, self.slot])
-        self._write(self.slot, new)
+        self._write(self.slot, choose_rows(rows, column, self.columns[:, self.slot]))
 
     def products(self, *vectors: Tensor) -> Tensor:
         """Inner products of every column with each vector ``(R, N)``: ``(R, memory, len(vectors))``."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.status import Status
-from opteq.states import any_row
+from opteq.states import any_row, choose_rows
 
 
 class Process(Protocol):
@@ -111,7 +111,7 @@ class PlainRun:
         rule, active = self.rule, self.unfinished()
         point, residual = self.process.advance(active)
         chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
-        self.best = torch.where(chosen[:, None], point, self.best)
+        self.best = choose_rows(chosen, point, self.best)
         self.best_residual = torch.where(chosen, residual, self.best_residual)
         self.done = self.best_residual <= rule.tol
         self.steps = self.steps + active
