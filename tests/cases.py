@@ -133,6 +133,7 @@ CASES = [
     Case("opteq-separable", separable, (2, 4, 5), kinks=False),
     Case("deep", deep(alpha=0.7), (4,), one_equation=False),
     Case("deep-learned", deep(alpha=0.7, learn_alpha=True, activation="tanh"), (4,), one_equation=False, kinks=False),
+    Case("deep-ridge", deep(alpha=0.7, regularizer=regularizers.Ridge(), gamma=0.3), (4,), one_equation=False),
     Case("deep-conv", deep_conv, (2, 4, 4), one_equation=False, kinks=False),
     Case("affine", affine, (4,), one_equation=False, kinks=False),
     Case("splitting", splitting, (4,), one_equation=False),

@@ -334,3 +334,35 @@ def test_a_layer_without_input_hears_the_others_only() -> None:
 def test_wrong_options(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         opteq.DeepOptEq(**{"layers": [(op.Dense(5, 6), nn.Linear(4, 6))], **options})
+
+
+def test_a_regulariser_joins_the_first_inclusion() -> None:
+    torch.manual_seed(0)
+    gamma, alphas = 0.3, (0.7, 0.9)
+    layers = [(op.Dense(5, n, bound=0.8), nn.Linear(4, n)) for n in (6, 3)]
+    problem = opteq.DeepOptEq(layers, alphas, "tanh", regularizer=opteq.regularizers.Ridge(), gamma=gamma).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    z = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-13, max_steps=300))(x).detach()
+    image = z - gamma * z  # the gradient of |z|^2 / 2 is z
+    for (W, U), alpha in zip(layers, alphas, strict=True):
+        image = alpha * W.adjoint(torch.tanh(W(image) + U(x))) + (1 - alpha) * image
+    torch.testing.assert_close(image.detach(), z, rtol=0, atol=1e-11)
+    assert (problem(x).inclusion_residual(z) < 1e-8).all()
+    plain = opteq.Equilibrium(opteq.DeepOptEq(layers, alphas, "tanh").double())(x)
+    assert (plain - z).norm() > 1e-2  # it has an effect
+    jacobian = torch.stack(
+        [
+            torch.autograd.functional.jacobian(problem(row[None]).step, z[i : i + 1]).reshape(5, 5)
+            for i, row in enumerate(x)
+        ]
+    )
+    assert torch.linalg.matrix_norm(jacobian, 2).max() <= problem.certificate().contraction
+    with pytest.raises(ValueError, match="with a regulariser see inclusion_residual"):
+        problem(x).objective(z)
+    with pytest.raises(ValueError, match="this network has a regulariser as well"):
+        problem.wide_limit()
+    with pytest.raises(ValueError, match="L1 is not smooth"):
+        opteq.DeepOptEq(layers, regularizer=opteq.regularizers.L1())
+    unknown = opteq.DeepOptEq(layers, regularizer=opteq.regularizers.Decorrelation()).certificate()
+    assert unknown.contraction is None
+    assert "Decorrelation" in unknown.reasons["unique"]

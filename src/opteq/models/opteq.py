@@ -50,15 +50,23 @@ def _problem(options: OptEqOptions) -> Problem:
         )
         for index, size in enumerate(options.hidden)
     ]
-    prior = options.prior_in_objective(takes_one=count == 1)
+    prior = options.prior_in_objective(takes_one=True)
+    weight = options.regularizer_weight
     if count > 1:
         if options.exact_prior:
             raise UserError("exact_prior belongs to models with one layer; Deep OptEq has no joint objective to add to")
-        return DeepOptEq(layers, options.alpha, options.activation, learn_alpha=options.learn_alpha)
+        smooth, gamma = (prior, weight) if prior is None or prior.smooth else (Envelope(prior, weight), 1.0)
+        return DeepOptEq(
+            layers,
+            options.alpha,
+            options.activation,
+            learn_alpha=options.learn_alpha,
+            regularizer=smooth,
+            gamma=gamma,
+        )
     W, U = layers[0]
     if U is None:
         raise UserError("injected should hold 0: the only layer needs the input")
-    weight = options.regularizer_weight
     if prior is None:
         return OptEq(W, U, options.activation)
     if options.exact_prior:

@@ -119,7 +119,7 @@ class EquilibriumOptions(ClassifierOptions):
         if not takes_one:
             raise UserError(
                 f"regularizer={self.regularizer!r} has no place in this model's objective; use solver='sam', which "
-                "selects by it among equilibria, or a model with one OptEq layer"
+                "selects by it among equilibria, or an OptEq model"
             )
         return prior
 

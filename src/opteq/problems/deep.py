@@ -20,6 +20,8 @@ from opteq.problems.feedforward import by_gram, by_slots, read_mlp
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.linearisation import Linearisation
 from opteq.problems.opteq import OptEq
+from opteq.problems.prior import check_prior, prior_factors
+from opteq.regularizers import Regularizer
 from opteq.states import State, single
 
 
@@ -38,6 +40,10 @@ class DeepOptEq(Problem):
         mu: divides every ``W'``.
         learn_alpha: make the alphas parameters, kept inside (0, 1).
         readout: applied to the fixed point to give the features; None hands on the fixed point.
+        regularizer: a smooth R on the features, as in :class:`~opteq.problems.opteq.OptEq`: the first layer is given
+            ``z - gamma grad R(z)``. Then ``gamma grad R(z_0)`` joins the first row of Theorem 2's inclusions; for one
+            layer the fixed point minimises ``alpha M + gamma R``, for more there is no such sum.
+        gamma: weight of the regulariser.
 
     >>> import torch, opteq
     >>> from opteq import operators as op
@@ -57,8 +63,12 @@ class DeepOptEq(Problem):
         mu: float = 1.0,
         learn_alpha: bool = False,
         readout: nn.Module | None = None,
+        regularizer: Regularizer | None = None,
+        gamma: float = 1.0,
     ) -> None:
         super().__init__()
+        self.regularizer = check_prior(regularizer)
+        self.gamma = check_positive("gamma", gamma)
         branches = [_branch(layer, index) for index, layer in enumerate(layers)]
         if not branches or all(branch.U is None for branch in branches):
             raise ValueError("DeepOptEq needs at least one layer with U, which is how the input comes in")
@@ -96,18 +106,24 @@ class DeepOptEq(Problem):
         for branch in self.branches:
             c = inject(branch.U, x) if branch.U is not None else x.new_zeros(())
             blocks.append(Block(branch.W.prepare(), c, self.penalty, self.mu))
-        return BoundDeepOptEq(blocks, self.alphas, self.readout)
+        return BoundDeepOptEq(blocks, self.alphas, self.readout, self.regularizer, self.gamma)
 
     def certificate(self) -> Certificate:
-        """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``."""
+        """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``, and of the regulariser's."""
         slope = self.penalty.lipschitz
         norms = [float(branch.W.norm()) for branch in self.branches]
         alphas = [_number(alpha) for alpha in self.alphas]
         factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
-        contraction = math.prod(factors)
+        stretch, _ = prior_factors(self.regularizer, self.gamma)
+        if stretch is None:
+            why = f"the gradient of {type(self.regularizer).__name__} has no known Lipschitz constant"
+            return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), why))
+        contraction = math.prod(factors) * stretch
         # With a bounded activation every layer maps a large enough ball into itself, its skip connection included.
         exists, unique, reasons = existence(contraction, self.penalty.bounded)
         reasons["contraction"] = "product over layers of 1 - alpha + alpha L |W|^2 / mu"
+        if self.regularizer is not None:
+            reasons["contraction"] += f", times |I - gamma hess R| <= {stretch:.4g}"
         lipschitz, why = self._lipschitz(contraction, factors, alphas, norms)
         return Certificate(exists, unique, contraction, lipschitz, {**reasons, "lipschitz": why})
 
@@ -134,6 +150,8 @@ class DeepOptEq(Problem):
         Theorem 3, with mu times the number of layers: the limit minimises the sum of the layers' Moreau envelopes, and
         the fixed point differs from it by a multiple of alpha. The weights are shared with this network.
         """
+        if self.regularizer is not None:
+            raise ValueError("the wide limit is that of the layers; this network has a regulariser as well")
         branches = self.branches
         injections = [branch.U for branch in branches if branch.U is not None]
         if len(injections) < len(branches):
@@ -175,10 +193,20 @@ class DeepOptEq(Problem):
 class BoundDeepOptEq(BoundMap):
     """Deep OptEq with its input bound. The state is ``z_0 = z_L``, the features that close the ring."""
 
-    def __init__(self, layers: list[Block], alphas: Sequence[float | Tensor], readout: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        layers: list[Block],
+        alphas: Sequence[float | Tensor],
+        readout: nn.Module | None = None,
+        regularizer: Regularizer | None = None,
+        gamma: float = 1.0,
+    ) -> None:
         self.layers = layers
         self.alphas = alphas
         self.readout = readout
+        self.regularizer = regularizer
+        self.gamma = gamma
+        self.coupled = regularizer is not None and regularizer.couples_batch
 
     def start(self) -> Tensor:
         """Zeros."""
@@ -199,8 +227,11 @@ class BoundDeepOptEq(BoundMap):
         return super().feature_form()
 
     def trajectory(self, z: State) -> list[Tensor]:
-        """``z_0, z_1, ..., z_L``: the state and what each layer makes of it."""
-        points = [single(z)]
+        """``z_0, z_1, ..., z_L``: what the first layer is given, and what each layer makes of it.
+
+        The first is the state, without ``gamma grad R`` of it where there is a regulariser.
+        """
+        points = [self._given(single(z))]
         for block, alpha in zip(self.layers, self.alphas, strict=True):
             points.append(_towards(points[-1], block(points[-1]), alpha))
         return points
@@ -216,16 +247,22 @@ class BoundDeepOptEq(BoundMap):
             for block, point, alpha in zip(self.layers, self.trajectory(y)[:-1], self.alphas, strict=True)
         ]
 
-        def through(order: list[Any]) -> Any:
-            def apply(v: State) -> State:
-                u = single(v)
-                for jacobian, alpha in order:
-                    u = _towards(u, jacobian(u), alpha)
-                return u
+        z, R, gamma = single(y).detach(), self.regularizer, self.gamma
 
-            return apply
+        def prior(v: Tensor) -> Tensor:
+            return v if R is None else v - gamma * R.curvature(z, v)
 
-        return Linearisation(through(parts), through(parts[::-1]))
+        def through(v: Tensor, order: list[Any]) -> Tensor:
+            for jacobian, alpha in order:
+                v = _towards(v, jacobian(v), alpha)
+            return v
+
+        return Linearisation(
+            lambda v: through(prior(single(v)), parts), lambda v: prior(through(single(v), parts[::-1]))
+        )
+
+    def _given(self, z: Tensor) -> Tensor:
+        return z if self.regularizer is None else z - self.gamma * self.regularizer.gradient(z)
 
     def inclusion_residual(self, z: State) -> Tensor:
         """How far each layer is from ``alpha grad M_l(z_l) + z_l - z_{l-1} = 0`` (Theorem 2), shape ``(L, B)``.
@@ -235,7 +272,7 @@ class BoundDeepOptEq(BoundMap):
         ``z_l = T(z_{l-1})``.
         """
         points = self.trajectory(z)
-        points[-1] = points[0]
+        points[-1] = single(z)
         rows = []
         for index, (block, alpha) in enumerate(zip(self.layers, self.alphas, strict=True)):
             before, after = points[index], points[index + 1]
@@ -254,6 +291,10 @@ class BoundDeepOptEq(BoundMap):
         For two layers ``alpha M_1(z_1) + alpha M_2(z_0) + 1/2 |z_1 - z_0|^2``, for one ``alpha M(z)``.
         """
         count = len(self.layers)
+        if self.regularizer is not None:
+            raise ValueError(
+                "the joint objective is that of the layers alone; with a regulariser see inclusion_residual"
+            )
         if count > 2:
             raise ValueError(f"only one or two layers have a joint objective; this has {count}: see inclusion_residual")
         points = self.trajectory(z)

@@ -17,6 +17,7 @@ from opteq.problems.branch import check_injection, check_operator, check_positiv
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
+from opteq.problems.prior import check_prior, prior_factors
 from opteq.regularizers import Regularizer
 from opteq.states import State, inner, is_channels_last, single
 
@@ -61,7 +62,7 @@ class OptEq(Problem):
         self.penalty = penalties.get(activation)
         self.mu = check_positive("mu", mu)
         self.gamma = check_positive("gamma", gamma)
-        self.regularizer = _check_regularizer(regularizer)
+        self.regularizer = check_prior(regularizer)
 
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""
@@ -84,7 +85,7 @@ class OptEq(Problem):
         """
         norm, slope = float(self.W.norm()), self.penalty.lipschitz
         factor = slope * norm**2 / self.mu
-        stretch, pull = self._prior_factors()
+        stretch, pull = prior_factors(self.regularizer, self.gamma)
         contraction = None if stretch is None else factor * stretch
         exists, unique, reasons = self._existence(factor, contraction)
         if contraction is None:
@@ -108,17 +109,6 @@ class OptEq(Problem):
                 f"|U| L |W| / mu / (1 - {share}L |W|^2 / mu), since sigma is a convex function's gradient"
             )
         return Certificate(exists, unique, contraction, lipschitz, reasons)
-
-    def _prior_factors(self) -> tuple[float | None, float | None]:
-        """Bounds of ``|dv| / |dz|`` and of ``<dz, dv> / |dz|^2`` for ``v = z - gamma grad R(z)``; None is unknown."""
-        if self.regularizer is None:
-            return 1.0, 1.0
-        curvature, convex = self.regularizer.gradient_lipschitz, self.regularizer.convex
-        if curvature is None:
-            return None, 1.0 if convex else None
-        weight = self.gamma * curvature
-        # I - gamma hess R lies in [1 - weight, 1] for convex R, in [1 - weight, 1 + weight] otherwise.
-        return (max(1.0, abs(1 - weight)), 1.0) if convex else (1 + weight, 1 + weight)
 
     def _existence(self, factor: float, contraction: float | None) -> tuple[bool | None, bool | None, dict[str, str]]:
         R = self.regularizer
@@ -263,17 +253,6 @@ class BoundOptEq(Hidden):
         inside = self.block.preactivation(z)
         merit = half_square(z) - self.penalty.potential(inside) / self.mu
         return self.penalty.prox(inside), merit
-
-
-def _check_regularizer(regularizer: Regularizer | None) -> Regularizer | None:
-    if regularizer is not None and not isinstance(regularizer, Regularizer):
-        raise TypeError(f"regularizer should be one of opteq.regularizers; got {regularizer!r}")
-    if regularizer is not None and not regularizer.smooth:
-        raise ValueError(
-            f"{type(regularizer).__name__} is not smooth, so T(z - gamma grad R(z)) has no meaning at its kinks. "
-            "Use regularizers.Envelope(R, weight), which is what T o prox minimises, or opteq.Splitting for R itself"
-        )
-    return regularizer
 
 
 def _name(regularizer: Regularizer | None) -> str:
