@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from opteq._errors import UserError
+from opteq._files import write_atomically
 from opteq.bench import rivals
 
 
@@ -44,13 +45,9 @@ def stamp() -> dict[str, Any]:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Write a record so that ``path`` holds the old content or the new, never a part."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise UserError(f"--json {path} cannot be written: {error.strerror or error}; choose another place") from error
 
 
