@@ -12,15 +12,18 @@ class Settings:
     """Which fast paths may be taken.
 
     Attributes:
-        fused: Triton kernels for solver steps on a GPU.
+        fused: Triton kernels for solver steps on a GPU; on a CPU, solves that reuse products and round most of them.
         graphs: CUDA graphs of several solver steps.
         looking: on a CPU, look at values on the way where that saves copies; a GPU would have to wait.
+        bounds: Triton kernels for the bounds of operators on a GPU, in half precision with measured rounding errors.
+            Off until they have been tested on one: so far Triton's interpreter has run them, and its compiler.
         interpreted: take the fused path on a CPU too, where Triton's interpreter runs the kernels: for tests.
     """
 
     fused: bool = True
     graphs: bool = True
     looking: bool = True
+    bounds: bool = False
     interpreted: bool = False
 
 
@@ -28,20 +31,24 @@ settings = Settings()
 
 
 @contextmanager
-def fast_paths(*, fused: bool | None = None, graphs: bool | None = None) -> Iterator[None]:
+def fast_paths(*, fused: bool | None = None, graphs: bool | None = None, bounds: bool | None = None) -> Iterator[None]:
     """Allow or forbid the fast paths for a while; what is not named stays as it is.
 
-    Answers agree to rounding with and without them. Forbidding them helps to find out where a difference comes from,
-    and lets a debugger see every step.
+    ``fused`` and ``graphs`` are on by default. ``bounds``, kernels for the bounds of operators on a GPU, are not: they
+    have not been tested on one.
+
+    Answers agree to rounding with and without them, on a CPU to the tolerance. Forbidding them helps to find out where
+    a difference comes from, and lets a debugger see every step.
 
     >>> import opteq
     >>> with opteq.fast_paths(fused=False, graphs=False):
     ...     pass  # every layer called here takes the plain path
     """
-    before = settings.fused, settings.graphs
+    before = settings.fused, settings.graphs, settings.bounds
     settings.fused = settings.fused if fused is None else fused
     settings.graphs = settings.graphs if graphs is None else graphs
+    settings.bounds = settings.bounds if bounds is None else bounds
     try:
         yield
     finally:
-        settings.fused, settings.graphs = before
+        settings.fused, settings.graphs, settings.bounds = before

@@ -1,6 +1,6 @@
 """Numbers and their gradients, computed by a GPU in one launch.
 
-The bound on a weight is a scalar function of a few parameters, made of some two hundred small operations. A GPU
+The bound on a weight is a scalar function of a few parameters, made of fifty to three hundred small operations. A GPU
 computes each of them faster than Python can launch it, and several such functions at once faster than one after the
 other. Captured once as a CUDA graph with a branch for every function, values and gradients together are replayed as
 one. The gradient of a scalar is known as soon as its value is, whatever will be asked of it later, so nothing of the
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from opteq._fast import settings
 
 Scalar = Callable[..., Tensor]
 
@@ -117,22 +119,28 @@ class _Graph:
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, [given.detach() for given in inputs])
             self.graph.replay()
-            return [(value.clone(), [slope.clone() for slope in slopes]) for value, slopes in self.found]
+            # One launch for all copies, not one each.
+            inside = [tensor for value, slopes in self.found for tensor in (value, *slopes)]
+            outside = [torch.empty_like(tensor) for tensor in inside]
+            torch._foreach_copy_(outside, inside)
+        rest = iter(outside)
+        return [(next(rest), [next(rest) for _ in slopes]) for _, slopes in self.found]
 
     @staticmethod
     def _side_by_side(
         jobs: Sequence[Job], copies: list[list[Tensor]], wanted: bool
     ) -> list[tuple[Tensor, list[Tensor]]]:
         """Every job on a stream of its own: in the graph they are branches that a GPU may run at the same time."""
+        if len(jobs) == 1:
+            return [_evaluate(jobs[0].function, copies[0], wanted)]
         main, found = torch.cuda.current_stream(), []
-        for job, own in zip(jobs, copies, strict=True):
-            if len(jobs) == 1:
-                found.append(_evaluate(job.function, own, wanted))
-                continue
-            branch = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        branches = [torch.cuda.Stream() for _ in jobs]  # type: ignore[no-untyped-call]
+        for branch in branches:  # all of them leave before the first one returns, or each would wait for the last
             branch.wait_stream(main)
+        for branch, job, own in zip(branches, jobs, copies, strict=True):
             with torch.cuda.stream(branch):
                 found.append(_evaluate(job.function, own, wanted))
+        for branch in branches:
             main.wait_stream(branch)
         return found
 
@@ -148,7 +156,8 @@ def _graph(jobs: Sequence[Job], wanted: bool) -> _Graph | None:
     device = jobs[0].inputs[0].device
     # Graphs share buffers within a stream's order only.
     stream = torch.cuda.current_stream(device).cuda_stream
-    key = (wanted, device, stream, tuple(job.form for job in jobs))
+    manner = settings.fused and settings.bounds, torch.get_float32_matmul_precision()
+    key = (wanted, device, stream, manner, tuple(job.form for job in jobs))
     if key not in _graphs:
         try:
             _graphs[key] = _Graph(jobs, wanted)

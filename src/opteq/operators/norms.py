@@ -7,8 +7,8 @@ restricts the result; embedding and restriction have norm 1. So its norm, on a p
 
 and approaches it as pictures grow. Strides and dropped borders only restrict more, circular padding samples ``K^`` at
 some frequencies, dilation only renames them: the same supremum serves all. :mod:`opteq.operators.symbol` bounds it in
-training, from the Gram matrices on the smaller side; :mod:`opteq.operators.gram` bounds their eigenvalues; on a CPU
-:mod:`opteq.operators.supremum` comes closer, for ``norm()``.
+training, from the Gram matrices on the smaller side; :mod:`opteq.operators.gram` bounds their eigenvalues, on a GPU by
+the kernels of :mod:`opteq.operators.fused`; on a CPU :mod:`opteq.operators.supremum` comes closer, for ``norm()``.
 
 How far above the true supremum the numbers may lie; the second column is the worst that a search found, the third is
 for random kernels (both by ``benchmarks/worst_spectra.py``):
@@ -23,7 +23,8 @@ for random kernels (both by ``benchmarks/worst_spectra.py``):
     matrices and 1 x 1 kernels                  none           0.1 %
     =========================================  =====  ==============  =======
 
-A slack of 0.05 % in float32 is included. It covers rounding, even where TensorFloat-32 products are allowed.
+A slack of 0.05 % in float32 is included. It covers rounding, even where TensorFloat-32 products are allowed. Products
+in half precision, which the kernels for a GPU use, are not left to it: what they round is measured and added.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 
 from opteq.operators.base import Operator
 from opteq.operators.captured import Job, in_one_launch
+from opteq.operators.fused import can_fuse, largest_bound
 from opteq.operators.gram import eigenvalue_bound
 from opteq.operators.supremum import close_supremum
 from opteq.operators.symbol import may_wait, squared_supremum
@@ -160,13 +162,24 @@ def _unit_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
             taps = taps.mT
         taps = taps.contiguous()
         if taps.shape[0] == 1:
-            squared = eigenvalue_bound(torch.bmm(taps[0], taps[0].mT), _MATRIX_SQUARINGS, symmetric=True).amax()
+            squared = _squared_norm(taps)
         elif fine and _may_search(taps):
             squared = close_supremum(taps, (size[0], size[1]))
         else:
             squared = squared_supremum(taps, (size[0], size[1]), fine)
         slack = 2**-11 if kernel.dtype == torch.float32 else 1e-9
         return squared.sqrt() * (1 + slack)
+
+
+def _squared_norm(taps: Tensor) -> Tensor:
+    """Of matrices ``(1, groups, n, m)``, the largest squared norm from above."""
+
+    def plain(taps: Tensor, *_: Tensor) -> Tensor:
+        return eigenvalue_bound(torch.bmm(taps[0], taps[0].mT), _MATRIX_SQUARINGS, symmetric=True)
+
+    if taps.shape[1] == 1 and can_fuse(taps, 1):
+        return largest_bound(taps, None, _MATRIX_SQUARINGS, plain)
+    return plain(taps).amax()
 
 
 def _may_search(taps: Tensor) -> bool:

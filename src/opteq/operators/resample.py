@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,9 +26,11 @@ class AveragePoolMap(LinearMap):
             )
         if not is_channels_last(v):
             return F.avg_pool2d(v, self.factor)
-        # A mean over two dimensions of the same memory: its derivative is a copy, that of avg_pool2d a slow kernel.
         batch, channels, height, width = v.shape
         k = self.factor
+        if _has_kernels(v):
+            return _pooled(v, k)
+        # A mean over two dimensions of the same memory: its derivative is a copy, that of avg_pool2d a slow kernel.
         squares = v.permute(0, 2, 3, 1).reshape(batch, height // k, k, width // k, k, channels)
         return squares.mean(dim=(2, 4)).permute(0, 3, 1, 2)
 
@@ -38,6 +42,8 @@ class AveragePoolMap(LinearMap):
                 f"got {tuple(u.shape)}."
             )
         k = self.factor
+        if is_channels_last(u) and _has_kernels(u):
+            return _spread(u, k)
         batch, channels, height, width = u.shape
         shares = u / k**2
         if is_channels_last(u):
@@ -45,6 +51,56 @@ class AveragePoolMap(LinearMap):
             return pixels.reshape(batch, height * k, width * k, channels).permute(0, 3, 1, 2)
         repeated = shares[:, :, :, None, :, None].expand(batch, channels, height, k, width, k)
         return repeated.reshape(batch, channels, height * k, width * k)
+
+
+def _has_kernels(v: Tensor) -> bool:
+    """Whether a GPU's own kernels for channels-last pictures can be used: not under a transformation of torch.func."""
+    return v.is_cuda and not torch._C._are_functorch_transforms_active()
+
+
+def _pooled(v: Tensor, factor: int) -> Tensor:
+    pooled: Tensor = _Pooled.apply(v, factor)  # type: ignore[no-untyped-call]
+    return pooled
+
+
+def _spread(u: Tensor, factor: int) -> Tensor:
+    spread: Tensor = _Spread.apply(u, factor)  # type: ignore[no-untyped-call]
+    return spread
+
+
+class _Pooled(torch.autograd.Function):
+    """Averages. Its derivative is the adjoint as this file has it, not the slow kernel that torch has for it."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return F.avg_pool2d(v, factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _spread(gradient.contiguous(memory_format=torch.channels_last), ctx.factor), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _pooled(tangent, ctx.factor)
+
+
+class _Spread(torch.autograd.Function):
+    """The adjoint of :class:`_Pooled`."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        with torch.autocast("cuda", enabled=False):  # which would do this in float32
+            return F.interpolate(u / factor**2, scale_factor=factor, mode="nearest")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _pooled(gradient.contiguous(memory_format=torch.channels_last), ctx.factor), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _spread(tangent, ctx.factor)
 
 
 class AveragePool(Operator):

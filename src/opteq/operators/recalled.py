@@ -1,0 +1,45 @@
+"""A product on a tape whose value is known already: it costs nothing on the way forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opteq.operators.conv import ConvMap
+
+
+def recalled(linear: ConvMap, v: Tensor, c: Tensor, value: Tensor) -> Tensor:
+    """``A v + c``, which is ``value``, with the derivatives by v, by c and by the weight of A."""
+    known: Tensor = _Recalled.apply(linear, v, linear.weight, c, value)  # type: ignore[no-untyped-call]
+    return known
+
+
+def by_weight(linear: ConvMap, v: Tensor, u: Tensor) -> Tensor:
+    """The derivative of ``<A v, u>`` by the weight of A."""
+    found: Tensor = torch.ops.aten.convolution_backward(
+        u, v, linear.weight, None, (1, 1), linear.padding, (1, 1), False, (0, 0), 1, (False, True, False)
+    )[1]
+    return found
+
+
+class _Recalled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, linear: ConvMap, v: Tensor, weight: Tensor, c: Tensor, value: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.linear = linear
+        ctx.save_for_backward(v, weight)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        v, _ = ctx.saved_tensors  # the weight too, for autograd to notice one that was changed in between
+        _, want_v, want_weight, want_c, _ = ctx.needs_input_grad
+        return (
+            None,
+            ctx.linear.adjoint(gradient) if want_v else None,
+            by_weight(ctx.linear, v, gradient) if want_weight else None,
+            gradient if want_c else None,
+            None,
+        )
