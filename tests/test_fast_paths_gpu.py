@@ -413,11 +413,11 @@ def test_no_more_solves_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_capture_that_fails_warns_once_and_runs_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def refuse(self: StagedSolve, *_: object) -> None:
+    def refuse(*_: object) -> None:
         tried.append(1)
         raise RuntimeError("no capture today\nand a long story why")
 
-    monkeypatch.setattr(StagedSolve, "_record", refuse)
+    monkeypatch.setattr(graphs, "_record", refuse)
     (case,) = by_name("opteq-conv")
     layer = opteq.Equilibrium(case.problem().cuda(), solver_for(torch.float64), on_failure="ignore")
     with warnings.catch_warnings(record=True) as caught:

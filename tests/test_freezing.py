@@ -28,9 +28,8 @@ from opteq.problems.linearisation import SymmetricLinearisation
 from opteq.problems.mopteq import MOptEq
 from opteq.states import State, blocks, map_state
 
-# They hold closures or modules: a user's own problem, an activation that is learned, kernels and perturbations that
-# are functions.
-WHOLE = {"written", "written-tuple", "opteq-linear", "geq-polynomial", "geq-sigmoid", "mopteq-perturbed"}
+# They hold closures or modules: a user's own problem, an activation that is learned, kernels that are functions.
+WHOLE = {"written", "written-tuple", "opteq-linear", "geq-polynomial", "geq-sigmoid"}
 
 
 def bound(case: Case, seed: int = 0, batch: int = 3) -> BoundMap:

@@ -63,7 +63,7 @@ def row_norms(matrix: Tensor) -> Tensor:
     if settings.looking and matrix.device.type == "cpu" and matrix.dtype == torch.float32:
         # A CPU would copy the matrix to float64 first. It may look instead, and do so only where it matters.
         near: Tensor = torch.linalg.vector_norm(matrix, dim=1)
-        if all_rows((near > 1e-15) & (near < 1e15)):
+        if not torch._C._are_functorch_transforms_active() and all(1e-15 < norm < 1e15 for norm in near.tolist()):
             return near.to(torch.float64)
     dtype = torch.float32 if matrix.device.type == "mps" else torch.float64
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
@@ -73,6 +73,8 @@ def row_norms(matrix: Tensor) -> Tensor:
 def any_row(mask: Tensor, unseen: bool = False) -> bool:
     """Whether any entry is set; ``unseen`` where a transformation of torch.func does not let the host look."""
     try:
+        if mask.ndim == 1 and mask.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
+            return True in mask.tolist()  # in a third of the time, and it is asked several times a step
         return bool(mask.any())
     except RuntimeError as error:
         if "vmap" in str(error):
@@ -81,8 +83,10 @@ def any_row(mask: Tensor, unseen: bool = False) -> bool:
 
 
 def all_rows(mask: Tensor) -> bool:
-    """Whether every entry is set, on a CPU; False where looking would make a device wait, or is not allowed."""
-    return settings.looking and mask.device.type == "cpu" and not any_row(~mask, unseen=True)
+    """Whether every row is set, on a CPU; False where looking would make a device wait, or is not allowed."""
+    if not settings.looking or mask.device.type != "cpu" or torch._C._are_functorch_transforms_active():
+        return False
+    return False not in mask.tolist()
 
 
 def choose_rows(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -158,6 +162,10 @@ class Layout:
     def exact(self) -> bool:
         """Whether :meth:`unpack` keeps every digit of the matrix."""
         return all(dtype == self.dtype for dtype in self.dtypes)
+
+    def of_batch(self, batch: int) -> Layout:
+        """The same layout for another number of samples."""
+        return replace(self, shapes=tuple(torch.Size((batch, *shape[1:])) for shape in self.shapes))
 
     def widened(self) -> Layout:
         """The same layout for states in the dtype of the matrix."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq._autocast import Autocast
+from opteq.gradients.replay import Gradients, Replay, packed, unpacked
 from opteq.problems.freezing import freeze
 from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation
@@ -19,31 +20,37 @@ from opteq.solvers.linear.base import LinearSession
 from opteq.solvers.loop import Run, drive
 from opteq.states import Layout, State, blocks, like, map_state
 
+Pull = Callable[[State], Gradients]
 
-@dataclass(frozen=True)
+
+@dataclass
 class _AdjointSolve:
-    """An adjoint solve under way: its linear solve, and what becomes of that one's answer."""
+    """An adjoint solve under way: its linear solve, and what becomes of that one's answer.
+
+    With ``pull`` it goes on to the gradients of the problem's tensors; ``facts`` are then the places of those that
+    have one.
+    """
 
     session: LinearSession
     layout: Layout
     answer: Callable[[State], State]
+    pull: Pull | None = None
+    facts: object = None
 
     @property
     def run(self) -> Run:
         """What advances."""
         return self.session.run
 
-    @property
-    def facts(self) -> None:
-        """Nothing that the system does not know itself."""
-        return
-
     def tensors(self) -> list[Tensor]:
-        """The adjoint vector and how its system was solved, the history last."""
+        """The adjoint vector, or the gradients that it gives, and how its system was solved, the history last."""
         finish, layout = self.session.finish(), self.layout
         vector = self.answer(layout.restore(finish.point))
         numbers = [layout.per_sample(number) for number in (finish.residual, finish.steps, finish.codes)]
-        return [*blocks(vector), *numbers, finish.trace]
+        if self.pull is None:
+            return [*blocks(vector), *numbers, finish.trace]
+        gradients, self.facts = packed(self.pull(vector))
+        return [*gradients, *numbers, finish.trace]
 
 
 class AdjointSystem:
@@ -68,13 +75,30 @@ class AdjointSystem:
 
     def solve(self, gradient: State) -> tuple[State, Report]:
         """The adjoint vector and how its system was solved."""
+        parts, _, report = self._run(gradient, None)
+        return like(gradient, tuple(parts)), report
+
+    def pull(self, gradient: State, replayed: Replay) -> tuple[Gradients, Report]:
+        """What the adjoint vector gives to every tensor of the problem through ``replayed``, with the solve's report.
+
+        One graph does both where the solver can be captured.
+        """
+        if self.frozen is None:
+            vector, report = self.solve(gradient)
+            return replayed.pull_alone(vector), report
+        found, places, report = self._run(gradient, replayed)
+        return unpacked(found, places, len(self.frozen.tensors)), report
+
+    def _run(self, gradient: State, replayed: Replay | None) -> tuple[list[Tensor], object, Report]:
         with self.autocast.off(), torch.no_grad():
-            answer = self._by_graphs(gradient)
+            answer = self._by_graphs(gradient, replayed)
             if answer is None:
-                solve = self._open(self._local(), gradient)
+                pull = self._pull(replayed, None if self.frozen is None else self.frozen.tensors, self.state)
+                solve = self._open(self._local(), gradient, pull)
                 drive(solve.run)
-                answer = solve.tensors()
-        *parts, residual, steps, codes, trace = answer
+                tensors = solve.tensors()  # which learns the facts
+                answer = tensors, solve.facts
+        (*parts, residual, steps, codes, trace), places = answer
         report = Report(
             method=f"adjoint by {type(self.linear).__name__}",
             residual=residual,
@@ -83,7 +107,7 @@ class AdjointSystem:
             tol=max(self.linear.tol, self.eps),
             trace=trace,
         )
-        return like(gradient, tuple(parts)), report
+        return parts, places, report
 
     def _local(self) -> Linearisation | SymmetricLinearisation:
         if self.local is None:
@@ -101,7 +125,7 @@ class AdjointSystem:
             )
         return local
 
-    def _by_graphs(self, gradient: State) -> list[Tensor] | None:
+    def _by_graphs(self, gradient: State, replayed: Replay | None) -> tuple[list[Tensor], object] | None:
         if self.frozen is None:
             return None
         frozen = self.frozen
@@ -111,31 +135,40 @@ class AdjointSystem:
         def open_solve(tensors: list[Tensor]) -> _AdjointSolve:
             hidden = frozen.thaw(tensors[:held])
             state = like(self.state, tuple(tensors[held : held + states]))
-            return self._open(self._linearise(hidden, state), like(gradient, tuple(tensors[held + states :])))
+            incoming = like(gradient, tuple(tensors[held + states :]))
+            return self._open(self._linearise(hidden, state), incoming, self._pull(replayed, tensors[:held], state))
 
-        answer = staged(("adjoint", frozen.structure, self.linear, self.autocast), inputs, open_solve)
-        return None if answer is None else answer[0]
+        key = ("adjoint", frozen.structure, self.linear, self.autocast, None if replayed is None else replayed.key)
+        return staged(key, inputs, open_solve)
 
-    def _open(self, local: Linearisation | SymmetricLinearisation, gradient: State) -> _AdjointSolve:
+    @staticmethod
+    def _pull(replayed: Replay | None, tensors: list[Tensor] | None, state: State) -> Pull | None:
+        if replayed is None or tensors is None:
+            return None
+        return lambda vector: replayed.pull(tensors, state, vector)
+
+    def _open(self, local: Linearisation | SymmetricLinearisation, gradient: State, pull: Pull | None) -> _AdjointSolve:
         if isinstance(local, Linearisation):
-            return self._session(local.adjoint, gradient, lambda v: v)
+            return self._session(local.adjoint, gradient, lambda v: v, pull)
         reduction = local.reduction
         if reduction is not None:
 
             def expand(u: State) -> State:
                 return map_state(torch.add, gradient, self._in(reduction.expand, u))
 
-            return self._session(reduction.product, self._in(reduction.restrict, gradient), expand)
+            return self._session(reduction.product, self._in(reduction.restrict, gradient), expand, pull)
 
         def recover(w: State) -> State:
             return map_state(torch.add, gradient, self._in(lambda w: local.curvature(local.factor(w)), w))
 
-        return self._session(local.scaled, self._in(local.factor_adjoint, gradient), recover)
+        return self._session(local.scaled, self._in(local.factor_adjoint, gradient), recover, pull)
 
-    def _session(self, product: Product, target: State, answer: Callable[[State], State]) -> _AdjointSolve:
+    def _session(
+        self, product: Product, target: State, answer: Callable[[State], State], pull: Pull | None
+    ) -> _AdjointSolve:
         layout = Layout.of(target, self.layout.coupled)
         session = self.linear.open_states(lambda v: self._in(product, v), target, layout, self.eps)
-        return _AdjointSolve(session, layout, answer)
+        return _AdjointSolve(session, layout, answer, pull)
 
     def _in(self, product: Product, v: State) -> State:
         with self.autocast.entered():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,15 @@ class _Attach(torch.autograd.Function):
                 solved = ctx.adjoint(gradients)
             gradients = solved
             if torch.is_grad_enabled():  # a second derivative may be asked for
-                gradients = _Once.apply(len(solved), *solved, *carriers)  # type: ignore[no-untyped-call]
+                gradients = refuse_second_derivative(solved, carriers)
         cast = [g.to(carrier.dtype) for g, carrier in zip(gradients, carriers, strict=True)]
         return (None, None, None, *[None] * ctx.count, *cast)
+
+
+def refuse_second_derivative(values: Sequence[Tensor], carriers: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``values``, with an error for who differentiates them, by way of themselves or of ``carriers``."""
+    guarded: tuple[Tensor, ...] = _Once.apply(len(values), *values, *carriers)  # type: ignore[no-untyped-call]
+    return guarded
 
 
 class _Once(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -39,7 +39,8 @@ class Gradient(metaclass=NamedOptions):
 
     def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
         """Solve where no gradient is wanted."""
-        return find_without_tape(hidden, solver, start)
+        state, outcome = find_without_tape(hidden, solver, start)
+        return state, outcome if outcome.known is None else replace(outcome, features=outcome.known[-1])
 
 
 def wants_gradient(state: State) -> bool:

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from opteq._autocast import Autocast
 from opteq._fast import settings
+from opteq.problems.expansion import Expansion
 from opteq.problems.freezing import freeze
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.base import Session
 from opteq.solvers.graphs import staged, usable
 from opteq.solvers.loop import Run, drive
-from opteq.states import State, blocks, like, map_state
+from opteq.states import State, blocks, like, map_state, single
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,28 @@ def _form(hidden: BoundMap, solver: Solver) -> FeatureForm | None:
 
 
 def _as_it_is(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
+    expansion = hidden.expansion() if solver.refines else None
+    if expansion is not None:
+        return _refined(hidden, expansion, solver, start)
     search = _open(hidden, solver, start, _form(hidden, solver), inverse=False)
     with search.session.caller.off():
         drive(search.run)
         return search.outcome()
+
+
+def _refined(hidden: BoundMap, expansion: Expansion, solver: Solver, start: State | None) -> Outcome:
+    """The equilibrium by way of its features, with all that is known of the map there."""
+    known = expansion.begin() if start is None else expansion.exact(single(hidden.features(start)))
+    session = solver.open_refined(expansion, known, hidden.damping)
+    drive(session.run)
+    outcome = session.outcome()
+    assert outcome.known is not None
+    known = expansion.onward(outcome.known)
+    state = expansion.activation(known)
+    if bool(torch.isfinite(known[1].sum() + known[-1].sum())):
+        return replace(outcome, state=state, known=known)
+    # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
+    return replace(outcome, state=torch.where(torch.isfinite(state), state, 0.0), known=None)
 
 
 def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome | None:

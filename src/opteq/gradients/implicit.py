@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from opteq._validate import positive, whole
 from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.attach import attach
 from opteq.gradients.base import Gradient, Record, wants_gradient
+from opteq.gradients.feature_system import FeatureSystem
 from opteq.gradients.forward import find_without_tape
+from opteq.gradients.replay import Gradients, Replay, Steps, attach_replay, replay
 from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Structure
 from opteq.solution import Report
@@ -59,6 +61,14 @@ class Implicit(Gradient):
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass solves the adjoint system."""
         state, outcome = find_without_tape(hidden, solver, start)
+        expansion = None if outcome.known is None else hidden.expansion()
+        if expansion is not None and outcome.known is not None:
+            linear = self._linear(hidden, state)
+            features, reached = FeatureSystem(expansion, outcome.known, linear).attached(record)
+            return reached, replace(outcome, features=features)
+        replayed = replay(hidden, state, Steps())
+        if replayed is not None:
+            return self._by_replay(hidden, replayed, record), outcome
         carrier = hidden.step(state)
         if not wants_gradient(carrier):
             return state, outcome
@@ -71,13 +81,25 @@ class Implicit(Gradient):
 
         return attach(state, carrier, adjoint), outcome
 
+    def _by_replay(self, hidden: BoundMap, replayed: Replay, record: Record) -> State:
+        system = self._system(hidden, replayed.state)
+
+        def pull(gradient: State) -> Gradients:
+            gradients, report = system.pull(gradient, replayed)
+            record(report)
+            return gradients
+
+        return attach_replay(hidden, replayed, pull, once=True)
+
     def solve_adjoint(self, hidden: BoundMap, state: State, gradient: State) -> tuple[State, Report]:
         """The v with ``v = g + J'v`` at ``state``, and how its solve went."""
         return self._system(hidden, state).solve(gradient)
 
     def _system(self, hidden: BoundMap, state: State) -> AdjointSystem:
-        linear, dtype = self.linear, Layout.of(state).dtype
-        if linear is None:
-            tol = self.tol or (1e-10 if dtype == torch.float64 else 1e-6)
-            linear = _BY_STRUCTURE[hidden.structure](tol=tol, max_steps=self.max_steps)
-        return AdjointSystem(hidden, state, linear)
+        return AdjointSystem(hidden, state, self._linear(hidden, state))
+
+    def _linear(self, hidden: BoundMap, state: State) -> LinearSolver:
+        if self.linear is not None:
+            return self.linear
+        tol = self.tol or (1e-10 if Layout.of(state).dtype == torch.float64 else 1e-6)
+        return _BY_STRUCTURE[hidden.structure](tol=tol, max_steps=self.max_steps)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opteq._validate import share, whole
-from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
+from opteq.gradients.base import Gradient, Record, approximate
 from opteq.gradients.forward import find_without_tape
+from opteq.gradients.replay import Steps, differentiated_steps
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
-from opteq.states import State, map_state
+from opteq.states import State
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,5 @@ class Phantom(Gradient):
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape, then put the damped steps on one."""
         state, outcome = find_without_tape(hidden, solver, start)
-        moved = state
-        for _ in range(self.steps):
-            moved = map_state(lambda old, new: old + self.damping * (new - old), moved, hidden.step(moved))
-        if not wants_gradient(moved):
-            return state, outcome
         report = approximate(f"{self.steps} phantom steps of {self.damping}", state, self.steps)
-        return attach(state, moved, notice=lambda: record(report)), outcome
+        return differentiated_steps(hidden, state, Steps(self.steps, self.damping), lambda: record(report)), outcome

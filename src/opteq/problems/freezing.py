@@ -23,11 +23,13 @@ from opteq.problems.hidden import BoundMap
 class Frozen:
     """The structure of a bound problem, and its tensors in the order in which they are met.
 
-    ``structure`` is equal for two problems exactly where they differ in nothing but tensors.
+    ``structure`` is equal for two problems exactly where they differ in nothing but tensors. ``tensors`` are constants;
+    ``wanted`` says which of them have a use for a gradient where they come from.
     """
 
     structure: bytes
     tensors: list[Tensor]
+    wanted: tuple[bool, ...]
 
     def thaw(self, tensors: Sequence[Tensor]) -> BoundMap:
         """The same problem with other tensors."""
@@ -46,8 +48,9 @@ def freeze(hidden: BoundMap) -> Frozen | None:
     except (pickle.PicklingError, AttributeError, TypeError):
         hidden.frozen = _WHOLE
         return None
-    frozen = Frozen(stream.getvalue(), freezer.tensors)
-    hidden.frozen = frozen
+    wanted = tuple(tensor.requires_grad for tensor in freezer.originals)
+    frozen = Frozen(stream.getvalue(), freezer.tensors, wanted)
+    hidden.frozen, hidden.originals = frozen, freezer.originals
     return frozen
 
 
@@ -59,7 +62,7 @@ class _Freeze(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
         self.tensors: list[Tensor] = []
-        self.met: list[Tensor] = []  # kept alive, so that no other tensor takes the id of one
+        self.originals: list[Tensor] = []  # kept alive, so that no other tensor takes the id of one
         self.places: dict[int, int] = {}
 
     def persistent_id(self, item: Any) -> int | None:
@@ -67,7 +70,7 @@ class _Freeze(pickle.Pickler):
             if id(item) not in self.places:
                 self.places[id(item)] = len(self.tensors)
                 self.tensors.append(item.detach())
-                self.met.append(item)
+                self.originals.append(item)
             return self.places[id(item)]
         if isinstance(item, nn.Module):
             # A module may do anything in its forward, and what it does may change between two calls.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opteq.penalties import ElementwisePenalty, Penalty
+from opteq.problems.expansion import Expansion
 from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
 from opteq.states import State, blocks, inner, map_state
 
@@ -47,8 +48,8 @@ class BoundMap(ABC):
     jumps: bool = False
     """Whether the map is discontinuous: a small residual then proves no fixed point, and every solve is diagnosed."""
 
-    measured: Callable[[State], tuple[State, Tensor]] | None = None
-    """The step together with a merit that plain steps decrease, where the problem has one."""
+    has_merit: bool = False
+    """Whether there is a merit, a number that plain steps decrease."""
 
     contracts: bool = False
     """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
@@ -64,8 +65,22 @@ class BoundMap(ABC):
     frozen: Any = None
     """What :mod:`opteq.problems.freezing` found out about this map."""
 
+    originals: Sequence[Tensor] = ()
+    """The tensors of ``frozen`` as this map holds them, with their tape."""
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in (*self.aside, "frozen")}
+        kept_back = (*self.aside, "frozen", "originals")
+        return {name: value for name, value in self.__dict__.items() if name not in kept_back}
+
+    @property
+    def measured(self) -> Callable[[State], tuple[State, Tensor]] | None:
+        """The step together with its merit, where the problem has one."""
+        # Not kept as an attribute: a map that holds its own method lives, with all its tensors, until the garbage
+        # collector comes by.
+        return self._measured if self.has_merit else None
+
+    def _measured(self, y: State) -> tuple[State, Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} has no merit")
 
     @abstractmethod
     def start(self) -> State:
@@ -109,6 +124,10 @@ class BoundMap(ABC):
 
     def compact_form(self) -> FeatureForm | None:
         """The feature form where features have fewer entries than the state, and the same equilibria: less to move."""
+        return None
+
+    def expansion(self) -> Expansion | None:
+        """The map on features in a form that lets a CPU do with fewer, cheaper products; None where there is none."""
         return None
 
 

@@ -15,6 +15,7 @@ from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
 from opteq.problems.branch import check_injection, check_operator, check_positive, inject
 from opteq.problems.certificate import Certificate, existence
+from opteq.problems.expansion import Expansion
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
 from opteq.problems.prior import check_prior, prior_factors
@@ -134,7 +135,7 @@ class BoundOptEq(Hidden):
         if self.regularizer is None:
             self.contracts = problem.known_contraction()
             self.structure = Structure.POSITIVE if self.contracts else Structure.SYMMETRIC
-            self.measured = self._measured
+            self.has_merit = True
         else:
             self.coupled = self.regularizer.couples_batch
 
@@ -240,6 +241,11 @@ class BoundOptEq(Hidden):
             return None
         form = self.feature_form()
         return form if single(form.start).numel() < self.block.c.numel() else None
+
+    def expansion(self) -> Expansion | None:
+        """The paper's variable again, on a CPU: where a step contracts, and features are not larger than the state."""
+        found = Expansion.of(self.block) if self.contracts else None
+        return found if found is not None and found.W.weight.shape[1] <= found.W.weight.shape[0] else None
 
     def _measured_features(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""

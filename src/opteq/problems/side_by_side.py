@@ -35,7 +35,7 @@ class BoundParallel(BoundMap):
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
         if all(part.measured is not None for part in parts):
-            self.measured = self._measured
+            self.has_merit = True
 
     @cached_property
     def damping(self) -> float | Tensor:  # type: ignore[override]

@@ -84,6 +84,7 @@ class _AndersonMixing(Method):
         self.moves = History(start, memory)  # (dY + damping dG) / |dG|
         small = torch.float32 if start.device.type == "mps" else torch.float64
         self.gram = zeros_a_row(start, memory, memory, dtype=small)
+        self.eye = torch.eye(memory, dtype=small, device=start.device)
         self.used = zeros_a_row(start, memory, dtype=torch.bool)
         self.fresh = ~zeros_a_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
@@ -91,12 +92,13 @@ class _AndersonMixing(Method):
 
     def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
         change = image - point
+        undamped = isinstance(self.damping, float | int) and self.damping == 1
+        plain_step = image if undamped else point + self.damping * change
         if self.last is not None:
-            self._learn(point - self.last[0], change - self.last[1], active)
-        self.last = (point, change)
+            self._learn(plain_step - self.last[0], change - self.last[1], active)
+        self.last = (plain_step, change)
         self.fresh = self.fresh & ~active
-        plain_step = point + self.damping * change
-        return plain_step - self.moves.combine(self._weights(change))
+        return self.moves.subtract(plain_step, self._weights(change))
 
     def plain(self) -> Tensor:
         return ~self.used.any(dim=1)
@@ -110,30 +112,30 @@ class _AndersonMixing(Method):
 
     def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
         length = row_norms(turn)
-        scale = torch.where(length > 0, length, 1.0).to(turn.dtype)[:, None]
-        unit = turn / scale
-        shift = move / scale + self.damping * unit
+        scale = torch.where(length > 0, length, 1.0)
         # A difference of zero teaches nothing, and one that overflows would stay in the ring as infinity times zero.
-        known = active & ~self.fresh & torch.isfinite(length) & (length > 0) & torch.isfinite(row_norms(shift))
-        self.residuals.push(unit, known)
-        self.moves.push(shift, known)
+        usable = torch.isfinite(length) & (length > 0) & torch.isfinite((row_norms(move) / scale).to(move.dtype))
+        known = active & ~self.fresh & usable
+        column = scale.to(turn.dtype)[:, None]
+        self.residuals.push(turn, column, known)
+        self.moves.push(move, column, known)
         slot = self.residuals.slot
         self.used = with_column(self.used, slot, torch.where(active, known, self.used[:, slot]))
-        cosines = self.residuals.products(unit)[:, :, 0].to(self.gram.dtype)
+        cosines = self.residuals.products(self.residuals.newest).to(self.gram.dtype)
         line = torch.where(active[:, None], cosines, self.gram[:, slot])
         self.gram = with_column(with_column(self.gram, slot, line).mT, slot, line)
 
     def _weights(self, change: Tensor) -> Tensor:
         length = row_norms(change).clamp(min=torch.finfo(torch.float32).tiny)
-        unit = change / length.to(change.dtype)[:, None]
-        target = self.residuals.products(unit)[:, :, 0].to(self.gram.dtype)
-        return self._solve(target) * length.to(self.gram.dtype)[:, None]
+        # Columns have length one, so products with the change itself neither overflow nor vanish before it does.
+        target = self.residuals.products(change).to(self.gram.dtype)
+        scale = length.to(self.gram.dtype)[:, None]
+        return self._solve(target / scale) * scale
 
     def _solve(self, target: Tensor) -> Tensor:
         """Weights for unit targets: ``(Gram + ridge I) w = target`` over the columns in use."""
-        memory = self.gram.shape[1]
+        eye = self.eye
         pairs = self.used[:, :, None] & self.used[:, None, :]
-        eye = torch.eye(memory, dtype=self.gram.dtype, device=self.gram.device)
         system = torch.where(pairs & torch.isfinite(self.gram), self.gram, 0.0)
         # A column outside use has an empty line: one on its diagonal makes its weight zero.
         system = system + torch.where(self.used, self.ridge, 1.0)[:, :, None] * eye
@@ -147,7 +149,14 @@ class _AndersonMixing(Method):
         self.used = self.used & (sound[:, None] | newest)
         single = torch.where(self.used, target, 0.0) / (1 + self.ridge)
         factor = torch.where(sound[:, None, None], factor, eye)
-        return torch.where(sound[:, None], torch.cholesky_solve(target[:, :, None], factor)[:, :, 0], single)
+        return torch.where(sound[:, None], _solved(factor, target), single)
+
+
+def _solved(factor: Tensor, target: Tensor) -> Tensor:
+    """``(L L')^-1 target``. Not by cholesky_solve: on a GPU that allocates by itself, which a graph can't capture."""
+    half = torch.linalg.solve_triangular(factor, target[:, :, None], upper=False)
+    whole: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return whole[:, :, 0]
 
 
 class _MultisecantInverse(InverseEstimate):
@@ -158,5 +167,5 @@ class _MultisecantInverse(InverseEstimate):
 
     def adjoint(self, rows: Tensor) -> Tensor:
         method = self.method
-        shares = method.moves.products(rows)[:, :, 0].to(method.gram.dtype)
+        shares = method.moves.products(rows).to(method.gram.dtype)
         return method.damping * rows - method.residuals.combine(method._solve(shares))

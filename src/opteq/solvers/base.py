@@ -15,6 +15,7 @@ from opteq._validate import positive, whole
 from opteq.solvers.guarded import GuardedIteration
 from opteq.solvers.loop import PlainRun, Process, Rule, Run, drive
 from opteq.solvers.method import InverseEstimate, Method, StateTask, Task
+from opteq.solvers.refined import Known, Refinable, RefinedIteration, RefinedRun
 from opteq.states import Layout, State, blocks
 
 Step = Callable[[State], State]
@@ -33,6 +34,8 @@ class Outcome:
         trace: residual after each step, ``(steps + 1, B)``.
         tol: the tolerance that was applied: the one asked for, or the rounding of the map's dtype where that is larger.
         inverse: the solver's estimate of the inverse Jacobian, where it keeps one.
+        known: the map at the state, all of it, where the solve was one of :meth:`Solver.open_refined`.
+        features: the features of the state, where whoever asked for the solve has them already.
     """
 
     state: State
@@ -42,6 +45,8 @@ class Outcome:
     trace: Tensor
     tol: float
     inverse: InverseEstimate | None = None
+    known: Known | None = None
+    features: State | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +163,36 @@ class Solver(metaclass=NamedOptions):
         return Session(PlainRun(process, rule), layout, tol, caller, method)
 
     @property
+    def refines(self) -> bool:
+        """Whether the solver can work on rough images, by :meth:`open_refined`: it goes by the shared iteration."""
+        return type(self)._process is Solver._process and not self.couples_batch
+
+    def open_refined(self, refinable: Refinable, known: Known, damping: float | Tensor = 1.0) -> Session:
+        """A solve of a map without a merit that can be evaluated roughly, on a CPU and without a tape.
+
+        Args:
+            refinable: the map.
+            known: its evaluation at the start.
+            damping: as for :meth:`solve`.
+        """
+        start, image = known[0], known[-1]
+        layout = Layout.of(start)
+        eps = torch.finfo(image.dtype).eps
+        tol = max(self.tol, eps)
+
+        def evaluate(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+            state = layout.unpack(rows)
+            assert isinstance(state, Tensor)
+            return layout.pack(refinable.exact(state)[-1]), None
+
+        rows = layout.pack(start), (layout.pack(image), None)
+        task = Task(evaluate, lambda rows: rows, *rows, layout, _by_row(damping, layout), eps)
+        method = self._method(task)
+        rule = self._rule(tol, layout.device)
+        process = RefinedIteration(task, method, self.floor, refinable, known, rule.tol)
+        return Session(RefinedRun(process, rule), layout, tol, Autocast.current(layout.device), None)
+
+    @property
     def couples_batch(self) -> bool:
         """Whether the solver itself ties samples together."""
         return False
@@ -226,6 +261,7 @@ class Session:
     def outcome(self) -> Outcome:
         """Where the solve stands, as an answer."""
         layout, finish = self.layout, self.run.finish()
+        process = self.run.process if isinstance(self.run, RefinedRun) else None
         return Outcome(
             state=layout.restore(finish.point),
             residual=layout.per_sample(finish.residual),
@@ -234,4 +270,5 @@ class Session:
             trace=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
             tol=self.tol,
             inverse=None if self.method is None else self.method.inverse(),
+            known=process.known if isinstance(process, RefinedIteration) else None,
         )

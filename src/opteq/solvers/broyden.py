@@ -86,7 +86,7 @@ class _BroydenUpdates(Method, InverseEstimate):
         return self.damping * rows + self._sum(self.right, self.left, rows)
 
     def _sum(self, ahead: History, behind: History, rows: Tensor) -> Tensor:
-        return ahead.combine(torch.where(self.used, behind.products(rows)[:, :, 0], 0.0))
+        return ahead.combine(torch.where(self.used, behind.products(rows), 0.0))
 
     def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
         slot = self.left.following
@@ -100,8 +100,9 @@ class _BroydenUpdates(Method, InverseEstimate):
         # A slope lost in rounding would make the update arbitrarily large: such a step teaches nothing.
         least = 1e3 * torch.finfo(move.dtype).eps * row_norms(back) * row_norms(turn)
         sound = known & torch.isfinite(slope) & (slope.abs() > least)
-        left = (move - self.apply(turn)) / torch.where(sound, slope, 1.0)[:, None]
-        sound = sound & torch.isfinite(row_norms(left))
-        self.left.push(left, sound)
-        self.right.push(back, sound)
+        left = move - self.apply(turn)
+        slope = torch.where(sound, slope, 1.0)
+        sound = sound & torch.isfinite((row_norms(left) / slope).to(left.dtype))
+        self.left.push(left, slope[:, None], sound)
+        self.right.push(back, torch.ones_like(slope)[:, None], sound)
         self.used = with_column(self.used, slot, torch.where(active, sound, self.used[:, slot]))

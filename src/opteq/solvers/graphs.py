@@ -119,19 +119,19 @@ class StagedSolve(Generic[Solve]):
             solve.run.begin()
             return solve.run.unfinished().any()
 
-        steps, unfinished = self._record(pool, begin)
+        steps, unfinished = _record(pool, begin)
         assert solve is not None
         run, taken = solve.run, 0
         self.looks = run.rule.check_every <= run.rule.max_steps
         while True:
-            finish, _ = self._record(pool, partial(self._read, solve, taken))
+            finish, _ = _record(pool, partial(self._read, solve, taken))
             self.stages.append(_Stage(steps, finish, unfinished, taken + 1))
             # Stages grow with the distance, so that there are few of them however many steps are allowed.
             least = run.rule.check_every if self.coarse or not self.looks else 1
             chunk = min(max(least, taken // 8), run.rule.max_steps - taken)
             if chunk == 0:
                 return solve.facts
-            steps, unfinished = self._record(pool, partial(_advance, run, chunk))
+            steps, unfinished = _record(pool, partial(_advance, run, chunk))
             taken += chunk
 
     def _read(self, solve: Solve | None, taken: int) -> Tensor:
@@ -145,14 +145,56 @@ class StagedSolve(Generic[Solve]):
             own.copy_(tensor)
         return self.answer[-1][: taken + 1].copy_(answer[-1])
 
-    def _record(self, pool: Any, work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            result = work()
-        finally:
-            graph.capture_end()
-        return graph, result
+
+Result = TypeVar("Result")
+
+
+def _record(pool: Any, work: Callable[[], Result]) -> tuple[Any, Result]:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        result = work()
+    except BaseException:
+        _abandon(graph)
+        raise
+    graph.capture_end()
+    return graph, result
+
+
+def _abandon(graph: Any) -> None:
+    """End a capture that failed, and let random numbers be drawn again."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # The generator was told of the capture's beginning, and of no end: a copy of its state knows of neither.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+class CapturedCall:
+    """One function of tensors, captured as one graph.
+
+    Its answer is a list of tensors, and what is known about them without looking at a number.
+    """
+
+    misjudged = coarse = False
+
+    def __init__(self, inputs: Sequence[Tensor], work: Callable[[list[Tensor]], tuple[list[Tensor], object]]) -> None:
+        self.inputs = [torch.empty_like(tensor) for tensor in inputs]
+        torch._foreach_copy_(self.inputs, list(inputs))
+        device = inputs[0].device
+        pool, stream = _workshop(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            # What leaves is copied out of the pool before another solve writes there: within the stream's order.
+            self.graph, (self.answer, self.facts) = _record(pool, partial(work, self.inputs))
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The answer for ``inputs``, as tensors of its own."""
+        torch._foreach_copy_(self.inputs, list(inputs))
+        self.graph.replay()
+        return [tensor.clone() for tensor in self.answer]
 
 
 def _advance(run: Run, steps: int) -> Tensor:
@@ -161,7 +203,7 @@ def _advance(run: Run, steps: int) -> Tensor:
     return run.unfinished().any()
 
 
-_solves: OrderedDict[Hashable, StagedSolve[Any] | None] = OrderedDict()
+_solves: OrderedDict[Hashable, StagedSolve[Any] | CapturedCall | None] = OrderedDict()
 _seen: OrderedDict[Hashable, None] = OrderedDict()
 _workshops: dict[torch.device, tuple[Any, Any]] = {}
 
@@ -179,6 +221,19 @@ def staged(
         inputs: every tensor that the solve depends on.
         open_solve: begins a solve that reads the given copies of the inputs.
     """
+    return _by_graph(key, inputs, lambda coarse: StagedSolve(inputs, open_solve, coarse))
+
+
+def called(
+    key: Hashable, inputs: Sequence[Tensor], work: Callable[[list[Tensor]], tuple[list[Tensor], object]]
+) -> tuple[list[Tensor], object] | None:
+    """The answer of a function by one graph, as with :func:`staged`."""
+    return _by_graph(key, inputs, lambda coarse: CapturedCall(inputs, work))  # noqa: ARG005
+
+
+def _by_graph(
+    key: Hashable, inputs: Sequence[Tensor], capture: Callable[[bool], StagedSolve[Any] | CapturedCall]
+) -> tuple[list[Tensor], object] | None:
     if not usable(inputs):
         return None
     device = inputs[0].device
@@ -188,11 +243,11 @@ def staged(
         if form not in _seen:
             _remember(_seen, form, None)
             return None
-        _remember(_solves, form, _captured(inputs, open_solve))
+        _remember(_solves, form, _captured(capture, coarse=False))
     _solves.move_to_end(form)
     solve = _solves[form]
     if solve is not None and solve.misjudged:
-        solve = _solves[form] = _captured(inputs, open_solve, not solve.coarse)
+        solve = _solves[form] = _captured(capture, not solve.coarse)
     return None if solve is None else (solve(inputs), solve.facts)
 
 
@@ -208,10 +263,10 @@ def _climate() -> Hashable:
 
 
 def _captured(
-    inputs: Sequence[Tensor], open_solve: Callable[[list[Tensor]], Solve], coarse: bool = False
-) -> StagedSolve[Solve] | None:
+    capture: Callable[[bool], StagedSolve[Any] | CapturedCall], coarse: bool
+) -> StagedSolve[Any] | CapturedCall | None:
     try:
-        return StagedSolve(inputs, open_solve, coarse)
+        return capture(coarse)
     except RuntimeError as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"a solve could not be captured as a CUDA graph and runs step by step: {message}", stacklevel=2)

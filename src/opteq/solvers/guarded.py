@@ -41,8 +41,7 @@ class GuardedIteration:
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """One proposal, judged."""
         proposal = self.admissible(self.method.propose(self.point, self.image, active))
-        image, merit = self.evaluate(proposal)
-        gap, residual = self._gap(proposal, image)
+        image, merit, gap, residual = self._measure(proposal, active)
         finite = torch.isfinite(residual)
         plain = self.method.plain()
         self.codes = torch.where(finite if plain is None else finite | ~plain, 0, int(Status.NON_FINITE))
@@ -61,6 +60,11 @@ class GuardedIteration:
     def dead_ends(self) -> Tensor | None:
         """Rows where even a plain step is not finite."""
         return self.codes
+
+    def _measure(self, proposal: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # noqa: ARG002
+        """Image and merit of a proposal, and how far the image is from it: the length, and its share."""
+        image, merit = self.evaluate(proposal)
+        return image, merit, *self._gap(proposal, image)
 
     def _harmless(self, gap: Tensor, merit: Tensor | None) -> Tensor:
         if merit is None or self.merit is None:

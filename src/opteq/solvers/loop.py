@@ -110,9 +110,9 @@ class PlainRun:
         """Advance the process, and choose."""
         rule, active = self.rule, self.unfinished()
         point, residual = self.process.advance(active)
-        chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
-        self.best = choose_rows(chosen, point, self.best)
-        self.best_residual = torch.where(chosen, residual, self.best_residual)
+        self.chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
+        self.best = choose_rows(self.chosen, point, self.best)
+        self.best_residual = torch.where(self.chosen, residual, self.best_residual)
         self.done = self.best_residual <= rule.tol
         self.steps = self.steps + active
         ends = self.process.dead_ends()

@@ -16,6 +16,7 @@ from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run, drive
 from opteq.states import Layout, State, row_norms
 
 Product = Callable[[Tensor], Tensor]
+PartialProduct = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,21 @@ class LinearSolver(metaclass=NamedOptions):
         """
         return self.open(lambda rows: rows - layout.pack(product(layout.unpack(rows))), layout.pack(rhs), eps)
 
+    def open_refined(
+        self, product: PartialProduct, coarse: Product | None, error: float, rhs: Tensor, eps: float
+    ) -> LinearSession:
+        """A solve of ``(I - S) v = rhs`` with products by S that may be rough, on a CPU.
+
+        Args:
+            product: applies S to all rows, or to those with the given numbers.
+            coarse: applies S to all rows, up to ``error``; None where there is no cheaper way.
+            error: relative error of ``coarse``.
+            rhs: right sides ``(R, N)``.
+            eps: rounding of ``product``.
+        """
+        del coarse, error  # most methods can't tell how far their recurrences have drifted from the truth
+        return self.open(lambda rows: rows - product(rows, None), rhs, eps)
+
     def rule(self, rhs: Tensor, eps: float) -> Rule:
         """When to stop, for right sides like ``rhs`` and products that are rounded to ``eps``."""
         every = self.check_every or (1 if rhs.device.type == "cpu" else 4)
@@ -112,7 +128,13 @@ def _usable(scale: Tensor) -> Tensor:
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product of each pair of rows, accumulated in float64 where the device has it."""
+    """Inner product of each pair of rows, accumulated in float64 where the device has it.
+
+    A CPU would copy the products to float64 first, which takes longer than all the rest; its own sums of float32 go by
+    pairs, and lose no digit that vectors of length one or less would need.
+    """
+    if a.device.type == "cpu" and a.dtype == torch.float32:
+        return (a * b).sum(dim=1).to(torch.float64)
     dtype = torch.float32 if a.device.type == "mps" else torch.float64
     return (a * b).sum(dim=1, dtype=dtype)
 

@@ -1,0 +1,107 @@
+"""Steps that are put on their tape in the backward pass give what a tape of the way forward gives.
+
+On a CPU nothing is captured; the replay itself is the same, so it is allowed here by hand.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import opteq
+from cases import Case, by_name
+from opteq.gradients import adjoint, replay
+from opteq.gradients.replay import Steps
+from opteq.states import blocks
+from test_freezing import FREEZABLE
+
+GRADIENTS = {
+    "implicit": opteq.Implicit(),
+    "gmres": opteq.Implicit(linear=opteq.solvers.linear.GMRES(tol=1e-10, max_steps=100)),
+    "phantom": opteq.Phantom(3, 0.7),
+    "one step": opteq.OneStep(),
+}
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (replay, adjoint):
+        monkeypatch.setattr(module, "usable", lambda inputs: len(inputs) > 0)
+
+
+def gradients(case: Case, gradient: opteq.gradients.Gradient) -> tuple[list[Tensor | None], opteq.solution.Report]:
+    problem = case.problem()
+    x = case.input().requires_grad_()
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-11, max_steps=300), gradient, on_failure="ignore")
+    solution = layer.solve(x)
+    features = blocks(solution.features)
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(part.shape, generator=generator, dtype=part.dtype) for part in features]
+    total = torch.stack([(w * part).sum() for w, part in zip(weights, features, strict=True)]).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    assert solution.backward is not None
+    return [x.grad, *(parameter.grad for parameter in problem.parameters())], solution.backward
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("case", FREEZABLE, ids=lambda case: case.name)
+def test_a_replay_gives_the_gradient_of_a_tape(case: Case, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, plain = gradients(case, GRADIENTS[name])
+    for module in (replay, adjoint):
+        monkeypatch.setattr(module, "usable", lambda inputs: len(inputs) > 0)
+    found, report = gradients(case, GRADIENTS[name])
+    assert report.method == plain.method
+    for own, other in zip(found, wanted, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None and other is not None:
+            torch.testing.assert_close(own, other, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_phantom_replay_can_be_differentiated_twice() -> None:
+    (case,) = by_name("opteq-tanh")
+    problem, x = case.problem(), case.input().requires_grad_()
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=300), opteq.Phantom(2, 0.9))
+
+    def slope() -> Tensor:
+        (first,) = torch.autograd.grad(blocks(layer(x))[0].square().sum(), x, create_graph=True)
+        return first.square().sum()
+
+    (found,) = torch.autograd.grad(slope(), x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "usable", lambda inputs: False)
+        (wanted,) = torch.autograd.grad(slope(), x)
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.usefixtures("replays")
+def test_an_implicit_replay_refuses_a_second_derivative() -> None:
+    (case,) = by_name("opteq-tanh")
+    layer, x = opteq.Equilibrium(case.problem()), case.input().requires_grad_()
+    (first,) = torch.autograd.grad(blocks(layer(x))[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="can't be differentiated again"):
+        first.square().sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_weight_that_changed_in_between_is_noticed() -> None:
+    (case,) = by_name("opteq-relu")
+    problem, x = case.problem(), case.input()
+    hidden = problem(x)
+    state = opteq.Anderson().solve(hidden.step, hidden.start()).state
+    found = replay.differentiated_steps(hidden, state, Steps(), lambda: None)
+    for tensor in hidden.originals:
+        with torch.no_grad():
+            tensor.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        blocks(found)[0].sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("replays")
+def test_nothing_is_attached_where_nothing_wants_a_gradient() -> None:
+    (case,) = by_name("opteq-relu")
+    problem = case.problem().requires_grad_(False)
+    for gradient in GRADIENTS.values():
+        solution = opteq.Equilibrium(problem, gradient=gradient).solve(case.input())
+        assert not blocks(solution.state)[0].requires_grad
