@@ -19,8 +19,9 @@ the size of which: the inner products are the same, and the coarser size is the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from opteq.operators import resample
 from opteq.states import sum_over_sample, working_dtype
 
 Features = tuple[Tensor, ...]
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 def heritage(features: Features) -> Tensor:
@@ -38,8 +40,7 @@ def heritage(features: Features) -> Tensor:
     tensor([[11.],
             [11.]])
     """
-    check_features(features)
-    return torch.stack([sum_over_sample(a.to(working_dtype(a.dtype)) * b) for a, b in _meetings(features)])
+    return _heritage(meetings(features))
 
 
 def diversity(features: Features, smoothing: float = 0.0) -> Tensor:
@@ -58,8 +59,7 @@ def diversity(features: Features, smoothing: float = 0.0) -> Tensor:
 
 def products(features: Features) -> tuple[Tensor, ...]:
     """The matrices ``M`` of each branch (rows) with the next (columns), ``(B, C, C)`` each."""
-    check_features(features)
-    return tuple(torch.bmm(a, b.mT) for a, b in _meetings(features))
+    return _products(meetings(features))
 
 
 def augmented_loss(features: Features, diversity: float, smoothing: float = 0.0) -> Tensor:
@@ -109,27 +109,39 @@ class Coupling:
         """Whether branches depend on each other at all."""
         return self.heritage or self.diversity > 0
 
-    def curvature_bound(self, channels: int) -> float:
-        """A bound on the norm of the derivative of h where signs are fixed: ``1 + lambda (C - 1)``.
+    def curvature_bound(self, channels: int, sizes: Sequence[int] | None = None) -> float:
+        """A bound on the norm of the derivative of h where signs are fixed: ``rho (1 + lambda (C - 1))``.
 
-        It is attained where all products off the diagonal are negative. Resampling only shrinks it.
-        """
-        return 1 + self.diversity * (channels - 1)
-
-    def terms(self, features: Features, matrices: tuple[Tensor, ...] | None = None) -> dict[str, Tensor]:
-        """The parts of ``E``, one number a sample each: heritage (or self) and, where lambda is not 0, diversity.
+        For branches of one size rho is 1, and the bound is attained where all products off the diagonal are negative.
+        Resampling between neighbours shrinks it: see :func:`ring_norm`. Without heritage ``1 + rho lambda (C - 1)``.
 
         Args:
-            features: one tensor a branch.
-            matrices: their :func:`products`, where these are known already.
+            channels: C.
+            sizes: height of each branch's features; None takes 1 for rho, which is right for any.
         """
+        rho = 1.0 if sizes is None else ring_norm(tuple(sizes))
+        different = self.diversity * (channels - 1)
+        return rho * (1 + different) if self.heritage else 1 + rho * different
+
+    def terms(self, features: Features) -> dict[str, Tensor]:
+        """The parts of ``E``, one number a sample each: heritage (or self) and, where lambda is not 0, diversity."""
+        pairs = meetings(features)
+        return self._terms(features, pairs, _products(pairs) if self.diversity else ())
+
+    def fuse_and_energy(self, features: Features) -> tuple[Features, Tensor]:
+        """``h`` and ``E``, from the same products of channels; lambda is not 0."""
+        pairs = meetings(features)
+        matrices = _products(pairs)
+        fused = self._spread(features, pairs, tuple(self._weights(self.signs(matrix)) for matrix in matrices))
+        return fused, torch.stack(list(self._terms(features, pairs, matrices).values())).sum(dim=0)
+
+    def _terms(self, features: Features, pairs: Pairs, matrices: tuple[Tensor, ...]) -> dict[str, Tensor]:
         if self.heritage:
-            terms = {"heritage": -heritage(features).sum(dim=0) / 2}
+            terms = {"heritage": -_heritage(pairs).sum(dim=0) / 2}
         else:
             squares = [sum_over_sample(z.to(working_dtype(z.dtype)).square()) for z in features]
             terms = {"self": -torch.stack(squares).sum(dim=0) / 2}
         if self.diversity:
-            matrices = products(features) if matrices is None else matrices
             totals = [_total(matrix, self.smoothing) for matrix in matrices]
             terms["diversity"] = self.diversity / 2 * torch.stack(totals).sum(dim=0)
         return terms
@@ -153,8 +165,7 @@ class Coupling:
         """
         if not self.ties_branches:
             return features
-        check_features(features)
-        pairs = _meetings(features)
+        pairs = meetings(features)
         if not self.diversity:
             return tuple(
                 (_at_size_of(z, pairs[index][1]) + _at_size_of(z, pairs[index - 1][0])) / 2
@@ -171,17 +182,19 @@ class Coupling:
         """
         if not self.diversity:
             return self.fuse
-        matrices = products(features)
+        here = meetings(features)
+        matrices = _products(here)
         weights = tuple(self._weights(self.signs(matrix)) for matrix in matrices)
         slopes = tuple(self._slope(matrix) for matrix in matrices) if self.smoothing else ()
 
         def product(v: Features) -> Features:
-            straight = self._spread(v, _meetings(v), weights)
+            there = meetings(v)
+            straight = self._spread(v, there, weights)
             if not self.smoothing:
                 return straight
-            changes = change(features, v)
+            changes = _change(here, there)
             moves = tuple((slope * _finite(d)).to(d.dtype) for slope, d in zip(slopes, changes, strict=True))
-            return tuple(u + w for u, w in zip(straight, self.turn(features, moves), strict=True))
+            return tuple(u + w for u, w in zip(straight, self._turn(features, here, moves), strict=True))
 
         return product
 
@@ -190,8 +203,10 @@ class Coupling:
 
         That is -lambda/2 times the adjoint of :func:`change`.
         """
-        weights = tuple(-self.diversity / 2 * matrix for matrix in matrices)
-        return _hand_out(features, _meetings(features), weights)
+        return self._turn(features, meetings(features), matrices)
+
+    def _turn(self, features: Features, pairs: Pairs, matrices: tuple[Tensor, ...]) -> Features:
+        return _hand_out(features, pairs, tuple(-self.diversity / 2 * matrix for matrix in matrices))
 
     def _weights(self, signs: Tensor) -> Tensor:
         """``(I - lambda signs) / 2``, without the I where there is no heritage; so heritage costs no product."""
@@ -200,7 +215,7 @@ class Coupling:
             weights.diagonal(dim1=-2, dim2=-1).add_(0.5)
         return weights
 
-    def _spread(self, features: Features, pairs: list[tuple[Tensor, Tensor]], weights: tuple[Tensor, ...]) -> Features:
+    def _spread(self, features: Features, pairs: Pairs, weights: tuple[Tensor, ...]) -> Features:
         handed = _hand_out(features, pairs, weights)
         return handed if self.heritage else tuple(z + share for z, share in zip(features, handed, strict=True))
 
@@ -211,12 +226,32 @@ class Coupling:
         return _off_diagonal((self.smoothing / root).square() / root)
 
 
+@cache
+def ring_norm(sizes: tuple[int, ...]) -> float:
+    """The norm of what neighbours in a ring hand each other, ``z -> 1/2 (P z_{i+1} + P z_{i-1})``.
+
+    P, which averages over squares of ``k`` pixels or does the adjoint, has norm ``1/k``. The norm of a block matrix is
+    at most that of the matrix of its blocks' norms, which here is attained: by constant pictures.
+
+    >>> ring_norm((32, 32, 32)), round(ring_norm((32, 16, 8, 4)), 2)
+    (1.0, 0.42)
+    """
+    norms = torch.zeros(len(sizes), len(sizes), dtype=torch.float64)
+    for index, size in enumerate(sizes):
+        after = (index + 1) % len(sizes)
+        handed = min(size, sizes[after]) / max(size, sizes[after]) / 2
+        norms[index, after] += handed
+        norms[after, index] += handed
+    return float(torch.linalg.matrix_norm(norms, ord=2))
+
+
 def change(features: Features, v: Features) -> tuple[Tensor, ...]:
     """The derivative of :func:`products` at ``features`` in the direction ``v``."""
-    return tuple(
-        torch.baddbmm(torch.bmm(u, b.mT), a, w.mT)
-        for (a, b), (u, w) in zip(_meetings(features), _meetings(v), strict=True)
-    )
+    return _change(meetings(features), meetings(v))
+
+
+def _change(here: Pairs, there: Pairs) -> tuple[Tensor, ...]:
+    return tuple(torch.baddbmm(torch.bmm(u, b.mT), a, w.mT) for (a, b), (u, w) in zip(here, there, strict=True))
 
 
 def largest_neighbours(features: Features) -> Features:
@@ -264,8 +299,9 @@ def check_not_negative(name: str, value: object) -> float:
     return float(value)
 
 
-def _meetings(features: Features) -> list[tuple[Tensor, Tensor]]:
+def meetings(features: Features) -> Pairs:
     """Each branch and the next as matrices ``(B, C, pixels)`` at the coarser of their sizes."""
+    check_features(features)
     return [_meet(z, features[(index + 1) % len(features)]) for index, z in enumerate(features)]
 
 
@@ -279,7 +315,15 @@ def _meet(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return first.flatten(2), second.flatten(2)
 
 
-def _hand_out(features: Features, pairs: list[tuple[Tensor, Tensor]], weights: tuple[Tensor, ...]) -> Features:
+def _heritage(pairs: Pairs) -> Tensor:
+    return torch.stack([sum_over_sample(a.to(working_dtype(a.dtype)) * b) for a, b in pairs])
+
+
+def _products(pairs: Pairs) -> tuple[Tensor, ...]:
+    return tuple(torch.bmm(a, b.mT) for a, b in pairs)
+
+
+def _hand_out(features: Features, pairs: Pairs, weights: tuple[Tensor, ...]) -> Features:
     """What each branch gets from its two meetings, at its own size: ``weights`` times the other's channels.
 
     In the meeting of branch i with the next, branch i gets ``weights[i]`` times the next one's channels, and the next

@@ -16,7 +16,7 @@ from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
-from opteq.states import Layout, State, any_row, map_state
+from opteq.states import Layout, State, any_row, blocks, map_state
 
 _ON_FAILURE = ("warn", "raise", "ignore")
 
@@ -61,15 +61,15 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
         self.last: tuple[Report, BackwardSlot] | None = None
         self._warned: set[str] = set()
 
-    def forward(self, x: Tensor, start: State | None = None) -> State:
+    def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
         return self.solve(x, start).features
 
-    def solve(self, x: Tensor, start: State | None = None) -> Solution:
+    def solve(self, x: State, start: State | None = None) -> Solution:
         """The equilibrium for ``x`` with all that is known about it.
 
         Args:
-            x: input, batch first.
+            x: input, batch first; for problems with branches, or a tuple with an input a branch.
             start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
         """
         solution: Solution = self._solve(x, start)
@@ -77,17 +77,18 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
 
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _solve(self, x: Tensor, start: State | None) -> Solution:
+    def _solve(self, x: State, start: State | None) -> Solution:
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
         hidden = self.problem(x)
         first = hidden.start()
         layout = Layout.of(first)
-        if layout.batch != x.shape[0]:
-            raise ValueError(
-                f"the state has batch size {layout.batch}, but the input of shape {tuple(x.shape)} has {x.shape[0]}; "
-                "the first dimension of both is the batch"
-            )
+        for part in blocks(x):
+            if layout.batch != part.shape[0]:
+                raise ValueError(
+                    f"the state has batch size {layout.batch}, but the input of shape {tuple(part.shape)} has "
+                    f"{part.shape[0]}; the first dimension of both is the batch"
+                )
         if start is not None:
             layout.check(start, "start")
             # An earlier state may come from a run in another precision.
@@ -111,7 +112,8 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
         report = Report(type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.trace)
         self.last = (report, slot)
         self._judge(report, "no equilibrium within the tolerance", "forward", x)
-        return Solution(hidden.features(state), state, report, slot)
+        features = hidden.features(state) if outcome.features is None else outcome.features
+        return Solution(features, state, report, slot)
 
     def extra_repr(self) -> str:
         """Solver and gradient."""
@@ -121,25 +123,25 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
         # Reports belong to the process that made them: a copy begins without any, and warns for itself.
         return {**self.__dict__, "last": None, "_warned": set()}
 
-    def _refuse_forward_mode(self, x: Tensor) -> None:
+    def _refuse_forward_mode(self, x: State) -> None:
         # The solve takes no tangent along, so forward mode would see a constant where there is none.
-        duals = (forward_ad.unpack_dual(t) for t in (x, *self.parameters()) if isinstance(t, Tensor))  # type: ignore[no-untyped-call]
+        duals = (forward_ad.unpack_dual(t) for t in (*blocks(x), *self.parameters()) if isinstance(t, Tensor))  # type: ignore[no-untyped-call]
         if any(dual.tangent is not None for dual in duals):
             raise RuntimeError(
                 f"forward-mode differentiation (torch.func.jvp, jacfwd) does not pass through {self.gradient}; "
                 "use reverse mode (vjp, jacrev), or gradient=opteq.Unrolled(steps)"
             )
 
-    def _judge(self, report: Report, what: str, way: str, x: Tensor | None = None) -> None:
+    def _judge(self, report: Report, what: str, way: str, x: State | None = None) -> None:
         if self.on_failure == "ignore" or not any_row(report.failures()):
             return
         if x is not None and int(Status.NON_FINITE) in report.codes.tolist():
-            bad = ~torch.isfinite(x)
-            if any_row(bad):
-                first = tuple(int(i) for i in bad.nonzero()[0])
-                raise ValueError(
-                    f"the input has {int(bad.sum())} values that are not finite, the first at index {first}"
-                )
+            for bad in (~torch.isfinite(part) for part in blocks(x)):
+                if any_row(bad):
+                    first = tuple(int(i) for i in bad.nonzero()[0])
+                    raise ValueError(
+                        f"the input has {int(bad.sum())} values that are not finite, the first at index {first}"
+                    )
         if self.on_failure == "warn" and way in self._warned:
             return
         message = report.describe_failures(what)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from opteq._errors import UserError
 from opteq.models.checks import flag, number, one_of, option, whole
 from opteq.models.options import BranchOptions
-from opteq.models.parts import Head, Parts, make_injection, make_stem
+from opteq.models.parts import Head, Parts, Stem, make_injection, make_stem
 from opteq.operators import Conv2d
 from opteq.problems import Branch, MOptEq, POptEq
 
@@ -47,8 +47,14 @@ class POptEqOptions(BranchOptions):
 def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> Parts:
     """Stem, equilibrium and head of an MOptEq."""
     options.prior_in_objective(takes_one=False)
+    stem = make_stem(in_channels, options, options.scales)
+    if options.perturbation and len(set(stem.channels)) > 1:
+        raise UserError(
+            "perturbation hands on what one branch adds to the input of the next, so all should see inputs with the "
+            f"same number of channels; got {list(stem.channels)}"
+        )
     problem = MOptEq(
-        _branches(options),
+        _branches(options, stem),
         diversity=options.diversity,
         perturbation=options.perturbation,
         activation=options.activation,
@@ -57,25 +63,25 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
         settle=options.settle,
     )
     head = Head([options.channels] * len(options.hidden), num_classes, options)
-    return Parts(make_stem(in_channels, options), options.layer(problem), head)
+    return Parts(stem.module, options.layer(problem), head)
 
 
 def build_popteq(in_channels: int, num_classes: int, options: POptEqOptions) -> Parts:
     """Stem, equilibrium and head of a POptEq."""
     options.prior_in_objective(takes_one=False)
-    problem = POptEq(_branches(options), options.activation, options.fusion)
+    stem = make_stem(in_channels, options, options.scales)
+    problem = POptEq(_branches(options, stem), options.activation, options.fusion)
     channels, count = options.channels, len(options.hidden)
     read = {"none": [channels] * count, "sum": [channels], "conv": [channels * count]}[options.fusion]
-    return Parts(make_stem(in_channels, options), options.layer(problem), Head(read, num_classes, options))
+    return Parts(stem.module, options.layer(problem), Head(read, num_classes, options))
 
 
-def _branches(options: BranchOptions) -> list[Branch]:
-    channels = options.channels
+def _branches(options: BranchOptions, stem: Stem) -> list[Branch]:
     return [
         Branch(
-            Conv2d(channels, size, 3, bound=options.bound),
-            make_injection(channels, size, options.injection_norm),
+            Conv2d(options.channels, size, 3, bound=options.bound),
+            make_injection(seen, size, options.injection_norm),
             scale,
         )
-        for size, scale in zip(options.hidden, options.scales, strict=True)
+        for size, seen, scale in zip(options.hidden, stem.channels, options.scales, strict=True)
     ]

@@ -60,10 +60,17 @@ class ClassifierOptions(Options):
 
     channels: int = option(64, whole(), "channels of the stem's output and of the features of every branch")
     stem: str = option(
-        "plain", one_of(("plain", "residual")), "what comes before: plain convolutions, or residual blocks"
+        "plain",
+        one_of(("plain", "residual", "pyramid")),
+        "what comes before: plain convolutions, residual blocks, or residual blocks on smaller and smaller pictures",
     )
-    stem_depth: int = option(0, whole(0), "plain: convolutions after the first; residual: blocks of two convolutions")
+    stem_depth: int = option(
+        0, whole(0), "plain: convolutions after the first; else blocks of two convolutions, in a pyramid for each level"
+    )
     stem_width: int | None = option(None, optional(whole()), "channels inside a residual stem; none means `channels`")
+    stem_widths: tuple[int, ...] | None = option(
+        None, optional(wholes()), "channels of a pyramid's levels, each half as large as the one before"
+    )
     stem_kernel: int = option(3, whole(), "size of the first convolution's kernel, an odd number")
     downsample: int = option(0, whole(0), "how many of the stem's convolutions halve the picture, from the first on")
     readout: str = option("concat", one_of(("concat", "mean")), "what is made of the branches' pooled features")
@@ -75,7 +82,7 @@ class ClassifierOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EquilibriumOptions(ClassifierOptions):
+class SolvingOptions(Options):
     """How the equilibrium is made, found and differentiated."""
 
     hidden: tuple[int, ...] = option((64,), wholes(), "channels of the state, one number a branch (or layer)")
@@ -159,6 +166,11 @@ class EquilibriumOptions(ClassifierOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EquilibriumOptions(SolvingOptions, ClassifierOptions):
+    """What is before and behind the equilibrium, and the equilibrium itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BranchOptions(EquilibriumOptions):
     """What models with branches add."""
 
@@ -172,4 +184,4 @@ class BranchOptions(EquilibriumOptions):
             )
 
 
-__all__ = ["BranchOptions", "ClassifierOptions", "EquilibriumOptions", "Options"]
+__all__ = ["BranchOptions", "ClassifierOptions", "EquilibriumOptions", "Options", "SolvingOptions"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 
 from opteq._errors import UserError
 from opteq.models.options import ClassifierOptions
+from opteq.models.pyramid import Pyramid
+from opteq.models.residual import ResidualBlock, normalised_conv
 
 
 class Parts(NamedTuple):
@@ -22,34 +23,14 @@ class Parts(NamedTuple):
     head: nn.Module
 
 
-class ResidualBlock(nn.Module):
-    """``relu(x + BN(conv(relu(BN(conv(x))))))``, with a 1x1 convolution on the way past where shapes change."""
+class Stem(NamedTuple):
+    """What comes before an equilibrium, and how many channels each of its branches gets to see (one, without any)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
-        super().__init__()
-        self.first = normalised_conv(inputs, outputs, stride=stride)
-        self.second = normalised_conv(outputs, outputs, activate=False)
-        same = stride == 1 and inputs == outputs
-        self.past = nn.Identity() if same else normalised_conv(inputs, outputs, 1, stride, activate=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(B, inputs, h, w) -> (B, outputs, h / stride, w / stride)``."""
-        return torch.relu(self.past(x) + self.second(self.first(x)))
+    module: nn.Module
+    channels: tuple[int, ...]
 
 
-def normalised_conv(
-    inputs: int, outputs: int, kernel: int = 3, stride: int = 1, activate: bool = True
-) -> nn.Sequential:
-    """Convolution without bias, batch normalisation and, unless told otherwise, ReLU."""
-    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    parts: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, norm=nn.BatchNorm2d(outputs))
-    if activate:
-        parts["activation"] = nn.ReLU(inplace=True)
-    return nn.Sequential(parts)
-
-
-def make_stem(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
+def make_stem(in_channels: int, options: ClassifierOptions, scales: Sequence[int] | None = None) -> Stem:
     """From pictures to the input of the equilibrium, ``(B, in_channels, h, w) -> (B, channels, h', w')``.
 
     Every convolution is followed by batch normalisation and ReLU, the last one too: the branches' injections are
@@ -57,9 +38,36 @@ def make_stem(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
 
     ``plain`` is a convolution to ``channels`` and ``stem_depth`` more. ``residual`` is one to ``stem_width``,
     ``stem_depth`` residual blocks and a convolution to ``channels``: deeper for the same number of parameters.
+    ``pyramid`` is a :class:`~opteq.models.pyramid.Pyramid`, whose levels go to the branches of their ``scales``.
     """
     if options.stem_kernel % 2 == 0:
         raise UserError(f"stem_kernel should be odd, so that a picture keeps its size; got {options.stem_kernel}")
+    if options.stem == "pyramid":
+        return _pyramid(in_channels, options, scales)
+    if options.stem_widths is not None:
+        raise UserError(f"stem_widths has no effect with stem={options.stem!r}; it belongs to stem='pyramid'")
+    return Stem(_one_size(in_channels, options), (options.channels,) * (1 if scales is None else len(scales)))
+
+
+def _pyramid(in_channels: int, options: ClassifierOptions, scales: Sequence[int] | None) -> Stem:
+    widths = options.stem_widths
+    if widths is None:
+        raise UserError("stem='pyramid' needs stem_widths, the channels of its levels, such as stem_widths=(32, 64)")
+    if options.stem_width is not None or options.downsample:
+        raise UserError(
+            "stem='pyramid' halves pictures from level to level, with the channels of stem_widths; stem_width and "
+            "downsample have no effect with it"
+        )
+    factors = [2**level for level in range(len(widths))]
+    for scale in scales or ():
+        if scale not in factors:
+            raise UserError(f"a pyramid of {len(widths)} levels has the scales {factors}; got a branch with {scale}")
+    levels = None if scales is None else tuple(factors.index(scale) for scale in scales)
+    module = Pyramid(in_channels, widths, options.stem_depth, options.stem_kernel, levels)
+    return Stem(module, (widths[-1],) if levels is None else tuple(widths[level] for level in levels))
+
+
+def _one_size(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
     channels, depth = options.channels, options.stem_depth
     if options.stem == "plain":
         if options.stem_width is not None:
@@ -82,13 +90,13 @@ def make_stem(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
     )
 
 
-def make_injection(inputs: int, outputs: int, norm: str) -> nn.Module:
-    """U: a 3x3 convolution whose output has variance one for a rectified input, and its normalisation.
+def make_injection(inputs: int, outputs: int, norm: str, kernel: int = 3) -> nn.Module:
+    """U: a convolution whose output has variance one for a rectified input, and its normalisation.
 
     ``batch`` and ``group`` put the scale of ``U x`` into the hands of a normalisation, over the batch or over each
     sample. With either, the Lipschitz constant of the certificate is unknown, for a norm of U is.
     """
-    conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm == "none")
+    conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=norm == "none")
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
     if conv.bias is not None:
         nn.init.zeros_(conv.bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +14,24 @@ from opteq.operators import bounded_together
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import BoundMap, WrittenHidden
-from opteq.states import State
+from opteq.states import State, blocks
 
 
 class Problem(nn.Module, metaclass=NamedOptions):
     """Something whose fixed points are sought once an input is bound: ``problem(x)`` binds it."""
 
+    takes_tuples: ClassVar[bool] = False
+    """Whether the input may be a tuple of tensors, one a branch."""
+
     @abstractmethod
-    def bind(self, x: Tensor) -> BoundMap:
+    def bind(self, x: Any) -> BoundMap:
         """The problem with ``x`` bound. All work that depends on ``x`` and the weights alone is done here, once."""
 
-    def forward(self, x: Tensor) -> BoundMap:
-        """Check ``x``, then bind it."""
-        self._check_input(x)
-        if not x.is_cuda:
+    def forward(self, x: State) -> BoundMap:
+        """Check ``x``, a tensor (for problems with branches, or a tuple with one a branch), then bind it."""
+        for part in x if self.takes_tuples and isinstance(x, tuple) and x else (x,):
+            self._check_input(part)
+        if not blocks(x)[0].is_cuda:
             return self.bind(x)
         with bounded_together(self):
             return self.bind(x)
@@ -37,7 +42,7 @@ class Problem(nn.Module, metaclass=NamedOptions):
         names = ("exists", "unique", "contraction", "lipschitz")
         return Certificate(reasons=dict.fromkeys(names, unknown))
 
-    def _check_input(self, x: Tensor) -> None:
+    def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"the input should be a tensor with the batch first; got {type(x).__name__}")
         if x.ndim < 1:

@@ -9,10 +9,36 @@ from torch import Tensor, nn
 
 from opteq.operators import AveragePool, Operator
 from opteq.problems.branch import Branch
+from opteq.states import State
 
 
-def shrunk(x: Tensor, scale: int, who: str) -> Tensor:
-    """``x`` averaged over squares of ``scale`` pixels; an error names ``who`` where that does not come out even."""
+def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
+    """What each branch sees: ``x`` averaged over squares of its scale's pixels, or its own tensor where ``x`` has one.
+
+    A tuple is a pyramid of one picture: tensor i is to be smaller than the picture by the scale of branch i, as the
+    average would be. Whatever made it, convolutions for instance, takes the place of averaging.
+
+    Args:
+        x: a tensor that all branches see, or a tuple with a tensor a branch.
+        scales: the factor by which each branch sees a smaller picture.
+        who: what errors call a branch.
+    """
+    if not isinstance(x, tuple):
+        return [_shrunk(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
+    if len(x) != len(scales):
+        raise ValueError(f"the input should be one tensor, or a tuple with {len(scales)}, one a {who}; got {len(x)}")
+    if len({part.shape[0] for part in x}) > 1:
+        raise ValueError(f"the tensors of an input should have one batch size; got {[part.shape[0] for part in x]}")
+    whole = [tuple(scale * side for side in part.shape[2:]) for part, scale in zip(x, scales, strict=True)]
+    if len(set(whole)) > 1:
+        raise ValueError(
+            f"the tensors of an input should be views of one picture, each smaller by its {who}'s scale; got sizes "
+            f"{[tuple(part.shape[2:]) for part in x]} for scales {list(scales)}"
+        )
+    return list(x)
+
+
+def _shrunk(x: Tensor, scale: int, who: str) -> Tensor:
     if scale == 1:
         return x
     if x.ndim != 4 or x.shape[2] % scale or x.shape[3] % scale:

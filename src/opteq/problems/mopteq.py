@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours, products
-from opteq.operators import LinearMap
+from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
+from opteq.operators import Conv2d, LinearMap
 from opteq.penalties import Penalty, ReLU
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch, inject
-from opteq.problems.branches import check_branches, feature_channels, shrunk
+from opteq.problems.branches import check_branches, feature_channels, views
 from opteq.problems.certificate import Certificate
 from opteq.problems.chattering import Tensors, inclusion_residual, returns, signs_change
 from opteq.problems.hidden import FeatureForm, Hidden
@@ -23,9 +23,6 @@ from opteq.problems.mopteq_certificate import certify
 from opteq.problems.perturbation import PerturbationChain
 from opteq.solvers import Anderson, Status
 from opteq.states import State, any_row, blocks, inner
-
-_GROWTH_STEPS = 3
-"""Steps by which the size of features is estimated."""
 
 _SETTLED = 1e-3
 """Residual at which signs count as settled; nearly all entries have theirs after four steps."""
@@ -94,10 +91,15 @@ class MOptEq(Problem):
         """The branches, with their type."""
         return [branch for branch in self.branches if isinstance(branch, Branch)]
 
-    def bind(self, x: Tensor) -> BoundMOptEq:
-        """Every ``U_i x_i + b_i`` and bounded W, and in training the perturbations, computed once."""
+    takes_tuples = True
+
+    def bind(self, x: State) -> BoundMOptEq:
+        """Every ``U_i x_i + b_i`` and bounded W, and in training the perturbations, computed once.
+
+        ``x`` is a picture that every branch sees at its scale, or a tuple with every branch's own ``x_i``.
+        """
         branches = self.each()
-        inputs = [shrunk(x, branch.scale, f"branch {index}") for index, branch in enumerate(branches)]
+        inputs = views(x, [branch.scale for branch in branches])
         maps = [branch.W.prepare() for branch in branches]
         if not (self.perturbation and self.training and len(branches) > 1):
             injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
@@ -124,14 +126,18 @@ class MOptEq(Problem):
         """How many channels features have; None where the operators do not say."""
         return next((count for branch in self.each() if (count := feature_channels(branch.W)) is not None), None)
 
-    def known_convexity(self) -> bool:
-        """Whether the bounds of the W alone, whatever the weights, make the objective strongly convex."""
+    def known_convexity(self, sizes: Sequence[int] | None = None) -> bool:
+        """Whether the bounds of the W alone, whatever the weights, make the objective strongly convex.
+
+        Args:
+            sizes: heights of the features, which say how much resampling damps; None for nothing known.
+        """
         bounds = [branch.W.bound for branch in self.each()]
         channels = self.channels() if self.coupling.diversity else 1
         if channels is None or any(bound is None for bound in bounds):
             return False
         largest = max(bound for bound in bounds if bound is not None)
-        return self.penalty.lipschitz * largest**2 * self.coupling.curvature_bound(channels) < 1
+        return self.penalty.lipschitz * largest**2 * self.coupling.curvature_bound(channels, sizes) < 1
 
     def certificate(self) -> Certificate:
         """What follows from the norms of the W, from lambda and from the number of channels."""
@@ -147,7 +153,7 @@ class BoundMOptEq(Hidden):
         perturbation: the chain of perturbations and their frozen directions, or None.
     """
 
-    aside = ("problem", "damping")
+    aside = ("problem", "damping", "perturbation")
 
     def __init__(
         self,
@@ -161,10 +167,11 @@ class BoundMOptEq(Hidden):
         self.coupling = problem.coupling
         self.maps = maps
         self.injections = injections
-        self.structure = Structure.POSITIVE if problem.known_convexity() else Structure.SYMMETRIC
+        convex = problem.known_convexity(self._sizes())
+        self.structure = Structure.POSITIVE if convex else Structure.SYMMETRIC
         self.perturbation = perturbation
         if self.coupling.diversity and self.coupling.smoothing:
-            self.measured = self._measured
+            self.has_merit = True
         self.jumps = self.coupling.diversity > 0 and not self.coupling.smoothing
 
     def start(self) -> Tensors:
@@ -248,6 +255,12 @@ class BoundMOptEq(Hidden):
         agree = torch.cat([(own == kept).flatten(1) for own, kept in pairs], dim=1)
         return agree.to(torch.float32).mean(dim=1)
 
+    def _sizes(self) -> list[int] | None:
+        """Heights of the features, where convolutions make them as large as the state."""
+        if not all(isinstance(branch.W, Conv2d) for branch in self.problem.each()):
+            return None
+        return [c.shape[2] for c in self.injections]
+
     def _carry(self, fused: Features, injections: Tensors | None = None) -> Tensors:
         carried = tuple(W(h) for W, h in zip(self.maps, fused, strict=True))
         return carried if injections is None else tuple(a + c for a, c in zip(carried, injections, strict=True))
@@ -268,17 +281,16 @@ class BoundMOptEq(Hidden):
         """``2 / (2 + s)``, best where slopes of a step reach down to -s.
 
         A product inside its kink, of width tau, adds a slope of ``lambda / tau`` times the squared norm of a channel as
-        W carries it: s is that for the largest channels that are met after a few steps without D. An estimate, and no
-        bound: it follows the scale of the input, sample by sample. With one or two branches both neighbours are
-        the same, so every product counts twice. It is computed when a solver asks: on a GPU inside a captured graph.
+        W carries it: s is that for the largest channels that are met after a step without D. An estimate, and no
+        bound: it follows the scale of the input, sample by sample. (More steps change it by hundredths.) With one or
+        two branches both neighbours are the same, so every product counts twice. It is computed when a solver asks: on
+        a GPU inside a captured graph.
         """
         if not (self.coupling.diversity and self.coupling.smoothing):
             return 1.0
-        plain = Coupling(heritage=self.coupling.heritage)
         y = tuple(self.penalty.prox(c) for c in self.injections)
-        for _ in range(_GROWTH_STEPS):
-            inside = self._carry(plain.fuse(self.features(y)), self.injections)
-            y = tuple(self.penalty.prox(part) for part in inside)
+        inside = self._carry(Coupling(heritage=self.coupling.heritage).fuse(self.features(y)), self.injections)
+        y = tuple(self.penalty.prox(part) for part in inside)
         images = self._carry(largest_neighbours(self.features(y)))
         reach = torch.stack([inner(part, part) for part in images]).amax(dim=0) * (2 if len(y) <= 2 else 1)
         slope = self.penalty.lipschitz * self.coupling.diversity / self.coupling.smoothing * reach
@@ -286,11 +298,8 @@ class BoundMOptEq(Hidden):
 
     def _measured(self, y: State) -> tuple[State, Tensor]:
         """The step and the objective, which damped steps decrease, from the same channel products."""
-        z = self.features(y)
-        matrices = products(z)
-        signs = tuple(self.coupling.signs(matrix) for matrix in matrices)
-        image = self._activated(self.coupling.fuse(z, signs))
+        fused, energy = self.coupling.fuse_and_energy(self.features(y))
+        image = self._activated(fused)
         penalty = torch.stack([self.penalty.total(part) for part in blocks(y)]).sum(dim=0)
-        energy = torch.stack(list(self.coupling.terms(z, matrices).values())).sum(dim=0)
         merit = penalty + inner(y, y) / 2 - inner(self.injections, y) + energy
         return image, merit

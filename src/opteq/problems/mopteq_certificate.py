@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torch import nn
+
 from opteq.couplings import Coupling
-from opteq.operators import module_norm
+from opteq.operators import Conv2d, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.branch import Branch
 from opteq.problems.certificate import Certificate, existence
 
 
 def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], channels: int | None) -> Certificate:
-    """Strong convexity from ``k = L zeta^2 (1 + lambda (C - 1)) < 1``, with zeta the largest norm of a W.
+    """Strong convexity from ``k = L zeta^2 rho (1 + lambda (C - 1)) < 1``, with zeta the largest norm of a W.
 
     The objective is the largest of many quadratic ones, one for each choice of signs in D (smoothed: of numbers
-    between -1 and 1), and ``1/L - zeta^2 (1 + lambda (C - 1))`` bounds the curvature of each from below. The paper's
-    "lambda below 1/C" is not enough for zeta near 1: it asks for ``zeta^2 < C / (2C - 1)``.
+    between -1 and 1), and ``1/L - zeta^2 rho (1 + lambda (C - 1))`` bounds the curvature of each from below. The
+    paper's "lambda below 1/C" is not enough for zeta near 1: it asks for ``zeta^2 < C / (2C - 1)``. rho is 1 for
+    branches of one size; between scales, resampling makes it smaller (see :func:`opteq.couplings.ring_norm`).
 
     Args:
         penalty: with L, the largest slope of its activation.
@@ -29,17 +32,46 @@ def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], ch
     if channels is None and coupling.diversity:
         unknown = "the operators do not say how many channels there are"
         return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), unknown))
-    factor = penalty.lipschitz * zeta**2 * coupling.curvature_bound(channels or 1)
-    shown = f"k = L zeta^2 (1 + lambda (C - 1)) = {factor:.4g}"
+    sizes = _relative_sizes(branches)
+    factor = penalty.lipschitz * zeta**2 * coupling.curvature_bound(channels or 1, sizes)
+    damped = sizes is not None and len(set(sizes)) > 1
+    shown = f"k = L zeta^2 {_rule(coupling, damped)} = {factor:.4g}"
     contraction = None
     if coupling.diversity and channels != 1:
         exists, unique, reasons = _with_diversity(penalty, coupling, factor, shown)
     else:
         exists, unique, reasons = existence(factor, penalty.bounded)
         contraction = factor
-        reasons["contraction"] = f"L zeta^2 with L = {penalty.lipschitz:.4g} and zeta = {zeta:.4g}"
+        what = "L zeta^2 rho, rho for resampling" if damped and coupling.heritage else "L zeta^2"
+        reasons["contraction"] = f"{what}, with L = {penalty.lipschitz:.4g} and zeta = {zeta:.4g}"
     lipschitz, reasons["lipschitz"] = _lipschitz(penalty, branches, factor, zeta, shown)
     return Certificate(exists, unique, contraction, lipschitz, reasons)
+
+
+def _rule(coupling: Coupling, damped: bool) -> str:
+    if not damped:
+        return "(1 + lambda (C - 1))"
+    return "rho (1 + lambda (C - 1))" if coupling.heritage else "(1 + rho lambda (C - 1))"
+
+
+def _relative_sizes(branches: Sequence[Branch]) -> list[int] | None:
+    """Heights of the features, in some unit, from the scales; None where something between may change sizes."""
+    if not all(isinstance(branch.W, Conv2d) and keeps_size(branch.U) for branch in branches):
+        return None
+    whole = math.lcm(*(branch.scale for branch in branches))
+    return [whole // branch.scale for branch in branches]
+
+
+def keeps_size(U: nn.Module | None) -> bool:
+    """Whether pictures leave ``U`` as large as they entered, as far as its type tells."""
+    if isinstance(U, nn.Sequential):
+        return all(keeps_size(part) for part in U)
+    if isinstance(U, nn.Conv2d):
+        padding = U.padding
+        sides = zip(U.kernel_size, U.dilation, strict=True)
+        kept = padding == "same" or padding == tuple(d * (k - 1) / 2 for k, d in sides)
+        return kept and set(U.stride) == {1}
+    return U is None or isinstance(U, nn.BatchNorm2d | nn.GroupNorm | nn.Identity)
 
 
 def _with_diversity(

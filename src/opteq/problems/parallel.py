@@ -6,13 +6,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from opteq.problems.base import Problem
-from opteq.problems.branches import shrunk
+from opteq.problems.branches import views
 from opteq.problems.certificate import Certificate
 from opteq.problems.hidden import Hidden
 from opteq.problems.side_by_side import BoundParallel, HiddenParallel
+from opteq.states import State
 
 
 class SideBySide(Problem):
@@ -22,9 +23,13 @@ class SideBySide(Problem):
     def parts(self) -> list[tuple[Problem, int]]:
         """The problems, and the factor by which each sees a smaller picture."""
 
-    def bind(self, x: Tensor) -> BoundParallel:
-        """Every part with its own view of ``x``."""
-        bound = [part.bind(shrunk(x, scale, f"part {index}")) for index, (part, scale) in enumerate(self.parts())]
+    takes_tuples = True
+
+    def bind(self, x: State) -> BoundParallel:
+        """Every part with its own view of ``x``: at its scale, or its own tensor where ``x`` is a tuple."""
+        parts = self.parts()
+        seen = views(x, [scale for _, scale in parts], "part")
+        bound = [part.bind(view) for (part, _), view in zip(parts, seen, strict=True)]
         hidden = [part for part in bound if isinstance(part, Hidden)]
         return HiddenParallel(hidden) if len(hidden) == len(bound) else BoundParallel(bound)
 
@@ -49,13 +54,14 @@ class SideBySide(Problem):
                 "exists": f"every part has an equilibrium. {why('exists')}",
                 "unique": f"every part has only one. {why('unique')}",
                 "contraction": f"the largest of the parts. {why('contraction')}",
-                "lipschitz": f"sqrt of the sum of squares, each divided by its scale. {why('lipschitz')}",
+                "lipschitz": "sqrt of the sum of squares, each divided by its scale, for one input that all parts see. "
+                + why("lipschitz"),
             },
         )
 
 
 class Parallel(SideBySide):
-    """Any problems side by side on one input.
+    """Any problems side by side on one input, or on a tuple with an input each (see :func:`~opteq.Parallel.bind`).
 
     State and features are tuples with the tensors of all parts in order; the objective is the sum of theirs. Every
     part keeps its closed forms, and the weakest of them decides how gradients are solved.

@@ -20,6 +20,7 @@ from opteq.problems.certificate import Certificate
 from opteq.problems.opteq import OptEq
 from opteq.problems.parallel import SideBySide
 from opteq.problems.side_by_side import BoundParallel
+from opteq.states import State
 
 _FUSIONS = ("none", "sum", "conv")
 
@@ -60,7 +61,7 @@ class POptEq(SideBySide):
         """An OptEq a branch, which shares the branch's maps."""
         return [(OptEq(branch.W, branch.U, self.penalty), branch.scale) for branch in self.each()]
 
-    def bind(self, x: Tensor) -> BoundParallel:
+    def bind(self, x: State) -> BoundParallel:
         """Every branch with its own view of ``x``, and the fusion."""
         bound = super().bind(x)
         if self.fuse != "none":

@@ -1,0 +1,224 @@
+"""An input for every branch, the stem that makes it, and what different sizes mean for convexity."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opteq
+from all_cases import CASES
+from cases import Case
+from opteq import models
+from opteq._errors import UserError
+from opteq.couplings import Coupling, ring_norm
+from opteq.models.pyramid import Pyramid
+from opteq.operators import AveragePool, Conv2d
+from opteq.problems.base import Problem
+from opteq.problems.linearisation import Structure
+from opteq.states import blocks
+
+SCALES = (1, 2, 4)
+
+
+def branches(bound: float = 0.9, scales: tuple[int, ...] = SCALES) -> list[opteq.Branch]:
+    torch.manual_seed(0)
+    return [opteq.Branch(Conv2d(4, 5, 3, bound=bound), nn.Conv2d(3, 5, 3, padding=1), scale) for scale in scales]
+
+
+def problems() -> dict[str, Problem]:
+    parts = [opteq.OptEq(branch.W, branch.U) for branch in branches()]
+    return {
+        "mopteq": opteq.MOptEq(branches(), diversity=0.01, smoothing=0.5).double(),
+        "popteq": opteq.POptEq(branches()).double(),
+        "parallel": opteq.Parallel(parts, SCALES).double(),
+    }
+
+
+def picture(side: int = 8) -> Tensor:
+    return torch.randn(2, 3, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def shrunk(x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x if scale == 1 else AveragePool(scale)(x) for scale in SCALES)
+
+
+@pytest.mark.parametrize("name", problems())
+def test_averages_given_by_hand_are_what_branches_see(name: str) -> None:
+    problem = problems()[name]
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-11, max_steps=200))
+    found = []
+    for given in (lambda x: x, shrunk):
+        x = picture().requires_grad_()
+        features = layer(given(x))
+        total = torch.stack([part.square().sum() for part in features]).sum()
+        found.append([*features, *torch.autograd.grad(total, [x, *problem.parameters()])])
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-9)
+
+
+def test_every_branch_may_see_something_else() -> None:
+    problem = problems()["mopteq"]
+    x = tuple(torch.randn_like(part) for part in shrunk(picture()))
+    hidden = problem(x)
+    for index, (branch, part) in enumerate(zip(branches(), x, strict=True)):
+        assert branch.U is not None
+        torch.testing.assert_close(hidden.injections[index], branch.U.double()(part))
+
+
+def test_inputs_that_do_not_fit() -> None:
+    problem, x = problems()["mopteq"], picture()
+    with pytest.raises(ValueError, match="a tuple with 3, one a branch; got 2"):
+        problem(shrunk(x)[:2])
+    with pytest.raises(ValueError, match=r"views of one picture.*\(8, 8\), \(4, 4\), \(4, 4\).*\[1, 2, 4\]"):
+        problem((*shrunk(x)[:2], shrunk(x)[1]))
+    with pytest.raises(ValueError, match=r"one a part; got 1"):
+        problems()["parallel"]((x,))
+    with pytest.raises(TypeError, match=r"should be a tensor.*got tuple"):
+        opteq.OptEq(Conv2d(4, 5, 3, bound=0.9), nn.Conv2d(3, 5, 3, padding=1))(shrunk(x))
+    with pytest.raises(TypeError, match=r"should be a tensor.*got tuple"):
+        problem(())
+    bad = x.clone()
+    bad[0, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="1 values that are not finite"):
+        opteq.Equilibrium(problem)((bad, *shrunk(x)[1:]))
+    with pytest.raises(ValueError, match=r"one batch size; got \[2, 1, 1\]"):
+        opteq.Equilibrium(problems()["parallel"]).solve((x, *(part[:1] for part in shrunk(x)[1:])))
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 4), (4, 2), (4, 4, 4), (8, 4, 2), (8, 4, 2, 1), (4, 4, 2, 2), (2, 8)])
+def test_ring_norm_is_the_norm_of_the_ring(sizes: tuple[int, ...]) -> None:
+    starts = [size * size for size in sizes]
+
+    def fuse(flat: Tensor) -> Tensor:
+        pieces = flat[None, :, None].split(starts, dim=1)
+        features = tuple(p.reshape(1, 1, size, size) for p, size in zip(pieces, sizes, strict=True))
+        return torch.cat([h.flatten() for h in Coupling().fuse(features)])
+
+    matrix = torch.stack([fuse(e) for e in torch.eye(sum(starts), dtype=torch.float64)])
+    torch.testing.assert_close(matrix, matrix.mT)
+    assert torch.linalg.matrix_norm(matrix, ord=2).item() == pytest.approx(ring_norm(sizes), abs=1e-12)
+
+
+@pytest.mark.parametrize("heritage", [True, False])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (8, 4, 2), (4, 2)])
+def test_curvature_bound_holds_for_any_signs(sizes: tuple[int, ...], heritage: bool) -> None:
+    channels, coupling = 3, Coupling(0.2, heritage=heritage)
+    counts = [channels * size * size for size in sizes]
+    worst = 0.0
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        signs = tuple(
+            torch.randint(0, 2, (1, channels, channels), generator=generator).double().mul(2).sub(1) for _ in sizes
+        )
+        if seed == 0:
+            signs = tuple(-torch.ones_like(s) for s in signs)
+        for s in signs:
+            s.diagonal(dim1=-2, dim2=-1).zero_()
+
+        def fuse(flat: Tensor, signs: tuple[Tensor, ...] = signs) -> Tensor:
+            pieces = flat.split(counts)
+            features = tuple(p.reshape(1, channels, size, size) for p, size in zip(pieces, sizes, strict=True))
+            return torch.cat([h.flatten() for h in coupling.fuse(features, signs)])
+
+        matrix = torch.stack([fuse(e) for e in torch.eye(sum(counts), dtype=torch.float64)])
+        worst = max(worst, float(torch.linalg.matrix_norm(matrix, ord=2)))
+    limit = coupling.curvature_bound(channels, sizes)
+    assert worst <= limit + 1e-12
+    assert worst == pytest.approx(limit, rel=1e-9)  # all signs -1 attain it
+    assert limit <= coupling.curvature_bound(channels) + 1e-12
+
+
+def test_scales_make_larger_bounds_convex() -> None:
+    x = picture()
+    for bound, scales, structure in (
+        (1.2, (1, 2, 4), Structure.POSITIVE),
+        (1.2, (1, 1, 1), Structure.SYMMETRIC),
+        (1.6, (1, 2, 4), Structure.SYMMETRIC),
+    ):
+        problem = opteq.MOptEq(branches(bound, scales)).double()
+        assert problem(x).structure is structure
+        for branch in problem.each():  # let every W reach its bound
+            with torch.no_grad():
+                branch.W.weight.mul_(100)
+        certificate = problem.certificate()
+        assert certificate.unique is (True if structure is Structure.POSITIVE else None)
+        factor = bound**2 * ring_norm(tuple(4 // s for s in scales))
+        assert certificate.contraction == pytest.approx(factor, rel=0.08)
+
+
+def test_a_stride_in_U_is_not_trusted() -> None:
+    """With it, features have other sizes than scales say."""
+    parts = [
+        opteq.Branch(Conv2d(4, 5, 3, bound=1.2), nn.Conv2d(3, 5, 3, padding=1, stride=stride), scale)
+        for stride, scale in ((4, 1), (2, 2), (1, 4))
+    ]
+    for part in parts:
+        with torch.no_grad():
+            part.W.weight.mul_(100)
+    problem = opteq.MOptEq(parts).double()
+    assert [tuple(c.shape[2:]) for c in problem(picture()).injections] == [(2, 2)] * 3
+    assert problem(picture()).structure is Structure.SYMMETRIC
+    assert problem.certificate().contraction == pytest.approx(1.44, rel=0.08)
+
+
+def test_a_pyramid() -> None:
+    stem = Pyramid(3, (4, 6, 8), depth=2, levels=(0, 2, 2, 1))
+    shapes = [tuple(level.shape) for level in stem(torch.randn(2, 3, 16, 16))]
+    assert shapes == [(2, 4, 16, 16), (2, 8, 4, 4), (2, 8, 4, 4), (2, 6, 8, 8)]
+    last = Pyramid(3, (4, 6), depth=0)(torch.randn(2, 3, 16, 16))
+    assert isinstance(last, Tensor)
+    assert last.shape == (2, 6, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mopteq-0.48m", {"stem_widths": (8, 8, 12, 16), "channels": 8, "hidden": (4, 4, 8, 8)}),
+        ("mopteq-193k", {"stem_widths": (8, 12), "channels": 8, "hidden": (4, 4, 4), "scales": (2, 2, 2)}),
+        ("popteq-193k", {"stem_widths": (8, 12), "channels": 8, "hidden": (4, 4, 4), "scales": (1, 2, 2)}),
+        ("geq-5m", {"stem_widths": (8, 8, 8, 16), "channels": 8, "hidden": (8,) * 6, "projection": 8}),
+        ("opteq-199k", {"stem_widths": (8, 16), "channels": 8, "hidden": (4, 4, 4, 4, 4)}),
+    ],
+)
+def test_models_behind_a_pyramid(name: str, options: dict[str, object]) -> None:
+    model = models.create(name, stem="pyramid", stem_depth=1, **options)
+    scores = model(torch.randn(2, 3, 32, 32))
+    scores.sum().backward()
+    assert scores.shape == (2, 10)
+    assert all(p.grad is not None for p in model.stem.parameters())
+
+
+def test_a_pyramid_asked_for_wrongly() -> None:
+    with pytest.raises(UserError, match="needs stem_widths"):
+        models.create("mopteq-0.48m", stem="pyramid")
+    with pytest.raises(UserError, match=r"2 levels has the scales \[1, 2\]; got a branch with 4"):
+        models.create("mopteq-0.48m", stem="pyramid", stem_widths=(8, 8))
+    with pytest.raises(UserError, match="stem_widths has no effect with stem='plain'"):
+        models.create("mopteq-0.48m", stem_widths=(8, 8))
+    with pytest.raises(UserError, match="stem_width and downsample have no effect"):
+        models.create("mopteq-0.48m", stem="pyramid", stem_widths=(8, 8, 8, 8), downsample=1)
+    with pytest.raises(UserError, match=r"same number of channels; got \[8, 8, 8, 16\]"):
+        models.create("mopteq-0.48m", stem="pyramid", stem_widths=(8, 8, 8, 16), perturbation=0.1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_bound_problem_goes_when_nobody_has_it(case: Case) -> None:
+    """Without the garbage collector: what it holds may be gigabytes of a GPU's memory."""
+    problem = case.problem()
+    layer = opteq.Equilibrium(problem, on_failure="ignore")
+    made: list[weakref.ref[object]] = []
+    problem.register_forward_hook(lambda _, __, hidden: made.append(weakref.ref(hidden)))
+    gc.collect()
+    gc.disable()
+    try:
+        features = blocks(layer(case.input().requires_grad_()))
+        torch.stack([part.sum() for part in features]).sum().backward()
+        del features
+        assert len(made) == 1
+        assert made[0]() is None
+    finally:
+        gc.enable()
