@@ -31,7 +31,20 @@ def test_unknown_recipe_and_key(root: Path, tmp_path: Path) -> None:
     refused(train(root, tmp_path / "run", "model.options.chanels=3"), "did you mean 'channels'")
     refused(train(root, tmp_path / "run", "model.options.bound=-1"), "bound", "-1")
     refused(train(root, tmp_path / "run", "data.name=cifar"), "unknown data set 'cifar'")
-    assert not (tmp_path / "run/recipe.toml").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_leaves_no_folder(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new/runs/one"
+    refused(train(root, out, "data.root=/nowhere"), "/nowhere")
+    refused(train(root, out, "model.options.chanels=3"), "did you mean 'channels'")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "own").mkdir()
+    refused(train(root, tmp_path / "own", "data.name=cifar"), "unknown data set 'cifar'")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/notes").touch()
+    refused(train(root, tmp_path / "kept/run", "model.options.bound=-1"), "bound")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "notes", "own"]
 
 
 def test_an_unwritable_folder(root: Path, tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def test_digits_can_be_larger() -> None:
 
 
 def test_names_and_wrong_names() -> None:
-    assert data.names() == ["digits", "fashion-mnist", "cifar10", "cifar100", "folder"]
+    arrays = ["fashion-mnist", "cifar10", "cifar100", "cifar100-superclasses"]
+    assert data.names() == ["digits", *arrays, "folder", "cityscapes"]
     with pytest.raises(UserError, match="unknown data set 'cifar-10'; did you mean 'cifar10'"):
         data.load("cifar-10")
 
@@ -290,6 +291,82 @@ def test_cifar_written_again_by_a_new_python(tmp_path: Path) -> None:
     files, images, _ = cifar("cifar10", 0, modern=True)
     unpack(tmp_path / "cifar-10-batches-py", files)
     assert np.array_equal(data.load("cifar10", tmp_path).train.images.numpy(), images)
+
+
+def superclasses(version: int, owners: Any = None) -> tuple[dict[str, bytes], dict[str, Any], Any, Any]:
+    """A CIFAR-100 of two pictures a class, with both kinds of labels: files, pictures by split, coarse, fine labels.
+
+    A picture's first byte is its class, so that it can be told where it went.
+    """
+    layout = VERSIONS["cifar100-superclasses"][version]
+    fine = RANDOM.permutation(np.repeat(np.arange(100), 2))
+    owners = RANDOM.permutation(np.repeat(np.arange(20), 5)) if owners is None else owners
+    coarse = owners[fine]
+    names = {b"coarse": [f"super {n}" for n in range(20)], b"fine": [f"class {n}" for n in range(100)]}
+    files: dict[str, bytes] = {}
+    images = {}
+    for file in (*layout.train, *layout.test):
+        rows = pictures(200, 3072)
+        rows[:, 0] = fine
+        images[file.removesuffix(".bin")] = rows.reshape(-1, 3, 32, 32)
+        if layout.label_bytes:
+            files[file] = np.concatenate((np.stack((coarse, fine), axis=1).astype(np.uint8), rows), axis=1).tobytes()
+        else:
+            labels = {b"coarse_labels": coarse.tolist(), b"fine_labels": fine.tolist()}
+            files[file] = pickle.dumps({b"data": rows, **labels}, protocol=2)
+    if layout.label_bytes:
+        files |= {f"{kind.decode()}_label_names.txt": "\n".join(words).encode() for kind, words in names.items()}
+    else:
+        files["meta"] = pickle.dumps({kind + b"_label_names": words for kind, words in names.items()}, protocol=2)
+    return files, images, coarse, fine
+
+
+@pytest.mark.parametrize("place", ["archive", "folder"])
+@pytest.mark.parametrize("version", [0, 1], ids=["python", "binary"])
+def test_the_last_class_of_every_super_class_is_unseen(tmp_path: Path, version: int, place: str) -> None:
+    layout = VERSIONS["cifar100-superclasses"][version]
+    files, images, coarse, fine = superclasses(version)
+    if place == "archive":
+        pack(tmp_path / layout.archive, layout.folder, files)
+    else:
+        unpack(tmp_path / layout.folder, files)
+    dataset = data.load("cifar100-superclasses", tmp_path)
+    assert dataset.classes == tuple(f"super {number}" for number in range(20))
+    last = [max(fine[coarse == number]) for number in range(20)]
+    known = ~np.isin(fine, last)
+    assert dataset.unseen is not None
+    for split, file, wanted in (
+        (dataset.train, "train", known),
+        (dataset.test, "test", known),
+        (dataset.unseen, "test", ~known),
+    ):
+        assert np.array_equal(split.images.numpy(), images[file][wanted])
+        assert np.array_equal(split.labels.numpy(), coarse[wanted])
+    assert (len(dataset.train), len(dataset.unseen)) == (160, 40)
+    assert set(dataset.train.images[:, 0, 0, 0].tolist()).isdisjoint(dataset.unseen.images[:, 0, 0, 0].tolist())
+    assert dataset.mean == pytest.approx(images["train"][known].mean((0, 2, 3)) / 255)
+    again = data.load("cifar100-superclasses", tmp_path, image_size=16)
+    assert again.unseen is not None
+    assert again.unseen.images.shape == (40, 3, 16, 16)
+    assert data.load("cifar100", tmp_path).unseen is None
+
+
+def test_super_classes_that_are_not_those_of_cifar100(tmp_path: Path) -> None:
+    owners = np.repeat(np.arange(20), 5)
+    owners[7] = 0
+    unpack(tmp_path / "uneven/cifar-100-python", superclasses(0, owners)[0])
+    with pytest.raises(UserError, match=r"'super 0' has 6 classes where CIFAR-100 has 5; this is another data set"):
+        data.load("cifar100-superclasses", tmp_path / "uneven")
+    files, _, coarse, fine = superclasses(1)
+    content = bytearray(files["train.bin"])
+    content[0] = (coarse[0] + 1) % 20
+    unpack(tmp_path / "torn/cifar-100-binary", files | {"train.bin": bytes(content)})
+    with pytest.raises(UserError, match=rf"the class {fine[0]} belongs to the super-classes \d+ and \d+; this is"):
+        data.load("cifar100-superclasses", tmp_path / "torn")
+    with pytest.raises(
+        UserError, match=r"no archive and no unpacked folder of cifar100-superclasses there; fetch .*100"
+    ):
+        data.load("cifar100-superclasses", tmp_path)
 
 
 class Poison:

@@ -15,7 +15,8 @@ import opteq
 import opteq.models
 from opteq import operators as op
 from opteq._errors import UserError
-from opteq.models import Classifier
+from opteq.models import Classifier, Segmenter
+from opteq.models.extracted import SeparableInjection
 from opteq.models.parts import Head
 
 SIZES = {  # the printed numbers that the names stand for
@@ -28,6 +29,7 @@ SIZES = {  # the printed numbers that the names stand for
     "mopteq-1.9m": 1.9e6,
     "mopteq-8.1m": 8.1e6,
     "mopteq-10m-imagenette": 10e6,
+    "mopteq-13m-imagenet": 13e6,
     "geq-5m": 5e6,
     "geq-8m": 8e6,
     "geq-6m-imagenet": 6e6,
@@ -35,9 +37,17 @@ SIZES = {  # the printed numbers that the names stand for
     "resnet18-cifar": 11.17e6,
     "resnet50-cifar": 23.5e6,
 }
+# Sizes of the extractor, of OptEq and of the head where what the paper prints can't be had from the kernels it prints.
+EXTRACTED = {
+    "opteq-small-imagenet": (8_543_296, 4_003_840, 4_676_584),  # printed: 8M, 7M, 3M
+    "opteq-middle-imagenet": (24_862_528, 2_451_456, 4_676_584),  # printed: 24M, 13M, 3M
+}
 # The smallest pictures that a model's scales, patches and stem allow.
 SIDES = {"geq-5m": 16, "geq-8m": 16, "geq-6m-imagenet": 64, "geq-13m-imagenet": 64, "mopteq-10m-imagenette": 32}
+SIDES |= {"mopteq-13m-imagenet": 32, "opteq-small-imagenet": 16, "opteq-middle-imagenet": 16}
+SIDES |= {"opteq-cityscapes": 16}
 SLOW = {"geq-8m", "geq-13m-imagenet", "mopteq-8.1m", "mopteq-10m-imagenette", "resnet50-cifar"}
+SLOW |= {"mopteq-13m-imagenet", "opteq-cityscapes", *EXTRACTED}
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in opteq.models.list()]
 
 
@@ -53,10 +63,12 @@ def pictures(name: str, channels: int = 3, batch: int = 2) -> Tensor:
 def training_step(model: Classifier, x: Tensor) -> None:
     model.train()
     scores = model(x)
-    assert scores.shape == (len(x), model.config["num_classes"])
+    pixels = x.shape[2:] if isinstance(model, Segmenter) else ()
+    assert scores.shape == (len(x), model.config["num_classes"], *pixels)
+    labels = torch.arange(len(x)).reshape(-1, *(1 for _ in pixels)).expand(-1, *pixels)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    F.cross_entropy(scores, torch.arange(len(x))).backward()
+    F.cross_entropy(scores, labels).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} gets no gradient"
         assert torch.isfinite(parameter.grad).all(), f"{name} has a gradient that is not finite"
@@ -69,13 +81,29 @@ def training_step(model: Classifier, x: Tensor) -> None:
 
 
 def test_the_names_that_were_promised() -> None:
-    assert set(opteq.models.list()) == {*SIZES, "opteq-digits"}
+    assert set(opteq.models.list()) == {*SIZES, *EXTRACTED, "opteq-cityscapes", "opteq-digits"}
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_size_is_the_printed_one(name: str) -> None:
     card = opteq.models.describe(name)
     assert abs(card.parameters / SIZES[name] - 1) <= 0.02, f"{name} has {card.parameters} parameters"
+
+
+@pytest.mark.parametrize("name", EXTRACTED)
+def test_sizes_behind_an_extractor_are_those_of_its_kernels(name: str) -> None:
+    with torch.device("meta"):
+        model = opteq.models.create(name, num_classes=1000)
+        parts = tuple(count(part) for part in (model.stem, model.equilibrium, model.head))
+        assert model.stem(torch.empty(1, 3, 224, 224)).shape == (1, 1024, 28, 28)
+    assert parts == EXTRACTED[name]
+    # Table 6 of the OptEq paper, with a bias for each U; Small's U reads 1024 channels, where the table prints 512.
+    layers, side = {"opteq-small-imagenet": (5, 3), "opteq-middle-imagenet": (3, 5)}[name]
+    U, W = 1024 * side**2 + 1024 * 512 + 512, 512 * 3**2 + 512 * 512
+    assert parts[1] == layers * (U + W)
+    card = opteq.models.describe(name)
+    assert (card.parameters, card.classes) == (sum(parts), 1000)
+    assert f"{card.parameters / 1e6:.1f}M parameters" in card.summary
 
 
 def test_conv_fusion_is_the_276k_row() -> None:
@@ -143,8 +171,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "opteq-162k": {"channels": 8, "hidden": [6, 8], "injected": [1]},
     "mopteq-0.48m": {"channels": 8, "hidden": [6, 8, 8, 8]},
     "popteq-193k": {"channels": 8, "hidden": [6, 8, 8]},
+    "opteq-small-imagenet": {
+        "extractor_width": 4, "extractor_blocks": [1, 1], "extractor_strides": [1, 2], "channels": 8, "hidden": [6, 8],
+        "head_widths": [12],
+    },
     "geq-5m": {"channels": 8, "hidden": [8, 8], "scales": [1, 2], "projection": 6, "injection_norm": "none"},
-}
+}  # fmt: skip
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *[("opteq-digits", {"solver": solver}) for solver in ("picard", "broyden")],
     *[("opteq-digits", {"gradient": gradient}) for gradient in ("phantom", "one-step", "unrolled", "shine")],
@@ -155,6 +187,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("opteq-162k", {"alpha": 0.6, "learn_alpha": True}),
     ("opteq-162k", {"regularizer": "l1"}),
     ("opteq-162k", {"solver": "sam", "regularizer": "ridge", "gradient": "unrolled", "on_failure": "ignore"}),
+    ("opteq-small-imagenet", {"learn_alpha": True, "kernel": 5, "injection_kernel": 5, "dropout": 0.1}),
+    ("opteq-small-imagenet", {"separable": False, "kernel": 1, "injection_kernel": 5, "widen": 2}),
+    ("opteq-small-imagenet", {"injection_norm": "group", "regularizer": "decorrelation"}),
+    ("opteq-small-imagenet", {"injection_norm": "batch", "injected": [1], "head_widths": [8, 12]}),
     ("mopteq-0.48m", {"perturbation": 0.1}),
     ("mopteq-0.48m", {"heritage": False, "bound": 0.9, "injection_norm": "group", "perturbation": 0.1}),
     ("mopteq-0.48m", {"diversity": 0.0, "injection_norm": "batch", "readout": "mean"}),
@@ -198,7 +234,9 @@ def test_polynomial_kernels_are_made() -> None:
     assert all(problem.kernel.degree == 3 for problem in model.equilibrium.problem.problems)
 
 
-@pytest.mark.parametrize("name", ["mopteq-0.48m", "mopteq-1.9m", "mopteq-8.1m", "mopteq-10m-imagenette"])
+@pytest.mark.parametrize(
+    "name", ["mopteq-0.48m", "mopteq-1.9m", "mopteq-8.1m", "mopteq-10m-imagenette", "mopteq-13m-imagenet"]
+)
 def test_bounds_above_one_contract_on_four_scales(name: str) -> None:
     """The step of L branches has slopes of at most ``|A| bound^2 (1 + lambda (C - 1))``, with A the ring's ties.
 
@@ -273,6 +311,9 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
         ("mopteq-193k", {"stem_width": 8}, "stem_width has no effect with stem='plain'"),
         ("mopteq-193k", {"stem_kernel": 4}, "stem_kernel should be odd"),
         ("mopteq-193k", {"downsample": 2}, "downsample=2 needs as many convolutions"),
+        ("opteq-small-imagenet", {"kernel": 4}, "kernel should be odd, so that a picture keeps its size; got 4"),
+        ("opteq-small-imagenet", {"extractor_strides": [1, 2]}, "one number a stage; got 3 and 2"),
+        ("opteq-small-imagenet", {"stem_depth": 2}, "unknown option 'stem_depth'"),
         ("opteq-162k", {"injected": [5]}, "injected should name layers 0 to 4; got [5]"),
         ("opteq-162k", {"exact_prior": True}, "exact_prior belongs to models with one layer"),
         ("mopteq-193k", {"regularizer": "l1"}, "has no place in this model's objective"),
@@ -339,6 +380,30 @@ def test_a_head_says_how_many_branches_it_reads() -> None:
     assert isinstance(model.head, Head)
     with pytest.raises(ValueError, match="this head reads 3 branches; the equilibrium gave 2"):
         model.head((torch.rand(1, 32, 4, 4),) * 2)
+
+
+def test_an_extractor_is_the_beginning_of_a_resnet() -> None:
+    """Its stages have the weights of the first three of ResNet-50, whose layout the baseline's test holds."""
+    with torch.device("meta"):
+        stages = opteq.models.create("resnet50-cifar").equilibrium[:13]
+        extractor = opteq.models.create("opteq-small-imagenet").stem
+    assert [tuple(w.shape) for w in extractor[2:].parameters()] == [tuple(w.shape) for w in stages.parameters()]
+
+
+@torch.no_grad()
+def test_a_separable_injection_keeps_the_scale_and_knows_its_norm() -> None:
+    torch.manual_seed(0)
+    U = SeparableInjection(64, 48, 3)
+    x = torch.randn(4, 64, 16, 16).relu()
+    inner = U(x)[:, :, 1:-1, 1:-1]
+    assert 0.5 < float(inner.square().mean()) < 2
+    nn.init.constant_(U.bias, 2.0)
+    assert torch.allclose(U(x)[:, :, 1:-1, 1:-1], inner + 2, atol=1e-5)
+    y = torch.randn(4, 48, 16, 16)
+    forth, back = ((U(x) - 2) * y).sum(), (x * U.adjoint(y)).sum()
+    assert torch.allclose(forth, back, rtol=1e-3)
+    assert float((U(x) - 2).norm() / x.norm()) <= float(op.module_norm(U))
+    assert op.module_norm(U) == U.norm()
 
 
 def test_resnets_have_the_usual_layout() -> None:

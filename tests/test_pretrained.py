@@ -317,10 +317,55 @@ def test_folders_and_files_that_are_not_there(saved: Path, tmp_path: Path) -> No
     refused(tmp_path / "nowhere", "there is no folder")
     refused("nowhere", "there is no folder nowhere", "owner/name")
     refused("../no/where", "there is no folder ../no/where")
+    refused(saved.parent / "modle", f"there is no folder {saved.parent / 'modle'}; did you mean {saved}?")
     refused(saved / "config.json", "is a file; give the folder")
 
 
 # ---- the hub
+
+
+def test_a_misspelt_folder_is_not_looked_for_on_the_hub(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("socket.create_connection", asked)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", asked)
+    monkeypatch.chdir(tmp_path)
+    os.renames(saved, tmp_path / "runs/digits")
+    refused("runs/digit", "there is no folder runs/digit", "there is a folder runs here; did you mean runs/digits?")
+    assert "did you mean" not in refused("runs/zzzzzz", "there is no folder runs/zzzzzz, and the hub was not asked")
+    refused("./runs/digit", "there is no folder ./runs/digit; did you mean runs/digits?")
+
+
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One attempt; then what was fetched before is used, and otherwise one line says that there is no network."""
+    attempts: list[tuple[str, int]] = []
+
+    def unreachable(address: tuple[str, int], timeout: float) -> None:
+        attempts.append(address)
+        raise OSError(-2, "Name or service not known")
+
+    def fetched_before(repository: str, filename: str, local_files_only: bool = False) -> str:
+        assert local_files_only
+        if repository != "someone/known":
+            raise FileNotFoundError("not in the cache")
+        return str(saved / filename)
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetched_before)
+    assert opteq.models.from_pretrained("someone/known").config["name"] == "opteq-digits"
+    refused("someone/new", "could not be fetched from the hub: huggingface.co can't be reached (Name or service not")
+    assert attempts == [("huggingface.co", 443)] * 2
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    assert pretrained._why_unreachable() is None
+    assert len(attempts) == 2
 
 
 def test_exactly_two_files_are_fetched_from_the_hub(
@@ -333,6 +378,7 @@ def test_exactly_two_files_are_fetched_from_the_hub(
         return str(saved / filename)
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrained, "_why_unreachable", lambda: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     model = opteq.models.from_pretrained("someone/digits-v1.0")
     assert fetched == [("someone/digits-v1.0", "config.json"), ("someone/digits-v1.0", "model.safetensors")]
@@ -355,6 +401,7 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrained, "_why_unreachable", lambda: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     refused("someone/digits", "could not be fetched from the hub: no route", "Check the name, the network")
 

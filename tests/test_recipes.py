@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,46 @@ def test_the_papers_numbers() -> None:
     deep = load_recipe("opteq-162k-cifar10")
     assert (deep.schedule.every, deep.schedule.factor, deep.train.batch_size) == (20, 0.7, 125)
     assert load_recipe("opteq-199k-cifar10").schedule.factor == 0.5
+    for name in ("opteq-small-imagenet", "opteq-small-imagenet-learnable-alpha", "opteq-middle-imagenet"):
+        wide = load_recipe(name)
+        assert (wide.optimizer.name, wide.optimizer.lr, wide.optimizer.weight_decay) == ("adamw", 1e-3, 0.05)
+        assert (wide.schedule.name, wide.train.batch_size, wide.train.epochs) == ("cosine", 1024, 300)
+        options = wide.model.options
+        assert (options["max_steps"], options["gradient_steps"], options["regularizer"]) == (5, 5, "decorrelation")
+        assert options.get("learn_alpha", False) == name.endswith("learnable-alpha")
+
+
+def test_the_papers_smaller_tables() -> None:
+    """MOptEq's Tables 3 and 5, GEQ's Tables 3 and 5: rows differ in what the row is about, and in nothing else."""
+
+    def rest(name: str, *tables: str) -> dict[str, Any]:
+        return load_recipe(name).model_dump(exclude={"name", "reproduces", "model", *tables})
+
+    ablation = {"": (0.02, True), "-no-diversity": (0.0, True), "-no-heritage": (0.02, False), "-no-ties": (0.0, False)}
+    for suffix, (diversity, heritage) in ablation.items():
+        name = f"mopteq-193k-cifar10-ablation{suffix}"
+        options = load_recipe(name).model.options
+        assert (options["diversity"], options.get("heritage", True)) == (diversity, heritage)
+        assert "perturbation" not in options
+        assert rest(name) == rest("mopteq-193k-cifar10")
+    for suffix, perturbation in (("", 0), ("-perturbation", 0.1)):
+        recipe = load_recipe(f"mopteq-193k-cifar10-pgd{suffix}")
+        attack = recipe.adversary
+        assert (attack.epsilon, attack.steps, attack.test_steps) == (8 / 255, 3, 20)
+        assert recipe.model.options.get("perturbation", 0) == perturbation
+        assert rest(recipe.name, "adversary") == rest("mopteq-193k-cifar10", "adversary")
+    kernels = ["linear", "sigmoid", "polynomial"]
+    for kernel in kernels:
+        name = f"geq-8m-cifar100-{kernel}"
+        assert load_recipe(name).model.options["kernel"] == kernel
+        assert rest(name) == rest("geq-8m-cifar100")
+    for name in [*(f"geq-8m-cifar100-{kernel}" for kernel in kernels), "mopteq-8m-cifar100-randaugment"]:
+        recipe = load_recipe(name)
+        with torch.device("meta"):
+            model = models.create(recipe.model.name, num_classes=100, **recipe.model.options)
+        assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(8e6, rel=0.02)
+    for model_name in ("geq", "mopteq"):
+        assert load_recipe(f"{model_name}-8m-cifar100-superclasses").data.name == "cifar100-superclasses"
 
 
 def test_side_by_side_recipes_differ_in_the_model_alone() -> None:

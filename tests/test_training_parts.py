@@ -141,7 +141,7 @@ def test_a_tally_counts_solves() -> None:
 
 
 def counts(**changes: float) -> Counts:
-    usual = dict.fromkeys(("correct", "top5", "residual", "lost", "worst"), 0.0)
+    usual = dict.fromkeys(("correct", "judged", "top5", "residual", "lost", "worst"), 0.0)
     return Counts(**{**usual, "loss": 1.0, "samples": 10, "solves": 10, "steps": 50, "converged": 10, **changes})
 
 

@@ -32,7 +32,7 @@ class Numbers:
 
     def __call__(self) -> Counts:
         self.looks += 1
-        return Counts(80.0, 60, 80, 100, 100, 800, 0.1, 100, 0, 2e-3)
+        return Counts(80.0, 60, 100, 80, 100, 100, 800, 0.1, 100, 0, 2e-3)
 
 
 def shown(terminal: bool, interval: float, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:

@@ -86,12 +86,20 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16; as trained by default.")] = None,
     root: Annotated[str | None, typer.Option(help="Where the pictures are, if not where the recipe says.")] = None,
+    attack: Annotated[
+        str | None,
+        typer.Option(metavar="EPSILON", help="Attack the pictures too, by up to this, such as 8/255; 0 for not."),
+    ] = None,
+    attack_steps: Annotated[int | None, typer.Option(help="Gradients of the attack; 20 unless trained so.")] = None,
+    attack_step_size: Annotated[
+        str | None, typer.Option(help="How far a step of it goes; 2.5 EPSILON / steps by default.")
+    ] = None,
 ) -> None:
     """Test a trained model on all its test pictures; also writes RUN/evaluation.json."""
     from opteq import training
 
     with one_line_errors():
-        result = training.evaluate(run, tol, max_steps, device, precision, root)
+        result = training.evaluate(run, tol, max_steps, device, precision, root, attack, attack_steps, attack_step_size)
     if _rank() == 0:
         from opteq.training.tables import evaluation_table
 

@@ -1,6 +1,7 @@
 """Looking at equilibrium networks: gradients, guarantees, branches, explanations."""
 
-from opteq.analysis import attention, bounds, branches, saliency, terms
+from opteq.analysis import attack, attention, bounds, branches, saliency, terms
+from opteq.analysis.attack import PGD
 from opteq.analysis.attention import attention_map
 from opteq.analysis.branches import measure_branches, reconstructed_perturbation
 from opteq.analysis.gradients import GradientCost, compare_gradients
@@ -8,8 +9,10 @@ from opteq.analysis.saliency import saliency_map
 from opteq.analysis.terms import LayerTerms, objective_terms
 
 __all__ = [
+    "PGD",
     "GradientCost",
     "LayerTerms",
+    "attack",
     "attention",
     "attention_map",
     "bounds",

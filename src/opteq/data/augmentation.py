@@ -42,6 +42,10 @@ class Augmentation(metaclass=NamedOptions):
         crop_padding: pad by so many pixels, then cut a picture of the old size out at random; 4 is usual for 32x32.
         crop_fill: what the padding shows: ``"zero"`` (black) or ``"reflect"`` (the picture mirrored at its edge).
         flip: mirror left and right, every second time.
+        crop_height, crop_width: cut a window of this size out at random, instead of ``crop_padding``: for pictures that
+            are larger than what a network is to learn from at once. Labels of pixels are cut out with their pixels.
+        scale_min, scale_max: before that, enlarge by a factor between the two; below 1 it shrinks. What a window shows
+            beside the picture has the mean colour and no label.
         randaugment: so many operations a picture, drawn from 14 (RandAugment, Cubuk et al. 2020). Every picture gets
             its own, as in the paper; 2 is usual.
         randaugment_magnitude: how strong they are, in (0, 30]: 30 turns by 30 degrees, shears by 0.3, moves by 45 % of
@@ -66,6 +70,10 @@ class Augmentation(metaclass=NamedOptions):
     crop_padding: int = 0
     crop_fill: Literal["zero", "reflect"] = "zero"
     flip: bool = False
+    crop_height: int = 0
+    crop_width: int = 0
+    scale_min: float = 1.0
+    scale_max: float = 1.0
     randaugment: int = 0
     randaugment_magnitude: float = 9.0
     color_jitter: float = 0.0
@@ -82,8 +90,28 @@ class Augmentation(metaclass=NamedOptions):
             raise TypeError(f"Augmentation.flip should be True or False; got {self.flip!r}")
         for field, most in (("color_jitter", 1.0), ("erase", 1.0), ("mixup", math.inf), ("cutmix", math.inf)):
             self._check_number(field, most)
+        self._check_window()
         _validate.positive(self, "randaugment_magnitude")
         self._check_number("randaugment_magnitude", 30.0)
+
+    def _check_window(self) -> None:
+        for field in ("crop_height", "crop_width"):
+            _validate.whole(self, field, least=0)
+        for field in ("scale_min", "scale_max"):
+            _validate.positive(self, field)
+        if (self.crop_height == 0) != (self.crop_width == 0):
+            raise ValueError(
+                "Augmentation.crop_height and crop_width belong together: give both or neither; "
+                f"got {self.crop_height} and {self.crop_width}"
+            )
+        if self.scale_min > self.scale_max:
+            raise ValueError(
+                f"Augmentation.scale_min should be at most scale_max = {self.scale_max:g}; got {self.scale_min:g}"
+            )
+        if not self.windows and (self.scale_min, self.scale_max) != (1, 1):
+            raise ValueError("Augmentation.scale_min and scale_max need crop_height and crop_width")
+        if self.windows and self.crop_padding:
+            raise ValueError("Augmentation.crop_padding and crop_height are two ways to crop; give one of them")
 
     def _check_number(self, field: str, most: float) -> None:
         value = getattr(self, field)
@@ -94,9 +122,14 @@ class Augmentation(metaclass=NamedOptions):
             raise ValueError(f"Augmentation.{field} should be {limits}; got {value!r}")
 
     @property
+    def windows(self) -> bool:
+        """Whether windows are cut out, and mirrored with that."""
+        return self.crop_height > 0
+
+    @property
     def moves(self) -> bool:
-        """Whether pictures are cropped or flipped."""
-        return self.crop_padding > 0 or self.flip
+        """Whether pictures are cropped or flipped at their own size."""
+        return not self.windows and (self.crop_padding > 0 or self.flip)
 
     @property
     def recolours(self) -> bool:
@@ -107,6 +140,10 @@ class Augmentation(metaclass=NamedOptions):
     def mixes(self) -> bool:
         """Whether labels are soft."""
         return self.mixup > 0 or self.cutmix > 0
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of what is made of pictures of ``height`` x ``width``."""
+        return (self.crop_height, self.crop_width) if self.windows else (height, width)
 
     def draw(self, random: np.random.Generator, count: int, height: int, width: int) -> Draws:
         """All random numbers for one batch of ``count`` pictures of ``height`` x ``width``.
@@ -119,6 +156,9 @@ class Augmentation(metaclass=NamedOptions):
             shifts = random.integers(0, 2 * self.crop_padding, size=(count, 2), endpoint=True)
             mirrored = random.integers(0, 2, size=(count, 1)) if self.flip else np.zeros((count, 1), dtype=np.int64)
             draws["move"] = np.concatenate((shifts, mirrored), axis=1)
+        if self.windows:
+            draws["window"] = self._draw_windows(random, count, height, width)
+            height, width = self.size(height, width)
         if self.randaugment:
             draws["operation"] = random.integers(0, len(OPERATIONS), size=(count, self.randaugment))
             draws["sign"] = 2 * random.integers(0, 2, size=(count, self.randaugment)) - 1
@@ -133,6 +173,24 @@ class Augmentation(metaclass=NamedOptions):
         if self.mixes:
             draws |= self._draw_mixing(random, count, height, width)
         return draws
+
+    def _draw_windows(
+        self, random: np.random.Generator, count: int, height: int, width: int
+    ) -> npt.NDArray[np.float32]:
+        """``(count, 5)``: how far the window begins below the top and right of the left edge of the enlarged picture,
+        the factors by which height and width were enlarged, and 1 for mirrored.
+        """
+        scale = random.uniform(self.scale_min, self.scale_max, size=count)
+        columns = []
+        for side, window in ((height, self.crop_height), (width, self.crop_width)):
+            enlarged = np.maximum(np.rint(side * scale), 1).astype(np.int64)
+            # Negative where the picture is smaller than the window: it then lies somewhere inside.
+            spare = enlarged - window
+            start = random.integers(np.minimum(spare, 0), np.maximum(spare, 0), endpoint=True)
+            columns.append((start, enlarged / side))
+        mirrored = random.integers(0, 2, size=count) if self.flip else np.zeros(count)
+        (top, tall), (left, wide) = columns
+        return np.stack((top, left, tall, wide, mirrored), axis=1).astype(np.float32)
 
     def _draw_mixing(self, random: np.random.Generator, count: int, height: int, width: int) -> Draws:
         pastes = random.random(count) < 0.5 if self.mixup and self.cutmix else np.full(count, self.cutmix > 0)

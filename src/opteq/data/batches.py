@@ -18,13 +18,15 @@ from opteq.data.making import Maker
 from opteq.data.plan import Plan
 from opteq.data.residence import Keep, fetched, stays_on_device, to_device
 
-_ORDER, _CHANGES = 0, 1  # what random numbers are for; part of their seed
+_ORDER, _CHANGES, _NOISE = 0, 1, 2  # what random numbers are for; part of their seed
+_MISPLACING = ("crop_padding", "randaugment", "mixup", "cutmix")
 
 
 class Batches(metaclass=NamedOptions):
     """Epochs of batches: ``images`` float32 ``(B, C, H, W)``, normalised, and ``labels``, both on ``device``.
 
-    ``labels`` is int64 ``(B,)``; with mixup or cutmix float ``(B, K)``, K = ``num_classes``, rows that sum to one.
+    ``labels`` is int64 ``(B,)``; with mixup or cutmix float ``(B, K)``, K = ``num_classes``, rows that sum to one. Of a
+    split with labels for every pixel it is int64 ``(B, H, W)``, 255 where there is none.
 
     ``batch_size`` is that of all processes together: process ``rank`` of ``world`` gets its contiguous share of every
     batch, and shares differ by at most one sample (:meth:`share`, :meth:`weight`). Order and augmentation depend on
@@ -45,7 +47,8 @@ class Batches(metaclass=NamedOptions):
         channels_last: hand images out in that memory format.
         keep: ``"device"`` holds all pictures on the device; ``"host"`` leaves them where they are and fetches batches
             ahead of time through pinned memory; ``"auto"`` holds them if they take up to 40 % of the free memory.
-        num_classes: K of soft labels; by default the largest label plus one.
+        num_classes: K of soft labels; by default the largest label plus one. A split with labels for every pixel needs
+            it: to find out would be to read them all.
 
     >>> import opteq.data
     >>> digits = opteq.data.load("digits")
@@ -76,16 +79,22 @@ class Batches(metaclass=NamedOptions):
         self.augmentation = Augmentation() if augmentation is None else augmentation
         self.batch_size, self.shuffle, self.seed, self.rank, self.world = batch_size, shuffle, seed, rank, world
         self.samples, self.drop_last = len(split), drop_last
-        _, channels, self.height, self.width = split.images.shape
-        self._check(channels, mean, std, keep)
+        self.mean, self.std = tuple(mean), tuple(std)
+        _, self.channels, self.height, self.width = split.images.shape
+        self.dense = split.dense
+        self._check(self.channels, mean, std, keep)
         self.device = torch.device(device)
-        least = int(split.labels.max()) + 1
+        if self.dense and num_classes is None:
+            raise ValueError("Batches.num_classes is needed for a split with labels for every pixel")
+        least = 1 if self.dense else int(split.labels.max()) + 1
         self.num_classes = least if num_classes is None else num_classes
         if self.num_classes < least:
             raise ValueError(f"Batches.num_classes should be at least {least}, as labels go; got {num_classes!r}")
-        self.kept_on_device = stays_on_device(split.images, self.device, keep)
+        beside = split.labels.numel() if self.dense else 0
+        self.kept_on_device = stays_on_device(split.images, self.device, keep, beside)
         self._images = split.images.to(self.device) if self.kept_on_device else split.images
-        self._labels = split.labels.to(self.device)
+        # Classes of pictures are few numbers; maps of labels are as large as pictures, and stay with them.
+        self._labels = split.labels.to(self.device) if self.kept_on_device or not self.dense else split.labels
         self._make = Maker(self.augmentation, mean, std, self.num_classes, self.device, channels_last)
 
     def _check(self, channels: int, mean: Sequence[float], std: Sequence[float], keep: Keep) -> None:
@@ -110,6 +119,12 @@ class Batches(metaclass=NamedOptions):
             raise UserError(
                 f"batch_size {self.batch_size} is more than the {self.samples} samples and drop_last is on: "
                 f"there is no batch; take a batch_size of at most {self.samples}"
+            )
+        misplaced = [name for name in _MISPLACING if self.dense and getattr(self.augmentation, name)]
+        if misplaced:
+            raise UserError(
+                f"augment.{misplaced[0]} moves pictures without the labels of their pixels; "
+                "use crop_height and crop_width, scale_min and scale_max, flip, color_jitter or erase"
             )
         padding, side = self.augmentation.crop_padding, min(self.height, self.width)
         if self.augmentation.crop_fill == "reflect" and padding >= side:
@@ -164,6 +179,18 @@ class Batches(metaclass=NamedOptions):
             raise ValueError(f"Batches.epoch's skip should be at most {len(self)}, the batches there are; got {skip}")
         return self._run(number, skip)
 
+    def noise(self, number: int, index: int) -> Tensor:
+        """Random numbers for this process's share of batch ``index`` of epoch ``number``: uniform in [-1, 1], float32.
+
+        They are shaped like the share's images and depend, as these do, on seed, epoch and batch alone, whoever asks
+        how often: where an attack on the pictures begins at random (:class:`opteq.analysis.PGD`), it can be repeated.
+        """
+        own, size = self.share(index), self.global_size(index)
+        drawn = self._random(_NOISE, number, index).random(
+            (size, self.channels, *self.augmentation.size(self.height, self.width)), dtype=np.float32
+        )
+        return to_device(torch.from_numpy(drawn[own.start : own.stop]), self.device).mul(2).sub_(1)
+
     def _random(self, *numbers: int) -> np.random.Generator:
         """Random numbers that depend on the seed and ``numbers`` alone."""
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, *numbers))))
@@ -180,9 +207,11 @@ class Batches(metaclass=NamedOptions):
                 yield self._make(self._images, rows, self._labels[rows], plan)
             return
         ahead, plans_again = itertools.tee(plans)
-        with closing(fetched(self._images, (plan.rows(order) for plan in ahead), self.device)) as pictures:
-            for plan, images in zip(plans_again, pictures, strict=True):
-                yield self._make(images, None, self._labels[plan.rows(on_device)], plan)
+        sources = (self._images, self._labels) if self.dense else (self._images,)
+        with closing(fetched(sources, (plan.rows(order) for plan in ahead), self.device)) as arriving:
+            for plan, (images, *maps) in zip(plans_again, arriving, strict=True):
+                labels = maps[0] if maps else self._labels[plan.rows(on_device)]
+                yield self._make(images, None, labels, plan)
 
     def _plan(self, number: int, index: int) -> Plan:
         """Which samples of the batch are needed here, and their random numbers."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -68,15 +69,16 @@ def open_entry(entry: Path, name: str) -> Dataset | None:
     """The data set in this entry, its pictures mapped from the file; None if there is no whole entry."""
     try:
         meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-        train, test = (_open_split(entry, split) for split in ("train", "test"))
-        return Dataset(name, tuple(meta["classes"]), train, test, tuple(meta["mean"]), tuple(meta["std"]))
+        splits = {split: _open_split(entry, split) for split in meta.get("splits", ("train", "test"))}
+        return Dataset(name, tuple(meta["classes"]), mean=tuple(meta["mean"]), std=tuple(meta["std"]), **splits)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
 
 
 def _open_split(entry: Path, split: str) -> Split:
-    labels = np.load(entry / f"{split}-labels.npy", allow_pickle=False)
-    return Split(_mapped(entry / f"{split}-images.npy"), torch.from_numpy(labels))
+    labels = _mapped(entry / f"{split}-labels.npy")
+    # One number a picture is soon read, and then independent of the file; maps of labels are as large as pictures.
+    return Split(_mapped(entry / f"{split}-images.npy"), labels.clone() if labels.ndim == 1 else labels)
 
 
 def _mapped(path: Path) -> Tensor:
@@ -103,14 +105,15 @@ def write_entry(entry: Path, source: Source) -> None:
         unfinished.mkdir()
     try:
         colours = Colours(source.train.shape[0])
-        with progress("decoding pictures", len(source.train.labels) + len(source.test.labels)) as advance:
-            for split, stream in (("train", source.train), ("test", source.test)):
+        splits = source.splits()
+        total, size = sum(len(stream.labels) for stream in splits.values()), math.prod(source.train.shape)
+        with progress("decoding pictures", total, size) as advance:
+            for split, stream in splits.items():
                 pieces = _watched(stream, advance, colours if split == "train" else None)
                 _write_array(unfinished / f"{split}-images.npy", (len(stream.labels), *stream.shape), pieces)
-                with _mendable(entry.parent):
-                    np.save(unfinished / f"{split}-labels.npy", stream.labels, allow_pickle=False)
+                _write_labels(unfinished / f"{split}-labels.npy", stream)
         mean, std = colours.statistics()
-        meta: dict[str, Any] = {"classes": source.classes, "mean": mean, "std": std}
+        meta: dict[str, Any] = {"classes": source.classes, "splits": list(splits), "mean": mean, "std": std}
         with _mendable(entry.parent):
             (unfinished / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
             shutil.rmtree(entry, ignore_errors=True)  # a damaged entry, or there would have been no need to decode
@@ -125,6 +128,14 @@ def _watched(stream: Stream, advance: Callable[[int], None], colours: Colours | 
             colours.add(piece)
         yield piece
         advance(len(piece))
+
+
+def _write_labels(path: Path, stream: Stream) -> None:
+    if stream.maps is not None:
+        _write_array(path, (len(stream.labels), *stream.shape[1:]), stream.maps())
+        return
+    with _mendable(path.parent.parent):
+        np.save(path, stream.labels, allow_pickle=False)
 
 
 def _write_array(path: Path, shape: tuple[int, ...], pieces: Iterator[Pixels]) -> None:

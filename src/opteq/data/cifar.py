@@ -1,11 +1,14 @@
-"""CIFAR-10 and CIFAR-100 from their official archives: packed or unpacked, python or binary version."""
+"""CIFAR-10 and CIFAR-100 from their official archives: packed or unpacked, python or binary version.
+
+CIFAR-100 names each picture's class twice, finely (100 classes) and coarsely (20 super-classes of five classes each).
+"""
 
 from __future__ import annotations
 
 import tarfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from opteq.data.dataset import Labels, Pixels
 from opteq.data.places import data_folders
 from opteq.data.safe_pickle import pixels, read_pickle
 from opteq.data.source import Found, Source, reason, whole
+from opteq.data.superclasses import hold_out
 
 PIXELS = 3 * 32 * 32
 
@@ -30,7 +34,9 @@ class Version:
     test: tuple[str, ...]
     names: str
     key: bytes  # of the labels; with b"_names" appended, of the names, where the files are pickles
-    label_bytes: int  # bytes in front of each picture, the last of which is the label; 0 where the files are pickles
+    label_bytes: int  # bytes in front of each picture; 0 where the files are pickles
+    label_at: int = -1  # which of them is the label
+    finer: bytes | None = None  # the key of labels that say which part of its class a picture shows; in bytes, the last
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -64,6 +70,10 @@ VERSIONS: dict[str, tuple[Version, ...]] = {
         ),
     ),
 }
+VERSIONS["cifar100-superclasses"] = tuple(
+    replace(version, key=b"coarse_label", names=names, label_at=0, finer=version.key)
+    for version, names in zip(VERSIONS["cifar100"], ("meta", "coarse_label_names.txt"), strict=True)
+)
 
 
 def _remedy(name: str) -> str:
@@ -74,7 +84,7 @@ def _remedy(name: str) -> str:
 
 def find_cifar(name: str, root: Path | None) -> Found:
     """Look for an archive or an unpacked folder: ``root`` itself, or inside of it, or in the usual places."""
-    places = data_folders(name) if root is None else [root]
+    places = data_folders(name.partition("-")[0]) if root is None else [root]
     for place in places:
         for version in VERSIONS[name]:
             for archive in (place, place / version.archive):
@@ -124,12 +134,14 @@ def _read_archive(name: str, archive: Path) -> Source:
 def _source(version: Version, contents: Mapping[str, bytes], place: Path) -> Source:
     classes = _class_names(version, contents[version.names], place / version.names)
     read = _read_binary if version.label_bytes else _read_python
-    streams = []
+    splits = []
     for files in (version.train, version.test):
         batches = [read(version, contents[file], place / file) for file in files]
-        images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-        streams.append(whole(images, labels, place / files[0], len(classes)))
-    return Source(classes, *streams)
+        images, labels, parts = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+        splits.append((whole(images, labels, place / files[0], len(classes)), parts))
+    if version.finer is not None:
+        return hold_out(classes, splits[0], splits[1], place)
+    return Source(classes, splits[0][0], splits[1][0])
 
 
 def _class_names(version: Version, content: bytes, path: Path) -> tuple[str, ...]:
@@ -142,22 +154,24 @@ def _class_names(version: Version, content: bytes, path: Path) -> tuple[str, ...
         raise UserError(f"{path}: has no list of class names; fetch the archive again") from error
 
 
-def _read_python(version: Version, content: bytes, path: Path) -> tuple[Pixels, Labels]:
+def _read_python(version: Version, content: bytes, path: Path) -> tuple[Pixels, Labels, Labels]:
+    """Pictures, their labels, and the finer ones (the same again where there are none)."""
     batch = read_pickle(content, str(path))
     try:
         rows, labels = batch[b"data"], np.asarray(batch[version.key + b"s"], dtype=np.int64)
+        finer = labels if version.finer is None else np.asarray(batch[version.finer + b"s"], dtype=np.int64)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: has no data or no labels; fetch the archive again") from error
     images = pixels(rows, str(path))
-    if images.ndim != 2 or images.shape[1] != PIXELS or labels.shape != images.shape[:1]:
+    if images.ndim != 2 or images.shape[1] != PIXELS or not labels.shape == finer.shape == images.shape[:1]:
         raise UserError(
             f"{path}: expected pictures of {PIXELS} bytes and one label each; "
             f"got shapes {images.shape} and {labels.shape}; fetch the archive again"
         )
-    return images.reshape(-1, 3, 32, 32), labels
+    return images.reshape(-1, 3, 32, 32), labels, finer
 
 
-def _read_binary(version: Version, content: bytes, path: Path) -> tuple[Pixels, Labels]:
+def _read_binary(version: Version, content: bytes, path: Path) -> tuple[Pixels, Labels, Labels]:
     record = version.label_bytes + PIXELS
     if not content or len(content) % record:
         raise UserError(
@@ -165,5 +179,5 @@ def _read_binary(version: Version, content: bytes, path: Path) -> tuple[Pixels, 
             "fetch the archive again"
         )
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, record)
-    images = records[:, version.label_bytes :].reshape(-1, 3, 32, 32)
-    return images, records[:, version.label_bytes - 1].astype(np.int64)
+    labels = records[:, : version.label_bytes].astype(np.int64)
+    return records[:, version.label_bytes :].reshape(-1, 3, 32, 32), labels[:, version.label_at], labels[:, -1]

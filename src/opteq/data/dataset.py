@@ -13,10 +13,16 @@ from torch import Tensor
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 
+IGNORED = 255
+"""In a map of labels: a pixel without one, which is neither learned from nor judged."""
+
 
 @dataclass(frozen=True, eq=False)
 class Split:
     """Pictures and their classes: ``images`` is uint8 ``(N, C, H, W)``, ``labels`` int64 ``(N,)``.
+
+    Where every pixel has a class of its own (``dense``), ``labels`` is uint8 ``(N, H, W)``, with 255 for pixels that
+    have none.
 
     Bytes, not floats: a data set then fits into a quarter of the memory, on the host and on the device, and several
     processes that map the same cache file share one copy. :class:`~opteq.data.Batches` makes floats, a batch at a time.
@@ -33,21 +39,33 @@ class Split:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
             shape = tuple(self.images.shape)
             raise TypeError(f"Split.images should be uint8 of shape (N, C, H, W); got {self.images.dtype} {shape}")
-        if self.labels.dtype != torch.int64 or self.labels.ndim != 1:
-            shape = tuple(self.labels.shape)
-            raise TypeError(f"Split.labels should be int64 of shape (N,); got {self.labels.dtype} {shape}")
+        if (self.labels.dtype, self.labels.ndim) not in ((torch.int64, 1), (torch.uint8, 3)):
+            given = f"{self.labels.dtype} {tuple(self.labels.shape)}"
+            raise TypeError(f"Split.labels should be int64 of shape (N,), or uint8 of shape (N, H, W); got {given}")
         if len(self.images) != len(self.labels):
             raise ValueError(f"Split has {len(self.images)} images and {len(self.labels)} labels; give one label each")
+        if self.dense and self.labels.shape[1:] != self.images.shape[2:]:
+            height, width = self.images.shape[2:]
+            raise ValueError(
+                f"Split.labels should be {height}x{width} as the images are; got {tuple(self.labels.shape)}"
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def dense(self) -> bool:
+        """Whether every pixel has a label."""
+        return self.labels.ndim == 3
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set for classification, as :func:`~opteq.data.load` returns it.
+    """A data set for the classification of pictures or of their pixels, as :func:`~opteq.data.load` returns it.
 
     ``mean`` and ``std`` have one number a channel: of the training split's pixels in 0..1, each pixel counted once.
+    ``unseen`` is a second test split where a data set has one: pictures of the same classes, but of kinds that are not
+    among the training pictures.
     """
 
     name: str
@@ -56,6 +74,7 @@ class Dataset:
     test: Split
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    unseen: Split | None = None
 
 
 class Colours:

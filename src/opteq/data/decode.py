@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,26 +35,37 @@ def decode_all(
     """
     _, height, width = shape
     workers = 1 if height * width <= SMALL and image_size is None else os.cpu_count() or 1
-    count = max(1, PIECE // (3 * height * width))
 
-    def decode(start: int) -> Pixels:
+    def decode(path: Path) -> Pixels:
+        picture = decode_one(path, image_size)
+        if picture.shape != shape:
+            _, other_height, other_width = picture.shape
+            raise UserError(
+                f"{path} is {other_width}x{other_height} pixels but {first} is {width}x{height}; "
+                "give image_size to bring all pictures to one size"
+            )
+        return picture
+
+    return in_pieces(paths, shape, decode, workers)
+
+
+def in_pieces(
+    paths: Sequence[Path], shape: tuple[int, ...], decode: Callable[[Path], Pixels], workers: int
+) -> Iterator[Pixels]:
+    """What ``decode`` makes of every path, each of ``shape``, in order and stacked to pieces, by so many threads."""
+    count = max(1, PIECE // math.prod(shape))
+
+    def piece_at(start: int) -> Pixels:
         piece = np.empty((min(count, len(paths) - start), *shape), dtype=np.uint8)
         for row, path in enumerate(paths[start : start + count]):
-            picture = decode_one(path, image_size)
-            if picture.shape != shape:
-                _, other_height, other_width = picture.shape
-                raise UserError(
-                    f"{path} is {other_width}x{other_height} pixels but {first} is {width}x{height}; "
-                    "give image_size to bring all pictures to one size"
-                )
-            piece[row] = picture
+            piece[row] = decode(path)
         return piece
 
     pool = ThreadPoolExecutor(workers)
     ahead: deque[Future[Pixels]] = deque()
     try:
         for start in range(0, len(paths), count):
-            ahead.append(pool.submit(decode, start))
+            ahead.append(pool.submit(piece_at, start))
             if len(ahead) > 2 * workers:
                 yield ahead.popleft().result()
         while ahead:

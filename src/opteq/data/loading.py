@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from opteq._errors import UserError, unknown_name
 from opteq.data.cache import cached
 from opteq.data.cifar import find_cifar
+from opteq.data.cityscapes import find_cityscapes
 from opteq.data.dataset import Dataset, Pixels, Split, colours
 from opteq.data.digits import load_digits
 from opteq.data.folder import find_folder
@@ -26,12 +27,13 @@ _ARRAYS: dict[str, Callable[[Path | None], Found]] = {
     "fashion-mnist": find_fashion_mnist,
     "cifar10": partial(find_cifar, "cifar10"),
     "cifar100": partial(find_cifar, "cifar100"),
+    "cifar100-superclasses": partial(find_cifar, "cifar100-superclasses"),
 }
 
 
 def names() -> list[str]:
     """The names that :func:`load` takes."""
-    return ["digits", *_ARRAYS, "folder"]
+    return ["digits", *_ARRAYS, "folder", "cityscapes"]
 
 
 def load(
@@ -46,12 +48,16 @@ def load(
     - ``fashion-mnist``: the four idx files (``.gz`` or not), in ``root`` or where Debian's package puts them.
     - ``cifar10``, ``cifar100``: ``root`` is the official archive, its unpacked folder, or the folder that either is in.
       The python version's pickles are read without running anything in them.
+    - ``cifar100-superclasses``: the same archive with its 20 super-classes for labels. Of the five classes of each, the
+      last is left out of training and test; its test pictures are ``unseen``.
     - ``folder``: ``root`` has ``train/<class>/*`` and ``test/<class>/*`` (or ``val``). All pictures become RGB.
+    - ``cityscapes``: ``root`` has ``leftImg8bit`` and ``gtFine``, of which ``train`` and ``val`` are used. Labels are
+      maps: the class of every pixel among 19, or 255 for none.
 
-    ``image_size`` brings pictures to that size: the shorter side is resized, the middle square is kept. A folder of
-    pictures of several sizes needs it. ``cache`` is the folder for decoded pictures: by default ``OPTEQ_CACHE``, or
-    ``opteq`` among the platform's caches. It can be deleted at any time. A file that is missing, damaged or something
-    else raises :class:`~opteq._errors.UserError`, which says where it is and what to do.
+    ``image_size`` brings pictures to that size: the shorter side is resized, the middle square is kept (of Cityscapes
+    all is kept). A folder of pictures of several sizes needs it. ``cache`` is the folder for decoded pictures: by
+    default ``OPTEQ_CACHE``, or ``opteq`` among the platform's caches. It can be deleted at any time. A file that is
+    missing, damaged or something else raises :class:`~opteq._errors.UserError`, which says where it is and what to do.
 
     >>> digits = load("digits")
     >>> len(digits.train), len(digits.test), tuple(digits.train.images.shape[1:])
@@ -76,6 +82,8 @@ def load(
 def _find(name: str, root: Path | None, image_size: int | None) -> Found:
     if name == "folder":
         return find_folder(root, image_size)
+    if name == "cityscapes":
+        return find_cityscapes(root, image_size)
     found = _ARRAYS[name](root)
     if image_size is None:
         return found
@@ -100,7 +108,7 @@ def _resized_source(read: Callable[[], Source], size: int) -> Source:
     def resized_stream(stream: Stream) -> Stream:
         return Stream(stream.labels, (stream.shape[0], size, size), lambda: (resized(p, size) for p in stream.pieces()))
 
-    return Source(source.classes, resized_stream(source.train), resized_stream(source.test))
+    return Source(source.classes, **{split: resized_stream(stream) for split, stream in source.splits().items()})
 
 
 def resized(images: Pixels, size: int, at_once: int = 4096) -> Pixels:

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from opteq.data.augmentation import Augmentation
+from opteq.data.dataset import IGNORED
 from opteq.data.moving import crop_and_flip, inside_boxes, mix, soft_labels
 from opteq.data.plan import Plan
 from opteq.data.residence import to_device
+from opteq.data.windows import Windows
 
 
 class Maker:
-    """Crop and flip on bytes; colours; normalisation; erasing; mixing, in this order."""
+    """Crop and flip, of pictures and maps of labels alike; colours; normalisation; erasing; mixing, in this order."""
 
     def __init__(
         self,
@@ -35,14 +37,24 @@ class Maker:
         self.shift, self.scale = (value.float().view(1, -1, 1, 1).to(device) for value in (shift, scale))
 
     def __call__(self, images: Tensor, rows: Tensor | None, labels: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """The batch of ``plan``. ``images`` holds its bytes at ``rows``, or is just them where ``rows`` is None."""
-        options = self.augmentation
-        if options.moves:
+        """The batch of ``plan``. ``images`` holds its bytes at ``rows``, or is just them where ``rows`` is None.
+
+        ``labels`` are the batch's own, one a picture or a map each.
+        """
+        options, dense = self.augmentation, labels.ndim == 3
+        if options.windows:
+            windows = Windows(self._drawn(plan.part("window")), options.crop_height, options.crop_width, images)
+            made = windows.of_pictures(images, rows, self.shift).contiguous(memory_format=self.memory_format)
+            labels = windows.of_labels(labels, IGNORED) if dense else labels
+        elif options.moves:
             move = self._drawn(plan.part("move"))
             pixels = crop_and_flip(images, rows, move, options.crop_padding, options.crop_fill == "reflect")
+            made = pixels.to(torch.float32, memory_format=self.memory_format)
+            labels = crop_and_flip(labels[:, None], None, move, 0, False)[:, 0] if dense else labels
         else:
             pixels = images if rows is None else images.index_select(0, rows)
-        made = pixels.to(torch.float32, memory_format=self.memory_format)
+            made = pixels.to(torch.float32, memory_format=self.memory_format)
+        labels = labels.long()
         if options.recolours:
             from opteq.data.recolour import recoloured  # late: it needs kornia
 

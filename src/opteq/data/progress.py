@@ -6,13 +6,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHORT = 5000  # fewer pictures are decoded before a bar could be read
+SHORT = 5000  # fewer small pictures are decoded before a bar could be read
+LARGE = 1 << 16  # bytes from which on decoding a picture, not opening it, takes the time
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that takes how many more are done; it draws only on a terminal (standard error)."""
-    if total < SHORT or not sys.stderr.isatty():
+def progress(what: str, total: int, size: int = 0) -> Iterator[Callable[[int], None]]:
+    """A function that takes how many more are done, each of ``size`` bytes.
+
+    It draws only on a terminal (standard error), and only where there is time to read it.
+    """
+    if total * max(size / LARGE, 1) < SHORT or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console

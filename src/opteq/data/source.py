@@ -12,11 +12,16 @@ from opteq.data.dataset import Labels, Pixels
 
 @dataclass(frozen=True)
 class Stream:
-    """One split before it is cached: labels in full, pictures as an iterator of uint8 pieces ``(n, C, H, W)``."""
+    """One split before it is cached: labels in full, pictures as an iterator of uint8 pieces ``(n, C, H, W)``.
+
+    Where every pixel has a class, ``maps`` are the labels, in uint8 pieces ``(n, H, W)``; ``labels`` then only numbers
+    the pictures.
+    """
 
     labels: Labels
     shape: tuple[int, int, int]
     pieces: Callable[[], Iterator[Pixels]]
+    maps: Callable[[], Iterator[Pixels]] | None = None
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,12 @@ class Source:
     classes: tuple[str, ...]
     train: Stream
     test: Stream
+    unseen: Stream | None = None
+
+    def splits(self) -> dict[str, Stream]:
+        """Those that there are, by name."""
+        found = {"train": self.train, "test": self.test, "unseen": self.unseen}
+        return {name: stream for name, stream in found.items() if stream is not None}
 
 
 @dataclass(frozen=True)

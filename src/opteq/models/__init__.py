@@ -9,5 +9,6 @@
 from opteq.models.classifier import Classifier, equilibria
 from opteq.models.registry import ModelCard, create, describe, from_pretrained
 from opteq.models.registry import names as list  # `models.list()` reads well; nothing here needs the built-in
+from opteq.models.segmenter import Segmenter
 
-__all__ = ["Classifier", "ModelCard", "create", "describe", "equilibria", "from_pretrained", "list"]
+__all__ = ["Classifier", "ModelCard", "Segmenter", "create", "describe", "equilibria", "from_pretrained", "list"]

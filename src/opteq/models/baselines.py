@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from opteq.models.checks import flag, number, option, whole, wholes
 from opteq.models.options import Options
-from opteq.models.parts import Parts, ResidualBlock, normalised_conv
+from opteq.models.parts import Parts
+from opteq.models.residual import ResidualBlock, normalised_conv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +26,14 @@ class ResNetOptions(Options):
 
 
 class Bottleneck(nn.Module):
-    """1x1 to ``width``, 3x3, 1x1 to ``4 width``, and past them the input."""
+    """1x1 to ``widen width``, 3x3, 1x1 to ``4 width``, and past them the input."""
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, widen: int = 1) -> None:
         super().__init__()
-        outputs = 4 * width
-        self.reduce = normalised_conv(inputs, width, 1)
-        self.conv = normalised_conv(width, width, stride=stride)
-        self.expand = normalised_conv(width, outputs, 1, activate=False)
+        inner, outputs = widen * width, 4 * width
+        self.reduce = normalised_conv(inputs, inner, 1)
+        self.conv = normalised_conv(inner, inner, stride=stride)
+        self.expand = normalised_conv(inner, outputs, 1, activate=False)
         same = stride == 1 and inputs == outputs
         self.past = nn.Identity() if same else normalised_conv(inputs, outputs, 1, stride, activate=False)
 

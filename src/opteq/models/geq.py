@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
 from opteq._errors import UserError
 from opteq.kernels import Gaussian, Kernel, Linear, Polynomial, Sigmoid
 from opteq.models.checks import Check, either, flag, number, one_of, option, optional, whole
@@ -11,6 +14,7 @@ from opteq.models.options import BranchOptions
 from opteq.models.parts import Head, Parts, make_injection, make_stem
 from opteq.operators import Conv2d
 from opteq.problems import GEQ, Parallel
+from opteq.states import working_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,21 +35,54 @@ class GEQOptions(BranchOptions):
     projection: int | None = option(64, optional(whole()), "size to which patches are projected by W_h; none for none")
     projection_bound: float | None = option(1.0, optional(number()), "largest norm of W_h")
     degree: int = option(2, whole(2), "of the polynomial kernel")
+    input_length: float | None = option(
+        None, optional(number()), "length that U x + b of each sample is brought to; none leaves it as it is"
+    )
+
+
+class OfLength(nn.Module):
+    """``length * U x / |U x|``, sample by sample.
+
+    Kernels that look at the input through ``<c, y>``, one number for the whole picture, need it: entries of c of about
+    1 make ``|c|^2`` as large as the number of pixels, where tanh is flat and a power overflows. With a length of about
+    1 the sigmoid kernel bends, and the quadratic one has, with a bounded activation, an equilibrium apart from zero.
+
+    Args:
+        inner: ``U``, with its normalisation where it has one.
+        length: of the result.
+    """
+
+    def __init__(self, inner: nn.Module, length: float) -> None:
+        super().__init__()
+        self.inner = inner
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each sample of ``inner(x)`` at the length; one that is zero stays zero."""
+        c: Tensor = self.inner(x)
+        wide = c.to(working_dtype(c.dtype))  # a sum over a picture is too much for half precision
+        size = torch.linalg.vector_norm(wide.flatten(1), dim=1).clamp_min(torch.finfo(wide.dtype).tiny ** 0.5)
+        scaled: Tensor = wide * (self.length / size).reshape(-1, *[1] * (c.ndim - 1))
+        return scaled.to(c.dtype)
 
 
 def build(in_channels: int, num_classes: int, options: GEQOptions) -> Parts:
     """Stem, equilibrium and head of a GEQ with branches."""
     options.prior_in_objective(takes_one=False)
     channels = options.channels
+    stem = make_stem(in_channels, options, options.scales)
     problems = []
-    for size in options.hidden:
+    for size, seen in zip(options.hidden, stem.channels, strict=True):
         kernel = _kernel(options)
         W = Conv2d(channels, size, 3, bound=options.bound)
         # The Gaussian kernel compares in the space of W's output, the others in that of the state.
         compared = size if kernel.input_space == "output" else channels
-        problems.append(GEQ(W, make_injection(channels, compared, options.injection_norm), kernel, options.activation))
+        U: nn.Module = make_injection(seen, compared, options.injection_norm)
+        if options.input_length is not None:
+            U = OfLength(U, options.input_length)
+        problems.append(GEQ(W, U, kernel, options.activation))
     layer = options.layer(Parallel(problems, options.scales))
-    return Parts(make_stem(in_channels, options), layer, Head([channels] * len(problems), num_classes, options))
+    return Parts(stem.module, layer, Head([channels] * len(problems), num_classes, options))
 
 
 def _kernel(options: GEQOptions) -> Kernel:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from opteq._errors import UserError
 from opteq.models.checks import flag, number, option, optional, wholes
-from opteq.models.options import EquilibriumOptions
+from opteq.models.options import EquilibriumOptions, SolvingOptions
 from opteq.models.parts import Head, Parts, make_injection, make_stem
-from opteq.operators import Conv2d
+from opteq.operators import Conv2d, Operator
 from opteq.problems import DeepOptEq, OptEq, Splitting
 from opteq.problems.base import Problem
 from opteq.regularizers import Envelope
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptEqOptions(EquilibriumOptions):
-    """Options of the OptEq family. ``hidden`` has one number a layer; with one layer it is a plain OptEq."""
+class LayerOptions(SolvingOptions):
+    """OptEq layers in a row. ``hidden`` has one number a layer; with one layer it is a plain OptEq."""
 
     injected: tuple[int, ...] | None = option(None, optional(wholes(0)), "layers that see the input, from 0; none: all")
     alpha: float = option(0.8, number(0, 1), "weight of a layer's new value against its skip connection; deep only")
@@ -30,29 +31,35 @@ class OptEqOptions(EquilibriumOptions):
         if self.injected is not None and max(self.injected) >= len(self.hidden):
             raise UserError(f"injected should name layers 0 to {len(self.hidden) - 1}; got {list(self.injected)}")
 
+    def sees_input(self, index: int) -> bool:
+        """Whether layer ``index`` has a U."""
+        return self.injected is None or index in self.injected
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptEqOptions(LayerOptions, EquilibriumOptions):
+    """Options of the OptEq family."""
+
 
 def build(in_channels: int, num_classes: int, options: OptEqOptions) -> Parts:
     """Stem, equilibrium and head of an OptEq or a Deep OptEq."""
-    return Parts(
-        make_stem(in_channels, options),
-        options.layer(_problem(options)),
-        Head([options.channels], num_classes, options),
-    )
-
-
-def _problem(options: OptEqOptions) -> Problem:
-    channels, count = options.channels, len(options.hidden)
-    injected = range(count) if options.injected is None else options.injected
-    layers: list[tuple[Conv2d, nn.Module | None]] = [
+    channels = options.channels
+    stem = make_stem(in_channels, options)
+    layers = [
         (
             Conv2d(channels, size, 3, bound=options.bound),
-            make_injection(channels, size, options.injection_norm) if index in injected else None,
+            make_injection(stem.channels[0], size, options.injection_norm) if options.sees_input(index) else None,
         )
         for index, size in enumerate(options.hidden)
     ]
+    return Parts(stem.module, options.layer(make_problem(layers, options)), Head([channels], num_classes, options))
+
+
+def make_problem(layers: Sequence[tuple[Operator, nn.Module | None]], options: LayerOptions) -> Problem:
+    """OptEq for one layer ``(W, U)``, Deep OptEq for several, with the prior that the options ask for."""
     prior = options.prior_in_objective(takes_one=True)
     weight = options.regularizer_weight
-    if count > 1:
+    if len(layers) > 1:
         if options.exact_prior:
             raise UserError("exact_prior belongs to models with one layer; Deep OptEq has no joint objective to add to")
         smooth, gamma = (prior, weight) if prior is None or prior.smooth else (Envelope(prior, weight), 1.0)

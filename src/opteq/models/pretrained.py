@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +23,9 @@ from opteq._files import draft, sync_folder
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 KEYS = ("name", "num_classes", "in_channels", "options", "extra")
+
+PATIENCE = 5.0
+"""Seconds that the hub has to answer."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
@@ -65,7 +73,14 @@ def locate(source: str | Path) -> tuple[Path, Path]:
     if folder.exists():
         raise UserError(f"{folder} is a file; give the folder that holds {CONFIG} and {WEIGHTS}")
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        raise UserError(f"there is no folder {source}, and it is no name on the hub either, which reads owner/name")
+        otherwise = ", and it is no name on the hub either, which reads owner/name"
+        raise UserError(f"there is no folder {source}{_nearest(folder) or otherwise}")
+    if folder.parent.is_dir():
+        # Who keeps models in runs/ and misspells one should not wait for the hub to say that it has no such owner.
+        raise UserError(
+            f"there is no folder {source}, and the hub was not asked, since there is a folder {folder.parent} here"
+            f"{_nearest(folder)}"
+        )
     return _from_hub(source)
 
 
@@ -170,13 +185,45 @@ def _in_folder(folder: Path) -> tuple[Path, Path]:
     raise UserError(f"{folder} lacks {' and '.join(missing)}; a model's folder holds {CONFIG} and {WEIGHTS}")
 
 
+def _nearest(folder: Path) -> str:
+    """A hint for a folder that is not there: the one beside which it would be that is called most like it."""
+    try:
+        beside = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.5)
+    return f"; did you mean {folder.parent / close[0]}?" if close else ""
+
+
+def _why_unreachable() -> str | None:
+    """Why the hub can't be reached, or None if it can.
+
+    The hub's client tries again for half a minute before it says so. Behind a proxy it is left to find out by itself.
+    """
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+    if constants.HF_HUB_OFFLINE or (address.scheme in getproxies() and not proxy_bypass(host)):
+        return None
+    try:
+        socket.create_connection((host, port), PATIENCE).close()
+    except OSError as error:
+        return f"{host} can't be reached ({error.strerror or error})"
+    return None
+
+
 def _from_hub(repository: str) -> tuple[Path, Path]:
     from huggingface_hub import hf_hub_download
 
+    unreachable = _why_unreachable()
+    # What was fetched before can be had without the network.
+    fetch = partial(hf_hub_download, local_files_only=True) if unreachable else hf_hub_download
     try:
-        config, weights = (Path(hf_hub_download(repository, name)) for name in (CONFIG, WEIGHTS))
+        config, weights = (Path(fetch(repository, name)) for name in (CONFIG, WEIGHTS))
     except Exception as error:  # the hub's client has a class for every way to fail, and so has each of its versions
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = str(error).strip().splitlines()
+        reason = unreachable or (said[0] if said else type(error).__name__)
         raise UserError(
             f"there is no folder {repository}, and {CONFIG} and {WEIGHTS} of {repository} could not be fetched from "
             f"the hub: {reason}. Check the name, the network and, for a private model, your token"

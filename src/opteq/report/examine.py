@@ -20,7 +20,9 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Pictures:
-    """Test pictures: uint8 ``(N, C, H, W)``, their labels, the names of the classes, and the pixels' statistics."""
+    """Test pictures: uint8 ``(N, C, H, W)``, their labels (a class or a map each), the names of the classes, and the
+    pixels' statistics.
+    """
 
     images: Tensor
     labels: Tensor
@@ -92,12 +94,29 @@ class Examination:
         return float(self.confusion.diagonal().sum()) / max(1, int(self.confusion.sum()))
 
 
+class Watch:
+    """Keeps how the solves of a model's equilibrium layers go."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Equilibrium)]
+        self.reports: dict[str, list[Report]] = {name: [] for name, _ in self.layers}
+
+    def look(self) -> None:
+        """Note the latest solve of every layer."""
+        for name, layer in self.layers:
+            if layer.last is not None:
+                self.reports[name].append(layer.last[0])
+
+    def records(self) -> list[SolveRecord]:
+        """One a layer that was seen solving."""
+        return [_record(name, found) for name, found in self.reports.items() if found]
+
+
 @torch.no_grad()
 def examine(model: nn.Module, pictures: Pictures, seconds: float) -> Examination:
     """Predict the test pictures until all are done or ``seconds`` are over, in an order that mixes the classes."""
     device = next(model.parameters()).device
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Equilibrium)]
-    reports: dict[str, list[Report]] = {name: [] for name, _ in layers}
+    watch = Watch(model)
     order = torch.randperm(len(pictures.labels), generator=torch.Generator().manual_seed(0))
     scores: list[Tensor] = []
     model.eval()
@@ -107,9 +126,7 @@ def examine(model: nn.Module, pictures: Pictures, seconds: float) -> Examination
         warnings.simplefilter("ignore", ConvergenceWarning)
         for indices in torch.split(order, _BATCH):
             scores.append(model(pictures.batch(indices, device)).float().cpu())
-            for name, layer in layers:
-                if layer.last is not None:
-                    reports[name].append(layer.last[0])
+            watch.look()
             if time.monotonic() > deadline:
                 break
     probabilities = torch.cat(scores).softmax(dim=1) if scores else torch.zeros(0, len(pictures.classes))
@@ -118,8 +135,7 @@ def examine(model: nn.Module, pictures: Pictures, seconds: float) -> Examination
     size = len(pictures.classes)
     cells = pictures.labels[order] * size + predictions
     confusion = torch.bincount(cells, minlength=size * size).reshape(size, size)
-    solves = [_record(name, found) for name, found in reports.items() if found]
-    return Examination(order, predictions, probabilities, confusion, solves, len(pictures.labels))
+    return Examination(order, predictions, probabilities, confusion, watch.records(), len(pictures.labels))
 
 
 def _record(layer: str, reports: list[Report]) -> SolveRecord:

@@ -20,8 +20,8 @@ def confusion_matrix(confusion: Tensor, classes: Sequence[str]) -> Html:
     return _table(confusion, classes) if len(classes) <= _MOST_IN_A_TABLE else _picture(confusion, classes)
 
 
-def confused_pairs(confusion: Tensor, classes: Sequence[str]) -> Html:
-    """The mistakes that happen most often, as a list."""
+def confused_pairs(confusion: Tensor, classes: Sequence[str], noun: str = "picture") -> Html:
+    """The mistakes that happen most often, as a list; ``noun`` is what is taken for something else."""
     wrong = confusion.clone()
     wrong.fill_diagonal_(0)
     order = wrong.flatten().argsort(descending=True, stable=True)[:_PAIRS].tolist()
@@ -38,11 +38,11 @@ def confused_pairs(confusion: Tensor, classes: Sequence[str]) -> Html:
                 tag("b", classes[true]),
                 " taken for ",
                 tag("b", classes[predicted]),
-                tag("span", f"{plural(times, 'time')}, {percent(share)} of its pictures", class_="aside"),
+                tag("span", f"{plural(times, 'time')}, {percent(share)} of its {noun}s", class_="aside"),
             )
         )
     if not rows:
-        return tag("p", "No picture was taken for another class.", class_="note")
+        return tag("p", f"No {noun} was taken for another class.", class_="note")
     return tag("ol", *rows, class_="pairs")
 
 

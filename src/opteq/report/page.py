@@ -18,10 +18,11 @@ from opteq.equilibrium import Equilibrium
 from opteq.problems.certificate import Certificate
 from opteq.report import sections
 from opteq.report.cards import appendix, cards
-from opteq.report.examine import Examination, Pictures, examine
+from opteq.report.examine import Examination, Pictures, SolveRecord, examine
 from opteq.report.examples import Example, explain
 from opteq.report.formula import formulas
 from opteq.report.guarantees import guarantees
+from opteq.report.labelled import MapExamination, examine_maps, map_cards, pixel_mistakes
 from opteq.report.markup import Html, join, tag
 from opteq.report.run import Run, read_run
 from opteq.report.words import count, decimal, duration, percent, plural, scientific, short_count
@@ -35,6 +36,13 @@ class Findings:
     pictures: Pictures | None = None
     examination: Examination | None = None
     examples: list[Example] | None = None
+    maps: MapExamination | None = None
+
+    @property
+    def solves(self) -> list[SolveRecord]:
+        """How the solves went; empty where nothing was looked at."""
+        looked = self.examination if self.examination is not None else self.maps
+        return [] if looked is None else looked.solves
 
     def layers(self) -> list[tuple[str, Equilibrium]]:
         """The equilibrium layers; none without a model."""
@@ -75,14 +83,19 @@ def render(run: Run, found: Findings) -> str:
     if found.model is not None:
         parts.append(sections.objective([(name, one) for name, layer in layers for one in formulas(layer.problem)]))
     parts.append(sections.learning(run))
-    if found.examination is not None and found.examination.solves:
-        parts.append(sections.solving(found.examination.solves))
+    if found.solves:
+        parts.append(sections.solving(found.solves))
     if layers:
         parts.append(guarantees([(name, _certificate(layer)) for name, layer in layers]))
     if found.examination is not None and found.pictures is not None and len(found.examination.order):
         parts.append(sections.mistakes(found.examination, found.pictures.classes))
     if found.examples and found.pictures is not None:
         parts.append(cards(found.examples, found.pictures.classes))
+    if found.maps is not None and found.pictures is not None:
+        parts += [
+            pixel_mistakes(found.maps, found.pictures.classes),
+            map_cards(found.maps.examples, found.pictures.classes),
+        ]
     parts.append(appendix(run))
     notes = tag("ul", *(tag("li", note) for note in run.notes), class_="notes") if run.notes else None
     here = resources.files("opteq.report")
@@ -116,21 +129,24 @@ def _subtitle(run: Run, found: Findings) -> Html:
 
 def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
     """The headline: what was measured now where it was, what training recorded elsewhere."""
-    looked = found.examination
-    accuracy, about = run.latest("test_accuracy"), "on the test pictures, as recorded"
+    looked, maps = found.examination, found.maps
+    measure, key = ("mean IoU", "test_iou") if run.latest("test_iou") is not None else ("accuracy", "test_accuracy")
+    accuracy, about = run.latest(key), "on the test pictures, as recorded"
     if looked is not None and looked.complete and len(looked.order):
         accuracy, about = looked.accuracy, f"of {plural(looked.total, 'test picture')}"
+    elif maps is not None and maps.seen == maps.total:
+        measure, accuracy, about = "mean IoU", maps.mean_overlap, f"over {plural(maps.total, 'test picture')}"
     elif accuracy is None:
         about = "not measured yet"
     epochs, planned = len(run.epochs), run.planned_epochs
     of = "recorded" if planned is None else "as planned" if planned == epochs else f"of {planned} planned"
-    numbers = [("accuracy", percent(accuracy), about), ("epochs", count(epochs), of)]
+    numbers = [(measure, percent(accuracy), about), ("epochs", count(epochs), of)]
     if found.model is not None:
         size = sum(parameter.numel() for parameter in found.model.parameters())
         numbers.insert(1, ("parameters", short_count(size), f"exactly {size:,}"))
         if not found.layers():
             return numbers
-    solves = looked.solves if looked is not None else []
+    solves = found.solves
     steps, worst = run.latest("solver_steps"), run.latest("worst_residual")
     if solves:
         steps = sum(one.mean_steps for one in solves) / len(solves)
@@ -171,6 +187,9 @@ def _findings(run: Run, seconds: float) -> Findings:
     found.pictures = Pictures(split.images, split.labels, tuple(loaded.classes), tuple(loaded.mean), tuple(loaded.std))
     try:
         with evaluating(found.model):
+            if split.dense:
+                found.maps = examine_maps(found.model, found.pictures, seconds)
+                return found
             found.examination = examine(found.model, found.pictures, seconds)
             found.examples = explain(found.model, found.pictures, found.examination)
     except (ValueError, RuntimeError) as error:  # weights that are not finite, or pictures of another size

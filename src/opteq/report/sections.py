@@ -90,6 +90,8 @@ def learning(run: Run) -> Html:
         ("Loss", [Series(n, run.column(f"{n}_loss"), f"s-{n}") for n in ("train", "test")], decimal, None),
         ("Accuracy", [Series(n, run.column(f"{n}_accuracy"), f"s-{n}") for n in ("train", "test")], percent, 1.0),
     ]
+    if _recorded(run, "test_iou"):
+        lines.append(("Intersection over union", [Series("test", run.column("test_iou"), "s-test")], percent, 1.0))
     figures = []
     for title, series, show, ceiling in lines:
         if not any(math.isfinite(value) for one in series for value in one.values):
@@ -108,13 +110,24 @@ def _learned(run: Run) -> str:
     words = f"{plural(done, 'epoch')} of training"
     if planned is not None and done < planned:
         words = f"The run stopped, or still goes on, after {done} of {planned} epochs"
-    best = [value for value in run.column("test_accuracy") if math.isfinite(value)]
+    key, measure = (
+        ("test_iou", "intersection over union") if _recorded(run, "test_iou") else ("test_accuracy", "accuracy")
+    )
+    best = [value for value in run.column(key) if math.isfinite(value)]
     if best:
-        words += f"; the best test accuracy was {percent(max(best))}"
+        words += f"; the best test {measure} was {percent(max(best))}"
+    for key, where in (("test_robust_accuracy", "under attack"), ("unseen_accuracy", "on unseen kinds")):
+        last = [value for value in run.column(key) if math.isfinite(value)]
+        if last:
+            words += f"; {where} it came to {percent(last[-1])}"
     losses = run.column("train_loss") + run.column("test_loss")
     if any(math.isnan(value) or math.isinf(value) for value in losses):
         words += ". Some losses are not finite: the lines have gaps there"
     return words + "."
+
+
+def _recorded(run: Run, key: str) -> bool:
+    return any(math.isfinite(value) for value in run.column(key))
 
 
 def _epochs_table(run: Run) -> Html:
@@ -124,12 +137,15 @@ def _epochs_table(run: Run) -> Html:
         ("test_loss", "test loss", decimal),
         ("train_accuracy", "train accuracy", percent),
         ("test_accuracy", "test accuracy", percent),
+        ("test_iou", "test intersection over union", percent),
+        ("test_robust_accuracy", "test accuracy under attack", percent),
+        ("unseen_accuracy", "accuracy on unseen kinds", percent),
         ("solver_steps", "solver steps", decimal),
         ("worst_residual", "worst residual", scientific),
         ("lr", "learning rate", decimal),
         ("seconds", "seconds", decimal),
     ]
-    kept = [one for one in columns if any(math.isfinite(value) for value in run.column(one[0]))]
+    kept = [one for one in columns if _recorded(run, one[0])]
     head = tag("tr", *(tag("th", name, scope="col") for _, name, _ in kept))
     rows = [tag("tr", *(tag("td", show(epoch.get(key, math.nan))) for key, _, show in kept)) for epoch in run.epochs]
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="numbers")

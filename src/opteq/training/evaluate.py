@@ -7,17 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 
 from opteq import data, models
 from opteq._errors import UserError
 from opteq._files import plain_errors, write_atomically
-from opteq.data import Batches
+from opteq.analysis import PGD
+from opteq.data import Batches, Split
 from opteq.models import equilibria
 from opteq.training.devices import engine
 from opteq.training.measure import measure
+from opteq.training.recipe import AdversarySection, fraction
 from opteq.training.run_folder import RunFolder
-from opteq.training.tally import Tally
+from opteq.training.tally import Counts, Tally
 
 PATIENCE = 500
 """Solver steps allowed where a tolerance is asked for and no number of steps: enough not to be what ends a solve."""
@@ -30,6 +33,9 @@ def evaluate(
     device: str = "auto",
     precision: str | None = None,
     root: str | None = None,
+    attack: float | str | None = None,
+    attack_steps: int | None = None,
+    attack_step_size: float | str | None = None,
 ) -> dict[str, Any]:
     """Test the model of a finished run on all test pictures, and write ``evaluation.json`` beside it.
 
@@ -42,10 +48,19 @@ def evaluate(
         precision: the recipe's by default; with ``tol``, full precision: a solve cannot be finer than its numbers, and
             bfloat16 ends near 1e-2, TensorFloat-32 near 1e-3.
         root: where the pictures are now, if not where the recipe says.
+        attack: test once more on pictures that are attacked by up to this, in units where pixels go from 0 to 1; a
+            text such as ``"8/255"`` will do. By default as the recipe trained (its ``[adversary]``), 0 for not at all.
+            The attack is :class:`opteq.analysis.PGD`, solved and differentiated like everything else here.
+        attack_steps: its gradients; the recipe's ``adversary.test_steps`` by default.
+        attack_step_size: how far each step goes; 2.5 attack / attack_steps by default.
 
     Returns:
         ``test_accuracy`` and ``test_top5`` (0..1), ``test_loss``, ``samples``, ``solver_steps`` (mean), and over all
-        test samples ``worst_residual``, ``mean_residual`` and ``converged`` (share), with the settings.
+        test samples ``worst_residual``, ``mean_residual`` and ``converged`` (share), with the settings. With an attack
+        also ``test_robust_accuracy``, ``test_robust_loss`` and ``attack``, its settings; where the data set has unseen
+        kinds, ``unseen_accuracy`` and ``unseen_loss``. Where every pixel has a class, ``test_accuracy`` is that of
+        pixels, and instead of ``test_top5`` there are ``test_iou``, the mean over classes of intersection over union,
+        and ``test_class_accuracy``, the mean over classes of accuracy.
     """
     folder = RunFolder(Path(run))
     recipe = folder.recipe()
@@ -53,6 +68,7 @@ def evaluate(
         raise UserError(f"{folder.path} holds no finished run: go on with `opteq train --resume --out {folder.path}`")
     if tol is not None and not tol > 0:
         raise UserError(f"tol should be a positive number; got {tol}")
+    pgd = _attack(recipe.adversary, attack, attack_steps, attack_step_size)
     exact = tol is not None
     precision = precision or ("no" if exact else recipe.train.precision)
     accelerator = engine(device, precision, recipe.train.tf32 and not exact, recipe.train.threads)
@@ -60,6 +76,9 @@ def evaluate(
     set_solvers(model, tol, max_steps)
     root = recipe.data.root if root is None else root
     pictures = data.load(recipe.data.name, root=root, cache=recipe.data.cache, image_size=recipe.data.image_size)
+    dense = pictures.test.dense
+    if dense and pgd is not None:
+        raise UserError("--attack: attacks are on the classes of pictures, and this data set has those of pixels")
     extra = model.config["extra"]
     trained_on = extra.get("classes", list(pictures.classes))
     if list(pictures.classes) != trained_on:
@@ -68,22 +87,32 @@ def evaluate(
             f"{', '.join(trained_on)}; give the right ones with --root"
         )
     wrapped = accelerator.prepare_model(model, evaluation_mode=True)
-    # Colours are normalised as they were in training: pictures under another root have another mean.
-    batches = Batches(
-        pictures.test,
-        extra.get("mean", pictures.mean),
-        extra.get("std", pictures.std),
-        recipe.train.test_batch_size,
-        device=accelerator.device,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-    )
-    tally = Tally(accelerator.device, recipe.guard.residual, with_top5=True)
-    measure(wrapped, batches, tally)
-    counts = tally.read(accelerator)
-    result = {
+
+    def measured(split: Split, attack: PGD | None = None) -> Counts:
+        # Colours are normalised as they were in training: pictures under another root have another mean.
+        batches = Batches(
+            split,
+            extra.get("mean", pictures.mean),
+            extra.get("std", pictures.std),
+            recipe.train.test_batch_size,
+            device=accelerator.device,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            num_classes=len(pictures.classes),
+        )
+        classes = batches.num_classes if dense else None
+        tally = Tally(accelerator.device, recipe.guard.residual, with_top5=not dense, classes=classes)
+        measure(wrapped, batches, tally, attack=attack)
+        return tally.read(accelerator)
+
+    counts = measured(pictures.test)
+    result: dict[str, Any] = {
         "test_accuracy": counts.accuracy,
-        "test_top5": counts.top5 / max(counts.samples, 1),
+        **(
+            {"test_iou": counts.mean_iou, "test_class_accuracy": counts.class_accuracy}
+            if dense
+            else {"test_top5": counts.top5 / max(counts.samples, 1)}
+        ),
         "test_loss": counts.mean_loss,
         "samples": int(counts.samples),
         "solver_steps": counts.mean_steps,
@@ -95,10 +124,45 @@ def evaluate(
         "precision": precision,
         "device": str(accelerator.device),
     }
+    if pictures.unseen is not None:
+        unseen = measured(pictures.unseen)
+        result |= {"unseen_accuracy": unseen.accuracy, "unseen_loss": unseen.mean_loss}
+    if pgd is not None:
+        robust = measured(pictures.test, pgd)
+        settings = {**dataclasses.asdict(pgd), "step_size": pgd.length, "norm": recipe.adversary.norm}
+        result |= {
+            "test_robust_accuracy": robust.accuracy,
+            "test_robust_loss": robust.mean_loss,
+            "attack": settings,
+        }
     if accelerator.is_main_process:
         with plain_errors(f"writing the evaluation of {folder.path}", "make room, or choose another folder"):
             write_atomically(folder.path / "evaluation.json", (json.dumps(result, indent=2) + "\n").encode())
     return result
+
+
+def _attack(
+    options: AdversarySection, epsilon: float | str | None, steps: int | None, step_size: float | str | None
+) -> PGD | None:
+    """The recipe's attack on test pictures, with what the caller wants otherwise."""
+    given = {"epsilon": fraction(epsilon), "test_steps": steps, "test_step_size": fraction(step_size)}
+    if given["epsilon"] == 0:
+        return None
+    if epsilon is None and options.epsilon == 0:
+        if steps is not None or step_size is not None:
+            raise UserError("the run was not trained with an adversary: say how far to attack, such as --attack 8/255")
+        return None
+    if epsilon is not None or steps is not None:
+        # A step size belongs to the ball and the number of steps that it was chosen for.
+        options = options.model_copy(update={"test_step_size": None})
+    wanted = {name: value for name, value in given.items() if value is not None}
+    try:
+        return AdversarySection.model_validate({**options.model_dump(), **wanted}).testing()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = {"epsilon": "--attack", "test_steps": "--attack-steps", "test_step_size": "--attack-step-size"}
+        reason = first["msg"].replace("Input should", "it should")
+        raise UserError(f"{name[str(first['loc'][0])]} {first['input']} is not right: {reason}") from None
 
 
 def set_solvers(model: nn.Module, tol: float | None, max_steps: int | None) -> None:

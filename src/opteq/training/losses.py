@@ -10,8 +10,27 @@ from torch import Tensor, nn
 from opteq import regularizers
 from opteq._errors import UserError
 from opteq.couplings import augmented_loss
+from opteq.data.dataset import IGNORED
 from opteq.models import Classifier, equilibria
 from opteq.training.recipe import LossSection
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy as a sum over pictures.
+
+    Args:
+        logits: ``(B, K)``, or ``(B, K, H, W)`` for every pixel.
+        labels: classes ``(B,)``, shares of classes ``(B, K)``, or classes of pixels ``(B, H, W)``, 255 for none. A
+            picture's loss is then the sum over its pixels with a label, divided by the number of all its pixels: so
+            every such pixel counts the same, in whatever part of a batch it is.
+        label_smoothing: share that is spread over all classes.
+    """
+    if logits.ndim == 2:
+        return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=label_smoothing)
+    total = F.cross_entropy(
+        logits.float(), labels, reduction="sum", label_smoothing=label_smoothing, ignore_index=IGNORED
+    )
+    return total / labels[0].numel()
 
 
 class Loss:
@@ -58,10 +77,10 @@ class Loss:
         """The sum over the batch, to be called right after the forward pass that gave ``logits``.
 
         Args:
-            logits: ``(B, K)``.
-            labels: classes ``(B,)``, or shares of classes ``(B, K)`` where pictures were mixed.
+            logits: ``(B, K)``, or ``(B, K, H, W)`` for every pixel.
+            labels: theirs, as :func:`cross_entropy` takes them.
         """
-        total = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.label_smoothing)
+        total = cross_entropy(logits, labels, self.label_smoothing)
         if self._regularizer is not None:
             assert self.features is not None
             values = self._regularizer.value(self.features)

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from opteq.analysis import PGD
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import equilibria
 from opteq.solution import Report
 from opteq.training import rng
+from opteq.training.adversary import Adversary
+from opteq.training.losses import cross_entropy
 from opteq.training.tally import Tally
 
 
@@ -40,22 +42,32 @@ def quiet(model: nn.Module) -> Iterator[list[tuple[str, Equilibrium]]]:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, batches: Batches, tally: Tally, should_stop: Callable[[], bool] = lambda: False) -> bool:
+def measure(
+    model: nn.Module,
+    batches: Batches,
+    tally: Tally,
+    should_stop: Callable[[], bool] = lambda: False,
+    attack: PGD | None = None,
+) -> bool:
     """Count loss, accuracy and solves over all ``batches``, in evaluation mode; plain cross-entropy, no extras.
 
-    Random numbers and the model's mode are afterwards as they were. Returns whether it came to the end.
+    With an ``attack``, of the pictures that it makes; what is solved on the way to them is not counted. Random numbers
+    and the model's mode are afterwards as they were. Returns whether it came to the end.
     """
     was_training = model.training
     model.eval()
+    adversary = None if attack is None else Adversary(attack, batches)
     try:
         with rng.preserved(), quiet(model) as layers:
-            for images, labels in batches.epoch(0):
+            for index, (images, labels) in enumerate(batches.epoch(0)):
                 if should_stop():
                     return False
                 # The share of a process in the last batch may be empty.
                 if len(labels):
+                    if adversary is not None:
+                        images = adversary(model, images, labels, adversary.start(0, index))
                     logits = model(images)
-                    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+                    loss = cross_entropy(logits, labels)
                     tally.add(loss, logits, labels, reports(layers))
     finally:
         model.train(was_training)

@@ -87,9 +87,12 @@ class ProgressDisplay:
         width = len(str(self.epochs))
         text = (
             f"epoch {line['epoch']:{width}}/{self.epochs}  loss {line['train_loss']:.4f}  "
-            f"train {line['train_accuracy']:.2%}  test {line['test_accuracy']:.2%}  "
-            f"{line['images_per_second']:.0f} img/s"
+            f"train {line['train_accuracy']:.2%}  test {line['test_accuracy']:.2%}"
         )
+        for key, word in (("test_iou", "IoU"), ("unseen_accuracy", "unseen"), ("test_robust_accuracy", "attacked")):
+            if key in line:
+                text += f"  {word} {line[key]:.2%}"
+        text += f"  {line['images_per_second']:.0f} img/s"
         if line["solver_steps"]:
             worst = "not finite" if line["worst_residual"] is None else f"{line['worst_residual']:.1e}"
             text += f"  {line['solver_steps']:.1f} steps  worst residual {worst}"

@@ -5,14 +5,34 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
+from opteq.analysis import PGD
 from opteq.data import Augmentation
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def fraction(value: Any) -> Any:
+    """``"8/255"`` as a number, since that is how sizes of attacks are told; what is no number as it is.
+
+    >>> fraction("1/4"), fraction("0.5"), fraction(0.5), fraction("1/0")
+    (0.25, 0.5, 0.5, '1/0')
+    """
+    if isinstance(value, str):
+        above, slash, below = value.partition("/")
+        try:
+            return float(above) / (float(below) if slash else 1.0)
+        except (ValueError, ZeroDivisionError):
+            return value  # for the type to refuse
+    return value
+
+
+Pixels = Annotated[float, BeforeValidator(fraction), Field(ge=0, le=1)]
+"""A distance in units where pixels go from 0 to 1."""
 
 
 class Section(BaseModel):
@@ -93,7 +113,7 @@ class ScheduleSection(Section):
     ``warmup``, ``milestones`` and ``every`` are counted in epochs; ``start`` and ``final`` are shares of ``lr``.
     """
 
-    name: Literal["constant", "step", "cosine", "one-cycle"] = "constant"
+    name: Literal["constant", "step", "cosine", "one-cycle", "poly"] = "constant"
     warmup: NotNegative = 0.0
     milestones: list[Count] = []
     every: Count | None = None
@@ -101,6 +121,7 @@ class ScheduleSection(Section):
     rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
     start: Annotated[float, Field(gt=0, le=1)] = 0.04
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    power: Positive = 0.9
 
     @model_validator(mode="after")
     def _steps_are_somewhere(self) -> ScheduleSection:
@@ -125,6 +146,41 @@ class LossSection(Section):
         if (self.regularizer is None) != (self.weight == 0):
             raise ValueError(f"regularizer = {self.regularizer!r} with weight = {self.weight}: give both or neither")
         return self
+
+
+class AdversarySection(Section):
+    """Training on attacked pictures; see :class:`opteq.analysis.PGD`. ``epsilon = 0``, the default, is none of it.
+
+    Every training picture is attacked anew at every step, ``steps`` gradients long, from a start that depends on seed,
+    epoch and batch alone. Every ``test_every`` epochs, and after the last, the test pictures are attacked with
+    ``test_steps`` gradients: ``test_robust_accuracy``. Distances are in units where pixels go from 0 to 1, and may be
+    written as ``"8/255"``; step sizes are 2.5 epsilon / steps by default.
+    """
+
+    epsilon: Pixels = 0.0
+    norm: Literal["linf"] = "linf"
+    steps: Count = 7
+    step_size: Annotated[Pixels, Field(gt=0)] | None = None
+    random_start: bool = True
+    test_steps: Count = 20
+    test_step_size: Annotated[Pixels, Field(gt=0)] | None = None
+    test_every: Count = 10
+
+    @model_validator(mode="after")
+    def _has_a_ball(self) -> AdversarySection:
+        if self.epsilon == 0:
+            idle = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+            if idle:
+                raise ValueError(f"{idle[0]} has no effect with epsilon = 0; give epsilon, such as 8/255")
+        return self
+
+    def training(self) -> PGD | None:
+        """The attack on training pictures."""
+        return PGD(self.epsilon, self.steps, self.step_size, self.random_start) if self.epsilon else None
+
+    def testing(self) -> PGD | None:
+        """The attack on test pictures."""
+        return PGD(self.epsilon, self.test_steps, self.test_step_size, self.random_start) if self.epsilon else None
 
 
 class GuardSection(Section):
@@ -180,6 +236,7 @@ class Recipe(Section):
     optimizer: OptimizerSection
     schedule: ScheduleSection = ScheduleSection()
     loss: LossSection = LossSection()
+    adversary: AdversarySection = AdversarySection()
     guard: GuardSection = GuardSection()
 
     def augmentation(self) -> Augmentation:

@@ -45,7 +45,7 @@ class Records:
 def _tag(key: str) -> str:
     """``train_loss`` and ``test_loss`` are two curves of one chart."""
     kind, _, name = key.partition("_")
-    return f"{name}/{kind}" if kind in ("train", "test") else f"run/{key}"
+    return f"{name}/{kind}" if kind in ("train", "test", "unseen") else f"run/{key}"
 
 
 def _text(line: Line) -> str:

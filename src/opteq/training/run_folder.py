@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +57,26 @@ class RunFolder:
         if resume and self.holds_a_run() and self.recipe_file.is_file():
             _refuse_differences(self.recipe(), recipe, self.path)
 
-    def prepare(self) -> None:
-        """Make the folder and prove that it can be written to, before hours are spent."""
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Make the folder and prove that it can be written to, before hours are spent.
+
+        A run that is refused inside, before it has written anything, leaves no empty folder behind.
+        """
         remedy = "choose a folder that you may write to with --out"
-        with plain_errors(f"making the run folder {self.path}", remedy):
-            self.path.mkdir(parents=True, exist_ok=True)
-            with draft(self.path / "probe", b"can this be written?"):
-                pass
-        remove_drafts(self.path)
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            with plain_errors(f"making the run folder {self.path}", remedy):
+                self.path.mkdir(parents=True, exist_ok=True)
+                with draft(self.path / "probe", b"can this be written?"):
+                    pass
+            remove_drafts(self.path)
+            yield
+        except BaseException:
+            for path in made:
+                with suppress(OSError):  # it is not empty: something was worth keeping
+                    path.rmdir()
+            raise
 
     def describe(self, recipe: Recipe, environment: dict[str, Any]) -> None:
         """Write what the run is and where it runs."""

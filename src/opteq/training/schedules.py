@@ -17,10 +17,11 @@ def schedule(options: ScheduleSection, steps_per_epoch: int, epochs: int) -> Sch
     - ``constant``: 1.
     - ``step``: times ``factor`` at each of ``milestones``, or ``every`` so many epochs.
     - ``cosine``: from 1 to ``final`` along half a cosine.
+    - ``poly``: ``(1 - step / steps)`` to the ``power``, from 1 to nearly 0.
     - ``one-cycle``: from ``start`` up to 1 within the share ``rise`` of the run, then down to ``final``, each along
       half a cosine (Smith and Topin's schedule as it is commonly used, without cycling the momentum).
 
-    The first three begin with a linear rise over ``warmup`` epochs; one-cycle has its own.
+    All but one-cycle, which has its own, begin with a linear rise over ``warmup`` epochs.
 
     >>> halves = schedule(ScheduleSection(name="step", every=2, factor=0.5), steps_per_epoch=10, epochs=6)
     >>> [halves(step) for step in (0, 19, 20, 40)]
@@ -38,6 +39,9 @@ def schedule(options: ScheduleSection, steps_per_epoch: int, epochs: int) -> Sch
     def cosine(step: int) -> float:
         return _between(1.0, options.final, (step - warmup) / max(total - 1 - warmup, 1.0))
 
+    def poly(step: int) -> float:
+        return float(max(1 - (step - warmup) / max(total - warmup, 1.0), 0.0) ** options.power)
+
     def in_steps(step: int) -> float:
         epoch = step // steps_per_epoch
         passed = epoch // options.every if options.every else sum(epoch >= one for one in options.milestones)
@@ -45,7 +49,7 @@ def schedule(options: ScheduleSection, steps_per_epoch: int, epochs: int) -> Sch
 
     if options.name == "one-cycle":
         return one_cycle
-    moves = {"step": in_steps, "cosine": cosine}.get(options.name)
+    moves = {"step": in_steps, "cosine": cosine, "poly": poly}.get(options.name)
 
     def warmed(step: int) -> float:
         if step < warmup:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.equilibrium import Equilibrium
+from opteq.training.adversary import Adversary
 from opteq.training.devices import Accelerator
 from opteq.training.losses import Loss
 from opteq.training.measure import reports
@@ -28,6 +29,7 @@ class Stepper:
         loss: sum over pictures.
         accelerator: the engine.
         options: the recipe's ``[train]``.
+        adversary: attacks the pictures before they are learned from, those of one accumulated part at a time.
     """
 
     def __init__(
@@ -37,12 +39,16 @@ class Stepper:
         loss: Loss,
         accelerator: Accelerator,
         options: TrainSection,
+        adversary: Adversary | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
         self.accelerator = accelerator
         self.options = options
+        self.adversary = adversary
+        # An attack is each process's own affair: it goes past the wrapper, whose part is to wait for the others.
+        self._bare = accelerator.unwrap_model(model)
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def take(
@@ -53,6 +59,7 @@ class Stepper:
         factor: float,
         tally: Tally,
         layers: list[tuple[str, Equilibrium]],
+        start: Tensor | None = None,
     ) -> None:
         """One step.
 
@@ -63,6 +70,7 @@ class Stepper:
             factor: of the learning rate.
             tally: where the step is counted.
             layers: the equilibrium layers, whose reports are counted too.
+            start: where the adversary begins, if there is one and it begins at random.
         """
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
@@ -71,8 +79,11 @@ class Stepper:
         scale = self.accelerator.num_processes / whole
         # Every process has the same number of parts and a picture in each, since they wait for each other in them.
         count = min(self.options.accumulate, max(whole // self.accelerator.num_processes, 1))
-        parts = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
-        for index, (pictures, classes) in enumerate(parts, start=1):
+        starts = [None] * count if start is None else start.tensor_split(count)
+        parts = zip(images.tensor_split(count), labels.tensor_split(count), starts, strict=True)
+        for index, (pictures, classes, begin) in enumerate(parts, start=1):
+            if self.adversary is not None:
+                pictures = self.adversary(self._bare, pictures, classes, begin)
             with nullcontext() if index == count else self.accelerator.no_sync(self.model):
                 logits = self.model(pictures)
                 total = self.loss(logits, classes)

@@ -24,7 +24,7 @@ def recipes_table(width: int) -> Table:
 
 
 def models_table() -> Table:
-    """All models, with the number of parameters for ten classes of colour pictures."""
+    """All models, with the number of parameters for the classes of the published result, or for ten."""
     table = Table("model", "parameters", "what it is, and what it reproduces", title="Models", row_styles=_ROWS)
     table.columns[0].no_wrap = True
     table.columns[1].justify = "right"
@@ -38,9 +38,19 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
     """What :func:`~opteq.training.evaluate` found."""
     table = Table("measure", "value", title=f"{run} on {result['samples']} test pictures")
     table.columns[1].justify = "right"
-    table.add_row("accuracy", f"{result['test_accuracy']:.2%}")
-    table.add_row("top-5 accuracy", f"{result['test_top5']:.2%}")
+    if "test_iou" in result:
+        table.add_row("intersection over union, mean of classes", f"{result['test_iou']:.2%}")
+        table.add_row("accuracy, mean of classes", f"{result['test_class_accuracy']:.2%}")
+        table.add_row("accuracy of pixels", f"{result['test_accuracy']:.2%}")
+    else:
+        table.add_row("accuracy", f"{result['test_accuracy']:.2%}")
+        table.add_row("top-5 accuracy", f"{result['test_top5']:.2%}")
     table.add_row("cross-entropy", f"{result['test_loss']:.4f}")
+    if "unseen_accuracy" in result:
+        table.add_row("accuracy on unseen kinds", f"{result['unseen_accuracy']:.2%}")
+    if "attack" in result:
+        steps, epsilon = result["attack"]["steps"], 255 * result["attack"]["epsilon"]
+        table.add_row(f"accuracy under PGD-{steps}, {epsilon:.3g}/255", f"{result['test_robust_accuracy']:.2%}")
     if result["solver_steps"]:
         table.add_row("solver steps, mean", f"{result['solver_steps']:.1f}")
         table.add_row("relative residual, mean", f"{result['mean_residual']:.1e}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from rich.console import Console
 
 from opteq import data, models
+from opteq._errors import UserError
 from opteq._files import plain_errors
-from opteq.data import Batches, Dataset
+from opteq.data import Batches, Dataset, Split
 from opteq.models import Classifier
 from opteq.training import environment, rng
+from opteq.training.adversary import Adversary
 from opteq.training.checkpoints import Checkpoints
 from opteq.training.devices import Accelerator, engine
 from opteq.training.losses import Loss
@@ -50,8 +53,14 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, console: Consol
     accelerator = engine(recipe.train.device, recipe.train.precision, recipe.train.tf32, recipe.train.threads)
     folder.check(recipe, resume)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        folder.prepare()
+    with folder.prepared() if accelerator.is_main_process else nullcontext():
+        _run(recipe, folder, resume, accelerator, console)
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    return folder.path
+
+
+def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerator, console: Console | None) -> None:
     pictures = data.load(
         recipe.data.name, root=recipe.data.root, cache=recipe.data.cache, image_size=recipe.data.image_size
     )
@@ -61,8 +70,13 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, console: Consol
     rng.seed(recipe.train.seed + accelerator.process_index)
     with quiet(model) as layers, Loss(recipe.loss, recipe.train.label_smoothing, model) as loss:
         wrapped, optimiser = accelerator.prepare(model, optimizer(recipe.optimizer, model))
-        stepper = Stepper(wrapped, optimiser, loss, accelerator, recipe.train)
-        trainer = _trainer(recipe, pictures, model, stepper, folder, accelerator)
+        learn, test, unseen = _batches(recipe, pictures, accelerator)
+        attack = recipe.adversary.training()
+        adversary = None if attack is None else Adversary(attack, learn)
+        stepper = Stepper(wrapped, optimiser, loss, accelerator, recipe.train, adversary)
+        trainer = Trainer(
+            recipe, model, stepper, learn, test, Checkpoints(folder.checkpoints), accelerator, unseen=unseen
+        )
         display = ProgressDisplay(recipe.train.epochs, len(trainer.train), accelerator.is_main_process, console)
         found = trainer.checkpoints.latest() if resume else None
         if found is not None:
@@ -84,12 +98,10 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, console: Consol
                     records.close()
             if accelerator.is_main_process:
                 model.save_pretrained(folder.path)
-    accelerator.wait_for_everyone()
-    accelerator.free_memory()
-    return folder.path
 
 
 def _model(recipe: Recipe, pictures: Dataset, accelerator: Accelerator) -> Classifier:
+    _check_task(recipe, pictures)
     channels = pictures.train.images.shape[1]
     # TOML has no empty value: "none" stands for one wherever an option is not a text anyway.
     usual = models.describe(recipe.model.name).options
@@ -114,14 +126,22 @@ def _model(recipe: Recipe, pictures: Dataset, accelerator: Accelerator) -> Class
     return model.to(accelerator.device)
 
 
-def _trainer(
-    recipe: Recipe,
-    pictures: Dataset,
-    model: Classifier,
-    stepper: Stepper,
-    folder: RunFolder,
-    accelerator: Accelerator,
-) -> Trainer:
+def _check_task(recipe: Recipe, pictures: Dataset) -> None:
+    """Raise unless model and data agree about what has a class: a picture, or each of its pixels."""
+    dense = pictures.train.dense
+    if models.describe(recipe.model.name).dense != dense:
+        says, has = ("every picture", "every pixel") if dense else ("every pixel", "every picture")
+        fitting = next(name for name in models.list() if models.describe(name).dense == dense)
+        raise UserError(
+            f"the model {recipe.model.name!r} names a class for {says}, but the data set {recipe.data.name!r} has one "
+            f"for {has}; take another model.name, such as {fitting}, or another data.name"
+        )
+    if dense and recipe.adversary.epsilon:
+        raise UserError("adversary.epsilon: attacks are on classes of pictures, and this data set has those of pixels")
+
+
+def _batches(recipe: Recipe, pictures: Dataset, accelerator: Accelerator) -> tuple[Batches, Batches, Batches | None]:
+    """To learn from, to be tested with, and of kinds that training does not see, where the data set has such."""
     where: dict[str, Any] = {
         "device": accelerator.device,
         "rank": accelerator.process_index,
@@ -140,5 +160,8 @@ def _trainer(
         drop_last=recipe.train.drop_last,
         **where,
     )
-    test = Batches(pictures.test, pictures.mean, pictures.std, recipe.train.test_batch_size, **where)
-    return Trainer(recipe, model, stepper, learn, test, Checkpoints(folder.checkpoints), accelerator)
+
+    def tested(split: Split) -> Batches:
+        return Batches(split, pictures.mean, pictures.std, recipe.train.test_batch_size, **where)
+
+    return learn, tested(pictures.test), None if pictures.unseen is None else tested(pictures.unseen)

@@ -13,6 +13,7 @@ from torch import nn
 
 from opteq._errors import UserError
 from opteq._files import plain_errors
+from opteq.analysis import PGD
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
@@ -41,6 +42,7 @@ class Trainer:
         test: batches to be tested with.
         checkpoints: where to save.
         accelerator: the engine.
+        unseen: batches of a second test, where the data set has one.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class Trainer:
         test: Batches,
         checkpoints: Checkpoints,
         accelerator: Accelerator,
+        unseen: Batches | None = None,
     ) -> None:
         self.recipe = recipe
         self.model = model
         self.stepper = stepper
         self.train = train
         self.test = test
+        self.unseen = unseen
         self.checkpoints = checkpoints
         self.accelerator = accelerator
         self.factor = schedule(recipe.schedule, len(train), recipe.train.epochs)
@@ -123,10 +127,12 @@ class Trainer:
 
     def _steps(self, layers: list[tuple[str, Equilibrium]], display: ProgressDisplay, stop: StopRequest) -> None:
         recipe, began, before = self.recipe, time.monotonic(), self.seconds
+        adversary = self.stepper.adversary
         self.model.train()
         for images, labels in self.train.epoch(self.epoch, skip=self.batch):
             whole = self.train.global_size(self.batch)
-            self.stepper.take(images, labels, whole, self.factor(self.step), self.tally, layers)
+            start = None if adversary is None else adversary.start(self.epoch, self.batch)
+            self.stepper.take(images, labels, whole, self.factor(self.step), self.tally, layers, start)
             self.step, self.batch = self.step + 1, self.batch + 1
             self.seconds = before + time.monotonic() - began
             display.batch(self.batch, self.tally.read)
@@ -144,13 +150,9 @@ class Trainer:
 
     def _test(self, counts: Counts, stop: StopRequest) -> Line:
         """Test, and make the epoch's line."""
-        tally = self._new_tally()
-        alone = self.accelerator.num_processes == 1
-        if not alone:
+        if self.accelerator.num_processes > 1:
             _share_buffers(self.model)
-        if not measure(self.model, self.test, tally, lambda: alone and stop.received > 0):
-            self._leave(stop.received)
-        tested = tally.read(self.accelerator)
+        tested = self._measured(self.test, stop)
         line: dict[str, Any] = {
             "epoch": self.epoch + 1,
             "train_loss": counts.mean_loss,
@@ -167,8 +169,24 @@ class Trainer:
             "lr": self.recipe.optimizer.lr * self.factor(max(self.step - 1, 0)),
             "seconds": self.seconds,
         }
+        if self.test.dense:
+            line |= {"test_iou": tested.mean_iou, "test_class_accuracy": tested.class_accuracy}
+        if self.unseen is not None:
+            unseen = self._measured(self.unseen, stop)
+            line |= {"unseen_loss": unseen.mean_loss, "unseen_accuracy": unseen.accuracy}
+        attack, number = self.recipe.adversary.testing(), self.epoch + 1
+        if attack and (number % self.recipe.adversary.test_every == 0 or number == self.recipe.train.epochs):
+            robust = self._measured(self.test, stop, attack)
+            line |= {"test_robust_loss": robust.mean_loss, "test_robust_accuracy": robust.accuracy}
         # JSON has no infinity.
         return {key: value if math.isfinite(value) else None for key, value in line.items()}
+
+    def _measured(self, batches: Batches, stop: StopRequest, attack: PGD | None = None) -> Counts:
+        """A pass over test pictures; a signal ends it, and the run, early where no other process is waited for."""
+        tally, alone = self._new_tally(batches), self.accelerator.num_processes == 1
+        if not measure(self.model, batches, tally, lambda: alone and stop.received > 0, attack):
+            self._leave(stop.received)
+        return tally.read(self.accelerator)
 
     def _leave(self, signal: int) -> None:
         path = self.save()
@@ -176,8 +194,10 @@ class Trainer:
             f"stopped by signal {signal} after step {self.step}; saved {path}: go on with --resume", signal
         )
 
-    def _new_tally(self) -> Tally:
-        return Tally(self.accelerator.device, self.recipe.guard.residual)
+    def _new_tally(self, tested: Batches | None = None) -> Tally:
+        """For training, or for batches that are to be tested; of pixels also which class is taken for which."""
+        classes = tested.num_classes if tested is not None and tested.dense else None
+        return Tally(self.accelerator.device, self.recipe.guard.residual, classes=classes)
 
 
 def _share_buffers(model: nn.Module) -> None:

@@ -1,0 +1,151 @@
+"""OptEq behind an explicit feature extractor: the first stages of a residual network, as for large pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from opteq._errors import UserError
+from opteq.models.baselines import Bottleneck
+from opteq.models.checks import flag, number, option, whole, wholes
+from opteq.models.opteq import LayerOptions, make_problem
+from opteq.models.parts import Parts, make_injection
+from opteq.models.residual import normalised_conv
+from opteq.operators import Conv2d, Operator, SeparableConv2d
+from opteq.problems.base import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractedOptions(LayerOptions):
+    """What OptEq models with an extractor share."""
+
+    extractor_blocks: tuple[int, ...] = option((3, 4, 6), wholes(), "bottleneck blocks of each stage of the extractor")
+    extractor_strides: tuple[int, ...] = option((1, 2, 1), wholes(), "2 for a stage that halves pictures, 1 for others")
+    extractor_width: int = option(
+        64, whole(), "channels of its first convolution; a stage puts out 4, 8, 16 times that"
+    )
+    widen: int = option(1, whole(), "factor of the channels inside its blocks; 2 is the wide residual network")
+    channels: int = option(512, whole(), "channels of the features, where the layers' W begin and end")
+    separable: bool = option(
+        True, flag(), "W and U as a filter per channel and a mixing of channels, not as one kernel"
+    )
+    kernel: int = option(3, whole(), "size of the kernels of W, an odd number")
+    injection_kernel: int = option(3, whole(), "size of the kernels of U, an odd number")
+    dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.extractor_strides) != len(self.extractor_blocks):
+            raise UserError(
+                "extractor_blocks and extractor_strides should have one number a stage; "
+                f"got {len(self.extractor_blocks)} and {len(self.extractor_strides)}"
+            )
+        for name in ("kernel", "injection_kernel"):
+            if getattr(self, name) % 2 == 0:
+                raise UserError(f"{name} should be odd, so that a picture keeps its size; got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractedClassifierOptions(ExtractedOptions):
+    """Options of a classifier with an extractor."""
+
+    head_widths: tuple[int, ...] = option(
+        (1024, 2048), wholes(), "channels of the head's 1x1 convolutions, each of which is followed by a halving"
+    )
+
+
+class SeparableInjection(SeparableConv2d):
+    """U as a separable convolution, with the bias b: ``U x + b``. Adjoint and norm are those of its linear part.
+
+    The output has variance one for a rectified input, as with :func:`~opteq.models.parts.make_injection`: nothing has
+    to contract here, so nothing is bounded.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
+        super().__init__(inputs, outputs, kernel)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights again."""
+        nn.init.normal_(self.depthwise, std=self.depthwise[0].numel() ** -0.5)
+        nn.init.normal_(self.pointwise, std=(2 / self.in_channels) ** 0.5)
+
+    def forward(self, v: Tensor) -> Tensor:
+        """``U v + b``."""
+        return super().forward(v) + self.bias[:, None, None]
+
+
+class DeepHead(nn.Module):
+    """1x1 convolutions, each rectified and max-pooled by 2, then the mean over pixels and a linear layer."""
+
+    def __init__(self, channels: int, num_classes: int, options: ExtractedClassifierOptions) -> None:
+        super().__init__()
+        parts: list[nn.Module] = []
+        for width in options.head_widths:
+            # Rounded up, so that a picture of one pixel stays one.
+            parts += [normalised_conv(channels, width, 1), nn.MaxPool2d(2, ceil_mode=True)]
+            channels = width
+        self.convolutions = nn.Sequential(*parts)
+        self.dropout = nn.Dropout(options.dropout)
+        self.linear = nn.Linear(channels, num_classes)
+
+    def embed(self, features: Tensor) -> Tensor:
+        """What the linear layer sees, ``(B, F)``."""
+        mixed: Tensor = self.convolutions(features)
+        return mixed.mean(dim=(2, 3))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores, ``(B, num_classes)``."""
+        scores: Tensor = self.linear(self.dropout(self.embed(features)))
+        return scores
+
+
+def build_classifier(in_channels: int, num_classes: int, options: ExtractedClassifierOptions) -> Parts:
+    """Extractor, Deep OptEq and head of a classifier for large pictures."""
+    extractor = make_extractor(in_channels, options)
+    layer = options.layer(extracted_problem(options))
+    return Parts(extractor, layer, DeepHead(options.channels, num_classes, options))
+
+
+def make_extractor(in_channels: int, options: ExtractedOptions) -> nn.Sequential:
+    """A 7x7 convolution and a max-pooling, which both halve, then stages of bottleneck blocks.
+
+    With blocks (3, 4, 6), (1, 2, 2) as strides and ``widen`` 1 or 2 these are the first stages of ResNet-50 or
+    Wide-ResNet-50-2.
+    """
+    inputs = options.extractor_width
+    parts: list[nn.Module] = [normalised_conv(in_channels, inputs, 7, 2), nn.MaxPool2d(3, 2, padding=1)]
+    for index, (count, stride) in enumerate(zip(options.extractor_blocks, options.extractor_strides, strict=True)):
+        width = options.extractor_width * 2**index
+        for position in range(count):
+            parts.append(Bottleneck(inputs, width, stride if position == 0 else 1, options.widen))
+            inputs = 4 * width
+    return nn.Sequential(*parts)
+
+
+def extracted_problem(options: ExtractedOptions) -> Problem:
+    """The layers of OptEq that read what :func:`make_extractor` puts out."""
+    inputs = 4 * options.extractor_width * 2 ** (len(options.extractor_blocks) - 1)
+    layers = [
+        (_operator(size, options), _injection(inputs, size, options) if options.sees_input(index) else None)
+        for index, size in enumerate(options.hidden)
+    ]
+    return make_problem(layers, options)
+
+
+def _operator(size: int, options: ExtractedOptions) -> Operator:
+    kind = SeparableConv2d if options.separable else Conv2d
+    return kind(options.channels, size, options.kernel, bound=options.bound)
+
+
+def _injection(inputs: int, size: int, options: ExtractedOptions) -> nn.Module:
+    norm, kernel = options.injection_norm, options.injection_kernel
+    if not options.separable:
+        return make_injection(inputs, size, norm, kernel)
+    if norm == "none":
+        return SeparableInjection(inputs, size, kernel)
+    normalisation = nn.BatchNorm2d(size) if norm == "batch" else nn.GroupNorm(1, size)
+    return nn.Sequential(SeparableConv2d(inputs, size, kernel), normalisation)

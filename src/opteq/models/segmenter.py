@@ -1,0 +1,70 @@
+"""A classifier of pixels: OptEq behind an extractor, scores for every place, brought to the picture's size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opteq.models.checks import option, whole
+from opteq.models.classifier import Classifier
+from opteq.models.extracted import ExtractedOptions, extracted_problem, make_extractor
+from opteq.models.parts import Parts
+from opteq.models.residual import normalised_conv
+
+
+class Segmenter(Classifier):
+    """``head(equilibrium(stem(x)))``, enlarged: from pictures to class scores of every pixel.
+
+    Parts and files are those of a :class:`Classifier`. The head gives scores ``(B, num_classes, h', w')`` of whatever
+    size its features have; bilinear interpolation brings them to the picture's. Pictures may be of any size.
+
+    >>> import torch, opteq.models
+    >>> small = {"extractor_width": 4, "extractor_blocks": [1, 1], "channels": 8, "hidden": [8, 8], "head_width": 8}
+    >>> model = opteq.models.create("opteq-cityscapes", num_classes=19, **small)
+    >>> model(torch.rand(1, 3, 32, 48)).shape
+    torch.Size([1, 19, 32, 48])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores ``(B, num_classes, h, w)`` of pictures ``(B, in_channels, h, w)``."""
+        return F.interpolate(super().forward(x), size=x.shape[2:], mode="bilinear", align_corners=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the last convolution sees, ``(B, F, h', w')``."""
+        return super().features(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmenterOptions(ExtractedOptions):
+    """Options of a segmenter with an extractor."""
+
+    head_width: int = option(256, whole(), "channels of the 3x3 convolution before the last layer")
+
+
+class PixelHead(nn.Module):
+    """A 3x3 convolution, normalised and rectified, then scores by a 1x1 convolution: the head of an FCN."""
+
+    def __init__(self, channels: int, num_classes: int, options: SegmenterOptions) -> None:
+        super().__init__()
+        self.convolution = normalised_conv(channels, options.head_width)
+        self.dropout = nn.Dropout2d(options.dropout)
+        self.scores = nn.Conv2d(options.head_width, num_classes, 1)
+
+    def embed(self, features: Tensor) -> Tensor:
+        """What the last layer sees, ``(B, F, h', w')``."""
+        embedded: Tensor = self.convolution(features)
+        return embedded
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores, ``(B, num_classes, h', w')``."""
+        scores: Tensor = self.scores(self.dropout(self.embed(features)))
+        return scores
+
+
+def build_segmenter(in_channels: int, num_classes: int, options: SegmenterOptions) -> Parts:
+    """Extractor, Deep OptEq and head of a segmenter."""
+    extractor = make_extractor(in_channels, options)
+    layer = options.layer(extracted_problem(options))
+    return Parts(extractor, layer, PixelHead(options.channels, num_classes, options))
