@@ -194,3 +194,12 @@ def test_parse_falls_back_to_text() -> None:
     assert parse("2020-01-01", str) == "2020-01-01"
     assert parse('"none"', str | None) == "none"
     assert parse("a=b") == "a=b"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "results" / "cifar10-jpeg").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_recipes_of_recorded_runs_can_be_run_again(path: Path) -> None:
+    if path.name != "notes.toml":
+        recipe = load_recipe(str(path), [])
+        models.create(recipe.model.name, **recipe.model.options)
