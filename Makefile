@@ -32,12 +32,13 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/opteq bench
 
-# The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries.
+# The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries. Nothing is
+# compiled ahead: most files of most packages are never imported.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
 	touch $(STAMP)
 
 clean:

@@ -823,7 +823,7 @@ for wide, state, column, half in (
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability: int, tmp_path: Path) -> None:
     if sys.platform != "linux" or importlib.util.find_spec("triton.backends.nvidia") is None:
         pytest.skip("this Triton has no compiler for NVIDIA's GPUs")
