@@ -313,7 +313,8 @@ build(k.settle, "*fp32", 1, 2, **full)
 
 @triton
 @no_gpu
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_a_gpu_that_is_not_here(capability: int, tmp_path: Path) -> None:
     if sys.platform != "linux" or importlib.util.find_spec("triton.backends.nvidia") is None:
         pytest.skip("this Triton has no compiler for NVIDIA's GPUs")

@@ -212,7 +212,6 @@ def test_a_bound_problem_goes_when_nobody_has_it(case: Case) -> None:
     layer = opteq.Equilibrium(problem, on_failure="ignore")
     made: list[weakref.ref[object]] = []
     problem.register_forward_hook(lambda _, __, hidden: made.append(weakref.ref(hidden)))
-    gc.collect()
     gc.disable()
     try:
         features = blocks(layer(case.input().requires_grad_()))
