@@ -70,7 +70,11 @@ def test_linearisation_products(case: Case) -> None:
     torch.testing.assert_close(flatten(local.adjoint(unflatten(v, state))), jacobian.T @ v, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+# Every solver's gradient is held against a long unrolling above, in the quick run; finite differences are dear.
+@pytest.mark.parametrize(
+    "solver",
+    [pytest.param(s, id=name, marks=[] if name == "anderson" else pytest.mark.slow) for name, s in SOLVERS.items()],
+)
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_gradcheck_for_input_and_leaf_parameters(case: Case, solver: Solver) -> None:
     layer = opteq.Equilibrium(case.problem(), solver)
