@@ -1,7 +1,8 @@
 """What the equilibrium of a trained model adds to its first step.
 
 The state that the input alone gives, ``sigma(U x + b)``, is what a network without feedback would have. Test accuracy
-of a trained run with that state in the equilibrium's place, and how far the equilibrium is from it.
+of a trained run with that state in the equilibrium's place, how far the equilibrium is from it, and the norm of every W
+beside its bound.
 
     python benchmarks/feedback.py runs/cifar10-jpeg-popteq-193k --root DIR
 """
@@ -15,6 +16,7 @@ import torch
 
 from opteq import data, models
 from opteq.data import Batches
+from opteq.operators import Operator
 from opteq.states import State, blocks, map_state
 from opteq.training import load_recipe
 
@@ -47,6 +49,9 @@ def main() -> None:
             count += len(labels)
     for name, number in right.items():
         print(f"{name:>12}: {100 * number / count:.2f} % of {count} test pictures")
+    for name, part in model.named_modules():
+        if isinstance(part, Operator) and part.bound is not None:
+            print(f"{name}: norm {float(part.norm()):.3f}, bound {part.bound:g}")
     print(f"the equilibrium differs from the first step by {100 * distance / count:.1f} % of its norm, on average")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,7 @@ def evaluate(
     if dense and pgd is not None:
         raise UserError("--attack: attacks are on the classes of pictures, and this data set has those of pixels")
     extra = model.config["extra"]
-    trained_on = extra.get("classes", list(pictures.classes))
-    if list(pictures.classes) != trained_on:
-        raise UserError(
-            f"the pictures have the classes {', '.join(pictures.classes)}, but the model was trained on "
-            f"{', '.join(trained_on)}; give the right ones with --root"
-        )
+    _check_classes(pictures.classes, extra.get("classes", pictures.classes))
     wrapped = accelerator.prepare_model(model, evaluation_mode=True)
 
     def measured(split: Split, attack: PGD | None = None) -> Counts:
@@ -105,20 +101,8 @@ def evaluate(
         measure(wrapped, batches, tally, attack=attack)
         return tally.read(accelerator)
 
-    counts = measured(pictures.test)
     result: dict[str, Any] = {
-        "test_accuracy": counts.accuracy,
-        **(
-            {"test_iou": counts.mean_iou, "test_class_accuracy": counts.class_accuracy}
-            if dense
-            else {"test_top5": counts.top5 / max(counts.samples, 1)}
-        ),
-        "test_loss": counts.mean_loss,
-        "samples": int(counts.samples),
-        "solver_steps": counts.mean_steps,
-        "worst_residual": counts.worst,
-        "mean_residual": counts.residual / max(counts.solves, 1),
-        "converged": counts.converged_share,
+        **_figures(measured(pictures.test), dense),
         "tol": tol,
         "max_steps": max_steps,
         "precision": precision,
@@ -139,6 +123,32 @@ def evaluate(
         with plain_errors(f"writing the evaluation of {folder.path}", "make room, or choose another folder"):
             write_atomically(folder.path / "evaluation.json", (json.dumps(result, indent=2) + "\n").encode())
     return result
+
+
+def _check_classes(found: Sequence[str], trained_on: Sequence[str]) -> None:
+    if list(found) != list(trained_on):
+        raise UserError(
+            f"the pictures have the classes {', '.join(found)}, but the model was trained on "
+            f"{', '.join(trained_on)}; give the right ones with --root"
+        )
+
+
+def _figures(counts: Counts, dense: bool) -> dict[str, Any]:
+    """What was counted, by the names of ``evaluation.json``."""
+    if dense:
+        finer = {"test_iou": counts.mean_iou, "test_class_accuracy": counts.class_accuracy}
+    else:
+        finer = {"test_top5": counts.top5 / max(counts.samples, 1)}
+    return {
+        "test_accuracy": counts.accuracy,
+        **finer,
+        "test_loss": counts.mean_loss,
+        "samples": int(counts.samples),
+        "solver_steps": counts.mean_steps,
+        "worst_residual": counts.worst,
+        "mean_residual": counts.residual / max(counts.solves, 1),
+        "converged": counts.converged_share,
+    }
 
 
 def _attack(
