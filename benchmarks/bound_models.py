@@ -66,13 +66,12 @@ def main() -> None:
         times: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(turns + 2):
             for fused in (True, False):
-                with opteq.fast_paths(fused=fused, bounds=True):
+                with opteq.fast_paths(fused=fused):
                     spent = milliseconds(model, device, repeats)
                 if turn >= 2:  # the first ones capture and warm up
                     times[fused].append(spent)
         fused_ms, plain_ms = (statistics.median(times[key]) for key in (True, False))
-        with opteq.fast_paths(bounds=True):
-            one = bounds(model)
+        one = bounds(model)
         with opteq.fast_paths(fused=False):
             other = bounds(model)
         apart = max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True) if a is not None)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import opteq
 from opteq import operators as op
-from opteq._fast import settings
 from opteq.operators import captured, fused, symbol
 from opteq.operators.captured import Job
 from opteq.operators.correlation import forms_by_products
@@ -33,14 +32,19 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 
 @pytest.fixture(autouse=True)
-def _allowed() -> Iterator[None]:
-    """The kernels, which are off by default."""
-    with opteq.fast_paths(bounds=True):
-        yield
+def _narrow_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_NARROWEST", 1)
 
 
-def test_the_kernels_are_off_by_default() -> None:
-    assert not type(settings)().bounds
+@pytest.mark.gpu
+@gpu
+def test_kernels_serve_wide_weights_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    narrow, wide = (torch.randn(9, 1, n, 256, device="cuda") for n in (fused._NARROWEST - 1, fused._NARROWEST))
+    assert can_fuse(wide, 16)
+    assert not can_fuse(narrow, 16)
+    with opteq.fast_paths(bounds=False):
+        assert not can_fuse(wide, 16)
 
 
 @pytest.fixture

@@ -15,15 +15,14 @@ class Settings:
         fused: Triton kernels for solver steps on a GPU; on a CPU, solves that reuse products and round most of them.
         graphs: CUDA graphs of several solver steps.
         looking: on a CPU, look at values on the way where that saves copies; a GPU would have to wait.
-        bounds: Triton kernels for the bounds of operators on a GPU, in half precision with measured rounding errors.
-            Off until they have been tested on one: so far Triton's interpreter has run them, and its compiler.
+        bounds: Triton kernels for the bounds of wide operators on a GPU, in half precision with bounds on its errors.
         interpreted: take the fused path on a CPU too, where Triton's interpreter runs the kernels: for tests.
     """
 
     fused: bool = True
     graphs: bool = True
     looking: bool = True
-    bounds: bool = False
+    bounds: bool = True
     interpreted: bool = False
 
 
@@ -34,8 +33,7 @@ settings = Settings()
 def fast_paths(*, fused: bool | None = None, graphs: bool | None = None, bounds: bool | None = None) -> Iterator[None]:
     """Allow or forbid the fast paths for a while; what is not named stays as it is.
 
-    ``fused`` and ``graphs`` are on by default. ``bounds``, kernels for the bounds of operators on a GPU, are not: they
-    have not been tested on one.
+    All are on by default: ``fused`` kernels for solver steps, CUDA ``graphs``, kernels for the ``bounds`` of operators.
 
     Answers agree to rounding with and without them, on a CPU to the tolerance. Forbidding them helps to find out where
     a difference comes from, and lets a debugger see every step.
