@@ -600,6 +600,8 @@ def test_branches_at_several_scales_and_their_average() -> None:
     assert attention_map(layer, x).shape == (2, 8, 16)
     weights = patch_weights(problem(x), layer.solve(x).state)
     assert [tuple(one.shape) for one in weights] == [(2, 1, 4, 8), (2, 2, 2, 4), (2, 2, 1, 2)]
+    views = tuple(nn.functional.avg_pool2d(x, k) for k in (1, 2, 4))
+    torch.testing.assert_close(attention_map(layer, views), attention_map(layer, x))
 
 
 def test_averages_that_make_no_sense() -> None:

@@ -147,8 +147,12 @@ def test_a_baseline_says_that_it_minimises_nothing(tmp_path: Path) -> None:
     assert "saliency" in found.text
 
 
-def test_geq_shows_attention(tmp_path: Path) -> None:
-    found = outline(write(make_run(tmp_path, "geq-5m", channels=8, scales=[1, 2], hidden=[8, 16]), seconds=0))
+@pytest.mark.parametrize("stem", [{}, {"stem": "pyramid", "stem_widths": [4, 6], "stem_depth": 1}], ids=["one", "two"])
+def test_geq_shows_attention_whether_branches_see_one_picture_or_their_own(
+    tmp_path: Path, stem: dict[str, Any]
+) -> None:
+    run = make_run(tmp_path, "geq-5m", channels=8, scales=[1, 2], hidden=[8, 16], **stem)
+    found = outline(write(run, seconds=0))
     assert re.search(r"attention, 0\.\d+ to (0\.\d+|1\.0)", found.text)
     assert "The first of 2 parts:" in found.text
     assert "Every one of the 2 branches" in found.text

@@ -12,7 +12,7 @@ class Settings:
     """Which fast paths may be taken.
 
     Attributes:
-        fused: Triton kernels for solver steps on a GPU; on a CPU, solves that reuse products and round most of them.
+        fused: Triton kernels for solver steps and resampling on a GPU; on a CPU, solves that reuse and round products.
         graphs: CUDA graphs of several solver steps.
         looking: on a CPU, look at values on the way where that saves copies; a GPU would have to wait.
         bounds: Triton kernels for the bounds of wide operators on a GPU, in half precision with bounds on its errors.

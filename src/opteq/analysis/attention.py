@@ -38,7 +38,7 @@ def patch_weights(hidden: BoundMap, state: State) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def attention_map(layer: Equilibrium, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+def attention_map(layer: Equilibrium, x: State, size: tuple[int, int] | None = None) -> Tensor:
     """The weights at the equilibrium of ``x`` as pictures ``(B, height, width)``, averaged over groups and branches.
 
     A patch whose state explains it has weight 1, one that is ignored has weight 0. Every pixel shows the weight of
@@ -46,8 +46,8 @@ def attention_map(layer: Equilibrium, x: Tensor, size: tuple[int, int] | None = 
 
     Args:
         layer: an :class:`~opteq.equilibrium.Equilibrium` of GEQ with a Gaussian kernel, or of several in parallel.
-        x: pictures ``(B, C, height, width)``.
-        size: height and width of the maps; those of ``x`` by default.
+        x: pictures ``(B, C, height, width)``, or a tuple with those of every branch.
+        size: height and width of the maps; those of ``x`` by default, of the largest where there are several.
 
     >>> import torch, opteq
     >>> from opteq.kernels import Gaussian
@@ -57,11 +57,15 @@ def attention_map(layer: Equilibrium, x: Tensor, size: tuple[int, int] | None = 
     >>> attention_map(opteq.Equilibrium(problem), torch.randn(2, 3, 6, 6)).shape
     torch.Size([2, 6, 6])
     """
-    if x.ndim != 4:
-        raise ValueError(f"an attention map needs pictures (batch, channels, height, width); got {tuple(x.shape)}")
+    pictures = blocks(x)
+    for given in pictures:
+        if given.ndim != 4:
+            raise ValueError(
+                f"an attention map needs pictures (batch, channels, height, width); got {tuple(given.shape)}"
+            )
     weights = patch_weights(layer.problem(x), layer.solve(x).state)
     if not weights:
         raise TypeError(f"only GEQ with a Gaussian kernel weighs patches; got {type(layer.problem).__name__}")
-    size = size or (x.shape[2], x.shape[3])
+    size = size or max((given.shape[2], given.shape[3]) for given in pictures)
     maps = [F.interpolate(one.mean(dim=1, keepdim=True), size=size, mode="nearest-exact") for one in weights]
     return torch.stack(maps).mean(dim=0).squeeze(1)

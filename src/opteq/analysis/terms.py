@@ -71,9 +71,9 @@ def objective_terms(model: nn.Module, x: Tensor) -> list[LayerTerms]:
 
 
 @torch.no_grad()
-def equilibrium_inputs(model: nn.Module, x: Tensor) -> list[tuple[str, Equilibrium, Tensor]]:
+def equilibrium_inputs(model: nn.Module, x: Tensor) -> list[tuple[str, Equilibrium, State]]:
     """Every equilibrium layer that ``model(x)`` runs, with its name and the input it was given, in running order."""
-    calls: list[tuple[str, Equilibrium, Tensor]] = []
+    calls: list[tuple[str, Equilibrium, State]] = []
 
     def remember(name: str, layer: Equilibrium) -> Any:
         return lambda _problem, arguments: calls.append((name, layer, arguments[0]))
@@ -105,7 +105,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _layer_terms(name: str, layer: Equilibrium, given: Tensor) -> LayerTerms:
+def _layer_terms(name: str, layer: Equilibrium, given: State) -> LayerTerms:
     hidden = layer.problem(given)
     state = layer.solve(given).state
     try:

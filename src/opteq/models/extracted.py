@@ -31,8 +31,6 @@ class ExtractedOptions(LayerOptions):
     separable: bool = option(
         True, flag(), "W and U as a filter per channel and a mixing of channels, not as one kernel"
     )
-    kernel: int = option(3, whole(), "size of the kernels of W, an odd number")
-    injection_kernel: int = option(3, whole(), "size of the kernels of U, an odd number")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
 
     def __post_init__(self) -> None:
@@ -42,9 +40,6 @@ class ExtractedOptions(LayerOptions):
                 "extractor_blocks and extractor_strides should have one number a stage; "
                 f"got {len(self.extractor_blocks)} and {len(self.extractor_strides)}"
             )
-        for name in ("kernel", "injection_kernel"):
-            if getattr(self, name) % 2 == 0:
-                raise UserError(f"{name} should be odd, so that a picture keeps its size; got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +133,13 @@ def extracted_problem(options: ExtractedOptions) -> Problem:
 
 def _operator(size: int, options: ExtractedOptions) -> Operator:
     kind = SeparableConv2d if options.separable else Conv2d
-    return kind(options.channels, size, options.kernel, bound=options.bound)
+    return kind(options.channels, size, options.weight_kernel, bound=options.bound)
 
 
 def _injection(inputs: int, size: int, options: ExtractedOptions) -> nn.Module:
-    norm, kernel = options.injection_norm, options.injection_kernel
     if not options.separable:
-        return make_injection(inputs, size, norm, kernel)
+        return make_injection(inputs, size, options)
+    norm, kernel = options.injection_norm, options.injection_kernel
     if norm == "none":
         return SeparableInjection(inputs, size, kernel)
     normalisation = nn.BatchNorm2d(size) if norm == "batch" else nn.GroupNorm(1, size)

@@ -74,10 +74,10 @@ def build(in_channels: int, num_classes: int, options: GEQOptions) -> Parts:
     problems = []
     for size, seen in zip(options.hidden, stem.channels, strict=True):
         kernel = _kernel(options)
-        W = Conv2d(channels, size, 3, bound=options.bound)
+        W = Conv2d(channels, size, options.weight_kernel, bound=options.bound)
         # The Gaussian kernel compares in the space of W's output, the others in that of the state.
         compared = size if kernel.input_space == "output" else channels
-        U: nn.Module = make_injection(seen, compared, options.injection_norm)
+        U: nn.Module = make_injection(seen, compared, options)
         if options.input_length is not None:
             U = OfLength(U, options.input_length)
         problems.append(GEQ(W, U, kernel, options.activation))

@@ -79,8 +79,8 @@ def build_popteq(in_channels: int, num_classes: int, options: POptEqOptions) -> 
 def _branches(options: BranchOptions, stem: Stem) -> list[Branch]:
     return [
         Branch(
-            Conv2d(options.channels, size, 3, bound=options.bound),
-            make_injection(seen, size, options.injection_norm),
+            Conv2d(options.channels, size, options.weight_kernel, bound=options.bound),
+            make_injection(seen, size, options),
             scale,
         )
         for size, seen, scale in zip(options.hidden, stem.channels, options.scales, strict=True)

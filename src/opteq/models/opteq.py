@@ -47,8 +47,8 @@ def build(in_channels: int, num_classes: int, options: OptEqOptions) -> Parts:
     stem = make_stem(in_channels, options)
     layers = [
         (
-            Conv2d(channels, size, 3, bound=options.bound),
-            make_injection(stem.channels[0], size, options.injection_norm) if options.sees_input(index) else None,
+            Conv2d(channels, size, options.weight_kernel, bound=options.bound),
+            make_injection(stem.channels[0], size, options) if options.sees_input(index) else None,
         )
         for index, size in enumerate(options.hidden)
     ]

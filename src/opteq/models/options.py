@@ -11,7 +11,7 @@ from opteq import penalties, regularizers
 from opteq._errors import UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
-from opteq.models.checks import number, one_of, option, optional, whole, wholes
+from opteq.models.checks import flag, number, one_of, option, optional, whole, wholes
 from opteq.problems.base import Problem
 from opteq.regularizers import Regularizer
 from opteq.solvers import SAM, Anderson, Broyden, Picard, Solver
@@ -71,6 +71,9 @@ class ClassifierOptions(Options):
     stem_widths: tuple[int, ...] | None = option(
         None, optional(wholes()), "channels of a pyramid's levels, each half as large as the one before"
     )
+    stem_attention: bool = option(
+        False, flag(), "residual blocks weigh their channels by what the whole picture shows, as SENet's do"
+    )
     stem_kernel: int = option(3, whole(), "size of the first convolution's kernel, an odd number")
     downsample: int = option(0, whole(0), "how many of the stem's convolutions halve the picture, from the first on")
     readout: str = option("concat", one_of(("concat", "mean")), "what is made of the branches' pooled features")
@@ -88,6 +91,8 @@ class SolvingOptions(Options):
     hidden: tuple[int, ...] = option((64,), wholes(), "channels of the state, one number a branch (or layer)")
     activation: str = option("relu", one_of(penalties.names()), "the prox of the penalty in the objective")
     bound: float | None = option(0.95, optional(number()), "largest norm of every W; none lets it grow")
+    weight_kernel: int = option(3, whole(), "size of the kernels of W, an odd number; 1 mixes channels alone")
+    injection_kernel: int = option(3, whole(), "size of the kernels of U, an odd number")
     injection_norm: str = option(
         "none", one_of(("none", "batch", "group")), "normalisation of U x: none, over the batch, or over each sample"
     )
@@ -109,6 +114,12 @@ class SolvingOptions(Options):
     on_failure: str = option("warn", one_of(("warn", "raise", "ignore")), "what happens when samples do not converge")
     regularizer: str = option("none", one_of(REGULARIZERS), "a prior on features, in the objective or in SAM")
     regularizer_weight: float = option(0.01, number(), "its weight in the objective, or its step in SAM")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("weight_kernel", "injection_kernel"):
+            if getattr(self, name) % 2 == 0:
+                raise UserError(f"{name} should be odd, so that a picture keeps its size; got {getattr(self, name)}")
 
     def layer(self, problem: Problem) -> Equilibrium:
         """The equilibrium layer of ``problem`` with this solver and gradient."""

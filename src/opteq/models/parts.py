@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq._errors import UserError
-from opteq.models.options import ClassifierOptions
+from opteq.models.options import ClassifierOptions, SolvingOptions
 from opteq.models.pyramid import Pyramid
 from opteq.models.residual import ResidualBlock, normalised_conv
 
@@ -63,7 +63,8 @@ def _pyramid(in_channels: int, options: ClassifierOptions, scales: Sequence[int]
         if scale not in factors:
             raise UserError(f"a pyramid of {len(widths)} levels has the scales {factors}; got a branch with {scale}")
     levels = None if scales is None else tuple(factors.index(scale) for scale in scales)
-    module = Pyramid(in_channels, widths, options.stem_depth, options.stem_kernel, levels)
+    depth, kernel = options.stem_depth, options.stem_kernel
+    module = Pyramid(in_channels, widths, depth, kernel, levels, options.stem_attention)
     return Stem(module, (widths[-1],) if levels is None else tuple(widths[level] for level in levels))
 
 
@@ -72,6 +73,8 @@ def _one_size(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
     if options.stem == "plain":
         if options.stem_width is not None:
             raise UserError("stem_width has no effect with stem='plain'; it belongs to stem='residual'")
+        if options.stem_attention:
+            raise UserError("stem_attention has no effect with stem='plain', which has no residual blocks")
         widths = [in_channels, *[channels] * (depth + 1)]
         _check_downsample(options.downsample, depth + 1)
         return nn.Sequential(
@@ -85,17 +88,18 @@ def _one_size(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
     strides = [2 if i < options.downsample else 1 for i in range(depth + 1)]
     return nn.Sequential(
         normalised_conv(in_channels, width, options.stem_kernel, strides[0]),
-        *(ResidualBlock(width, width, stride) for stride in strides[1:]),
+        *(ResidualBlock(width, width, stride, options.stem_attention) for stride in strides[1:]),
         normalised_conv(width, channels),
     )
 
 
-def make_injection(inputs: int, outputs: int, norm: str, kernel: int = 3) -> nn.Module:
+def make_injection(inputs: int, outputs: int, options: SolvingOptions) -> nn.Module:
     """U: a convolution whose output has variance one for a rectified input, and its normalisation.
 
     ``batch`` and ``group`` put the scale of ``U x`` into the hands of a normalisation, over the batch or over each
     sample. With either, the Lipschitz constant of the certificate is unknown, for a norm of U is.
     """
+    norm, kernel = options.injection_norm, options.injection_kernel
     conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=norm == "none")
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
     if conv.bias is not None:

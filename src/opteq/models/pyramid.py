@@ -23,6 +23,7 @@ class Pyramid(nn.Module):
         depth: residual blocks on each level; with 0, levels are single convolutions.
         kernel: size of the first convolution.
         levels: which level each branch sees; None gives the last one alone, as a tensor.
+        attention: weigh the channels of every block by what the whole picture shows.
 
     >>> import torch
     >>> stem = Pyramid(3, (8, 16), depth=1, levels=(0, 1, 1))
@@ -31,15 +32,23 @@ class Pyramid(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, widths: Sequence[int], depth: int, kernel: int = 3, levels: Sequence[int] | None = None
+        self,
+        in_channels: int,
+        widths: Sequence[int],
+        depth: int,
+        kernel: int = 3,
+        levels: Sequence[int] | None = None,
+        attention: bool = False,
     ) -> None:
         super().__init__()
         first = [normalised_conv(in_channels, widths[0], kernel)]
-        stages = [nn.Sequential(*first, *(ResidualBlock(widths[0], widths[0]) for _ in range(depth)))]
+        stages = [
+            nn.Sequential(*first, *(ResidualBlock(widths[0], widths[0], attention=attention) for _ in range(depth)))
+        ]
         for before, width in pairwise(widths):
             if depth:
-                more = [ResidualBlock(width, width) for _ in range(depth - 1)]
-                stages.append(nn.Sequential(ResidualBlock(before, width, 2), *more))
+                more = [ResidualBlock(width, width, attention=attention) for _ in range(depth - 1)]
+                stages.append(nn.Sequential(ResidualBlock(before, width, 2, attention), *more))
             else:
                 stages.append(normalised_conv(before, width, stride=2))
         self.stages = nn.ModuleList(stages)

@@ -9,18 +9,48 @@ from torch import Tensor, nn
 
 
 class ResidualBlock(nn.Module):
-    """``relu(x + BN(conv(relu(BN(conv(x))))))``, with a 1x1 convolution on the way past where shapes change."""
+    """``relu(x + BN(conv(relu(BN(conv(x))))))``, with a 1x1 convolution on the way past where shapes change.
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+    With ``attention``, what the convolutions add is weighed by :class:`ChannelWeights`.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, attention: bool = False) -> None:
         super().__init__()
         self.first = normalised_conv(inputs, outputs, stride=stride)
         self.second = normalised_conv(outputs, outputs, activate=False)
+        self.weights = ChannelWeights(outputs) if attention else nn.Identity()
         same = stride == 1 and inputs == outputs
         self.past = nn.Identity() if same else normalised_conv(inputs, outputs, 1, stride, activate=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, inputs, h, w) -> (B, outputs, h / stride, w / stride)``."""
-        return torch.relu(self.past(x) + self.second(self.first(x)))
+        return torch.relu(self.past(x) + self.weights(self.second(self.first(x))))
+
+
+class ChannelWeights(nn.Module):
+    """Every channel times a number between 0 and 1, which two small layers make from the means of all channels.
+
+    That is squeeze and excitation: a block sees the whole picture at the price of ``C^2 / 4`` parameters.
+
+    >>> ChannelWeights(16)(torch.rand(2, 16, 4, 4)).shape
+    torch.Size([2, 16, 4, 4])
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        narrow = max(8, channels // 8)
+        self.layers = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(channels, narrow, 1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(narrow, channels, 1),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, C, h, w)``, weighed."""
+        weighed: Tensor = x * self.layers(x)
+        return weighed
 
 
 def normalised_conv(

@@ -32,9 +32,10 @@ _CANDIDATES = 4
 # In units of the mean eigenvalue, the trace of a Gram matrix is at most its side times the number of taps, which halves
 # can hold. One program chooses among all frequencies, and all matrices are in memory at once.
 _LARGEST, _MOST_PLACES, _MOST_NUMBERS = 60_000, 4096, 2**25
-# Beyond this side, products of whole matrices keep a GPU busy by themselves. Narrow matrices are quick either way, and
-# not worth the seconds that compiling takes (on an H200, all bounds of mopteq-0.48m: 1.18 ms, plain 1.25 ms).
-_WIDEST, _NARROWEST = 1024, 64
+# Beyond this side, products of whole matrices keep a GPU busy by themselves. Very narrow matrices are not worth the
+# seconds that compiling takes. (For 16 to 64 rows kernels take as long as tensor operations, but are far fewer: a step
+# of mopteq-0.48m launches 900 less, which counts where others use the GPU too.)
+_WIDEST, _NARROWEST = 1024, 16
 # Tests set it, to run the kernels by Triton's interpreter on a CPU. (Those of solvers have a switch of their own, as
 # bounds take the interpreter very long.)
 _interpreted = False

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opteq._fast import settings
+from opteq.operators import resample_fused
 from opteq.operators.base import LinearMap, Operator, checked_size
 from opteq.states import is_channels_last
 
@@ -54,8 +56,15 @@ class AveragePoolMap(LinearMap):
 
 
 def _has_kernels(v: Tensor) -> bool:
-    """Whether a GPU's own kernels for channels-last pictures can be used: not under a transformation of torch.func."""
-    return v.is_cuda and not torch._C._are_functorch_transforms_active()
+    """Whether kernels for channels-last pictures, ours or torch's, can be used: not under torch.func and torch.compile.
+
+    Neither of them can look into the functions below.
+    """
+    return (
+        (v.is_cuda or (settings.fused and settings.interpreted))
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _pooled(v: Tensor, factor: int) -> Tensor:
@@ -74,7 +83,8 @@ class _Pooled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, v: Tensor, factor: int) -> Tensor:
         ctx.factor = factor
-        return F.avg_pool2d(v, factor)
+        pooled = resample_fused.pooled(v, factor)
+        return F.avg_pool2d(v, factor) if pooled is None else pooled
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -91,6 +101,9 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, factor: int) -> Tensor:
         ctx.factor = factor
+        spread = resample_fused.spread(u, factor)
+        if spread is not None:
+            return spread
         with torch.autocast("cuda", enabled=False):  # which would do this in float32
             return F.interpolate(u / factor**2, scale_factor=factor, mode="nearest")
 

@@ -13,6 +13,7 @@ from opteq.analysis.attention import attention_map, patch_weights
 from opteq.analysis.saliency import saliency_map
 from opteq.analysis.terms import equilibrium_inputs, objective_terms
 from opteq.report.examine import Examination, Pictures
+from opteq.states import blocks
 
 _WRONG, _ALL = 3, 6
 
@@ -97,7 +98,7 @@ def look(model: nn.Module, x: Tensor, predicted: Tensor) -> tuple[Tensor, str]:
     for _, layer, given in equilibrium_inputs(model, x):
         with torch.no_grad():
             hidden = layer.problem(given)
-            weighs = bool(patch_weights(hidden, hidden.start())) and given.ndim == 4
+            weighs = bool(patch_weights(hidden, hidden.start())) and all(part.ndim == 4 for part in blocks(given))
         if weighs:
             maps.append(attention_map(layer, given, size))
     if maps:

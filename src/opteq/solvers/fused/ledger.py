@@ -81,7 +81,7 @@ def _dense(part: Tensor) -> bool:
 
 
 class Ledger:
-    """Flags and numbers of every row on the device, as :mod:`opteq.solvers.fused.kernels` lays them out."""
+    """Flags and numbers of every row on the device, as :mod:`opteq.solvers.fused.rows` lays them out."""
 
     def __init__(self, blocks: Blocks, sums: int, rule: Rule, wide: torch.dtype) -> None:
         device = blocks.like[0].device

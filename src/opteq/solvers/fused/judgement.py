@@ -1,0 +1,113 @@
+"""The judgement of a step of fixed-point iteration: one small program a row, between two passes over memory."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from opteq.solvers.fused.rows import (
+    ACTIVE,
+    BEST,
+    DEAD,
+    LATE,
+    LEAST,
+    MERIT,
+    PENDING,
+    PLAIN,
+    RESIDUAL,
+    SAVE,
+    STEPS,
+    UNIT,
+    record,
+)
+from opteq.solvers.fused.weighing import add_up, enter_newest, load_columns, load_products, store_columns, weigh
+
+
+@triton.jit
+def begin_row(
+    flags, numbers, rows, row, gap, residual, merit, finite, tol, NON_FINITE: tl.constexpr, MERITED: tl.constexpr
+):  # fmt: skip
+    """Enter the first point, which is the best one; its copy is there already."""
+    best = tl.where(finite, residual, float("inf"))
+    still = (best > tol) & finite
+    tl.store(numbers + BEST * rows + row, best)
+    tl.store(numbers + LEAST * rows + row, gap)
+    if MERITED:
+        tl.store(numbers + MERIT * rows + row, merit)
+    tl.store(flags + DEAD * rows + row, tl.where(finite, 0, NON_FINITE))
+    tl.store(flags + ACTIVE * rows + row, still.to(tl.int32))
+
+
+@triton.jit
+def is_harmless(gap, least, merit, known, growth, rounding, MERITED: tl.constexpr):
+    """Whether a proposal that is not plain may be taken: by its merit, or without one by ``|T(y) - y|``."""
+    if MERITED:
+        harmless = merit <= known + rounding * tl.abs(known)
+    else:
+        harmless = gap <= growth * least
+    return harmless
+
+
+@triton.jit(do_not_specialize=["slot", "step"])
+def judge(
+    sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, step, rows, slot, tol, floor, growth,
+    rounding, ridge, root, NON_FINITE: tl.constexpr, START: tl.constexpr, MERITED: tl.constexpr, HALF: tl.constexpr,
+    M: tl.constexpr, MP: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Judge the newest point of one row: is it taken, is it the best, is the row finished; and weigh the columns.
+
+    With ``M = 0`` there is no memory and every finite step is taken: plain iteration. ``START`` is the first point.
+    All is loaded before anything is computed: a program that waits for one number after the other is mostly waiting.
+    """
+    row = tl.program_id(0)
+    K: tl.constexpr = 4 + 2 * M if M > 0 else 2
+    mine = sums + row * K * parts
+    piece = tl.arange(0, P)
+    active = tl.load(flags + ACTIVE * rows + row)
+    residual = tl.load(numbers + RESIDUAL * rows + row)
+    best = tl.load(numbers + BEST * rows + row)
+    least = tl.load(numbers + LEAST * rows + row)
+    known = tl.load(numbers + MERIT * rows + row)
+    steps = tl.load(flags + STEPS * rows + row)
+    plain = tl.load(flags + PLAIN * rows + row) != 0  # stays set where there is no memory
+    was_pending = tl.load(flags + PENDING * rows + row) != 0
+    gaps = tl.load(mine + piece, mask=piece < parts, other=0.0)
+    sizes = tl.load(mine + parts + piece, mask=piece < parts, other=0.0)
+    merit = known
+    if MERITED:
+        merit = tl.load(merits + row).to(tl.float64)
+    if M > 0:
+        turns, across, along, target = load_products(mine, parts, M, MP, P)
+        in_use, lengths, cosines = load_columns(used, scale, gram, row, MP)
+        unit = tl.load(numbers + UNIT * rows + row)
+    if active == 0:
+        tl.store(flags + SAVE * rows + row, 0)
+    else:
+        gap = tl.sqrt(tl.sum(gaps.to(tl.float64), axis=0))
+        residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
+        finite = residual < float("inf")  # false for NaN
+        tl.store(numbers + RESIDUAL * rows + row, residual)
+        if START:
+            taken = finite
+            begin_row(flags, numbers, rows, row, gap, residual, merit, finite, tol, NON_FINITE, MERITED)
+        else:
+            taken = finite & (plain | is_harmless(gap, least, merit, known, growth, rounding, MERITED))
+            if MERITED:
+                tl.store(numbers + MERIT * rows + row, tl.where(taken, merit, known))
+            tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
+            ends = tl.where(finite, 0, tl.where(plain, NON_FINITE, 0))
+            record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
+            if M > 0:
+                tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
+                length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
+                in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
+                found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
+                tl.store(weights + row * MP + tl.arange(0, MP), found)
+                store_columns(used, scale, gram, row, in_use, lengths, cosines, MP)
+                tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))
+        if HALF:
+            # The next difference is about as long as the residual of the point it starts from: after a refusal, of the
+            # one before.
+            tl.store(numbers + UNIT * rows + row, tl.where(taken & (gap > 0), root / gap, unit))
+    tl.store(trace + step * rows + row, residual)
