@@ -8,8 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import nn
 
+from opteq.training import state
 from opteq.training.checkpoints import Checkpoints
+from opteq.training.devices import engine
 from training_cases import in_process, lines, pictures, start, train_and_die, train_here
 
 MORE = ["train.checkpoint_steps=2"]
@@ -98,3 +104,40 @@ def test_two_checkpoints_are_kept(undisturbed: Path) -> None:
         "step-00000009.safetensors",
         "step-00000008.safetensors",
     ]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_fused_update_goes_on_where_weights_are_channels_last(
+    kind: type[torch.optim.Optimizer], device: str, tmp_path: Path
+) -> None:
+    """Files have one layout; a fused update wants that of the weights, on a GPU by an error and on a CPU in silence."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 1)).to(device, memory_format=torch.channels_last)
+        more = {"momentum": 0.9, "nesterov": True} if kind is torch.optim.SGD else {}
+        return model, kind(model.parameters(), lr=0.1, fused=True, **more)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        x = torch.linspace(-1, 1, 2 * 3 * 36, device=device).reshape(2, 3, 6, 6)
+        model(x.contiguous(memory_format=torch.channels_last)).square().sum().backward()
+        optimizer.step()
+
+    accelerator = engine("cpu", "no")  # of which packing asks for processes alone
+    model, optimizer = begun()
+    step(model, optimizer)
+    tensors, values = state.pack(model, optimizer, accelerator)
+    tensors = load_tensors(save_tensors({name: value.cpu().contiguous() for name, value in tensors.items()}))
+    again, other = begun()
+    state.unpack(tensors, values, again, other, accelerator)
+    for one in (model, optimizer), (again, other):
+        step(*one)
+        step(*one)
+    for weight, expected in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+    for weight, entries in other.state.items():
+        assert all(value.stride() == weight.stride() for value in entries.values() if value.shape == weight.shape)

@@ -58,11 +58,20 @@ def unpack(
         entries.setdefault(int(index), {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    _lay_out(optimizer)
     if accelerator.scaler is not None and "scaler" in values:
         accelerator.scaler.load_state_dict(values["scaler"])
     if values["processes"] == accelerator.num_processes:
         rank = accelerator.process_index
         rng.restore(_under(f"rng.{rank}.", tensors), values["rng"][rank])
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give momenta and the like the memory layout of their weights: fused updates insist on it, and files have none."""
+    for weight, entries in optimizer.state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
+                entries[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
