@@ -2,7 +2,7 @@
 
 The state that the input alone gives, ``sigma(U x + b)``, is what a network without feedback would have. Test accuracy
 of a trained run with that state in the equilibrium's place, how far the equilibrium is from it, and the norm of every W
-beside its bound.
+beside its bound, at frequency zero and at the median one of 16 x 16 frequencies.
 
     python benchmarks/feedback.py runs/cifar10-jpeg-popteq-193k --root DIR
 """
@@ -51,8 +51,18 @@ def main() -> None:
         print(f"{name:>12}: {100 * number / count:.2f} % of {count} test pictures")
     for name, part in model.named_modules():
         if isinstance(part, Operator) and part.bound is not None:
-            print(f"{name}: norm {float(part.norm()):.3f}, bound {part.bound:g}")
+            print(f"{name}: norm {float(part.norm()):.3f}, bound {part.bound:g}{frequencies(part)}")
     print(f"the equilibrium differs from the first step by {100 * distance / count:.1f} % of its norm, on average")
+
+
+def frequencies(part: Operator) -> str:
+    """The norms of a convolution at frequency zero, where it acts on means, and at the median frequency."""
+    weight = vars(part.prepare()).get("weight")
+    if weight is None or weight.ndim != 4 or weight.shape[-1] == 1:
+        return ""
+    symbols = torch.fft.fft2(weight.detach().double(), s=(16, 16)).permute(2, 3, 0, 1)
+    largest = torch.linalg.matrix_norm(symbols, ord=2)
+    return f"; {float(largest[0, 0]):.3f} at frequency zero, {float(largest.median()):.3f} at the median one"
 
 
 def norms(state: State, other: State | None = None) -> torch.Tensor:
