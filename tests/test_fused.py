@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +20,7 @@ from torch import Tensor
 import opteq
 from all_cases import CASES
 from cases import Case
+from compiling import names_compiled
 from opteq import operators as op
 from opteq import penalties
 from opteq._fast import settings as paths
@@ -767,15 +764,12 @@ def test_fast_paths_are_put_back() -> None:
 
 COMPILE = """
 import sys
-import warnings
 
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
+from compiling import ptx
 from opteq.solvers.fused import kernels as k
 
-warnings.simplefilter("ignore")
 NUMBERS = "tol floor growth rounding ridge root low high eps".split()
 BOOKS = dict.fromkeys("numbers gram scale weights trace".split(), "*fp64") | {"flags": "*i32", "used": "*i32"}
 ENDS = {"NON_FINITE": 2, "INDEFINITE": 3, "SINGULAR": 6}
@@ -788,14 +782,7 @@ def build(kernel, capability, wide, state, column, warps, constants):
     types |= dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys("rows width slot first step".split(), "i32")
     if kernel.__name__.startswith("cg_"):
         state = wide_pointer
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, state) for name in kernel.arg_names
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    assert f"sm_{capability}" in made.asm["ptx"]
-    print(kernel.__name__, capability)
+    ptx(kernel, capability, dict.fromkeys(kernel.arg_names, state) | types, constants, num_warps=warps)
 
 
 capability = int(sys.argv[1])
@@ -825,18 +812,7 @@ for wide, state, column, half in (
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability: int, tmp_path: Path) -> None:
-    if sys.platform != "linux" or importlib.util.find_spec("triton.backends.nvidia") is None:
-        pytest.skip("this Triton has no compiler for NVIDIA's GPUs")
-    script = tmp_path / "build.py"
-    script.write_text(textwrap.dedent(COMPILE), encoding="utf-8")
-    source = Path(opteq.__file__).parents[1]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(source)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(script), str(capability)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    names = names_compiled(COMPILE, capability, tmp_path)
     jitted = {name for name, value in vars(kernels).items() if hasattr(value, "arg_names") and not name.startswith("_")}
-    names = {line.split()[0] for line in done.stdout.splitlines()}
     assert names == {name for name in jitted if not name.startswith("_")} or not jitted
     assert {"judge", "anderson_observe", "anderson_mix", "plain_observe", "keep"} <= names

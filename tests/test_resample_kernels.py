@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import opteq
+from compiling import names_compiled
 from opteq import operators as op
 from opteq._fast import settings as paths
 from opteq.operators import resample_fused
@@ -294,15 +292,12 @@ def test_without_triton_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) ->
 
 COMPILE = """
 import sys
-import warnings
 
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
+from compiling import ptx
 from opteq.operators import resample_kernels as k
 
-warnings.simplefilter("ignore")
 capability = int(sys.argv[1])
 
 
@@ -310,15 +305,10 @@ def build(kernel, numbers, channels, factor, large=False):
     wide = tl.float64 if numbers == "*fp64" else tl.float32
     constants = {"C": channels, "K": factor, "PIXELS": 16, "CHANNELS": 64, "LARGE": large, "WIDE": wide}
     types = {"fine": numbers, "coarse": numbers, "pixels": "i64" if large else "i32", "width": "i32"}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    code = made.asm["ptx"]
-    assert f"sm_{capability}" in code
+    code = ptx(kernel, capability, types, constants, aligned, num_warps=4)
     if channels == 64 and numbers != "*fp64":  # the widest loads and stores
         assert "ld.global.v4.b32" in code and "st.global.v4.b32" in code
-    print(kernel.__name__)
 
 
 for kernel in (k.pool, k.spread):
@@ -336,18 +326,7 @@ for kernel in (k.pool, k.spread):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_a_gpu_that_is_not_here(capability: int, tmp_path: Path) -> None:
-    if sys.platform != "linux" or importlib.util.find_spec("triton.backends.nvidia") is None:
-        pytest.skip("this Triton has no compiler for NVIDIA's GPUs")
-    script = tmp_path / "build.py"
-    script.write_text(COMPILE, encoding="utf-8")
-    source = Path(opteq.__file__).parents[1]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(source)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(script), str(capability)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert set(done.stdout.split()) == {"pool", "spread"}
+    assert names_compiled(COMPILE, capability, tmp_path) == {"pool", "spread"}
 
 
 # --------------------------------------------------------------------------------------------------------- on a GPU
