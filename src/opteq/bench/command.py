@@ -58,11 +58,9 @@ def run(
     layers = [Shape.parse(text) for text in shapes] or list(SHAPES)
     usual = ("tf32", "bf16") if on_gpu else ("float32",)
     chosen = [Precision(name, place) for name in (precisions or usual)]
-    clock = Clock(place, repeats, warm_up=4 if on_gpu else 1)
-    machine = record.machine(place)
     found: dict[str, Any] = {
         **record.stamp(),
-        "machine": machine,
+        "machine": record.machine(place),
         "options": {
             "device": place.type,
             "batch": batch,
@@ -71,16 +69,28 @@ def run(
             "models": models,
             "repeats": repeats,
         },
-        "steps": [],
-        "training": [],
-        "models": [],
-        "errors": [],
     }
     console = console or _console()
+    clock = Clock(place, repeats, warm_up=4 if on_gpu else 1)
+    _introduce(console, found)
+    found |= _measure(list(_jobs(layers, chosen, models, batch, clock, found["machine"]["device"])), clock, console)
+    _print(console, found)
+    if json is not None:
+        record.write(json, found)
+        console.print(f"written: {json}")
+    return bool(found["agree"])
+
+
+def _introduce(console: Console, found: dict[str, Any]) -> None:
+    machine, batch = found["machine"], found["options"]["batch"]
     console.print(f"{machine['device']}, torch {machine['torch']}, {machine['threads']} CPU threads, batch {batch}")
     if rivals.version() is None:
         console.print("torchdeq is not installed, so there is nothing to compare with: pip install 'opteq[bench]'")
-    jobs = list(_jobs(layers, chosen, models, batch, clock, machine["device"]))
+
+
+def _measure(jobs: Sequence[Job], clock: Clock, console: Console) -> dict[str, Any]:
+    """All measurements by the list they belong to, what went wrong, and whether all answers agree."""
+    found: dict[str, Any] = {"steps": [], "training": [], "models": [], "errors": []}
     with _progress(console, len(jobs)) as tick, _quietly():
         for kind, words, job in jobs:
             tick(words)
@@ -91,11 +101,7 @@ def run(
             clock.clear()
     answers = [entry["answers"]["agree"] for entry in found["steps"]]
     found["agree"] = not found["errors"] and all(answers) and all(entry["agree"] for entry in found["training"])
-    _print(console, found)
-    if json is not None:
-        record.write(json, found)
-        console.print(f"written: {json}")
-    return bool(found["agree"])
+    return found
 
 
 def _jobs(
