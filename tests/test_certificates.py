@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -320,3 +321,30 @@ def test_it_follows_the_weights() -> None:
     assert before.unique
     assert after.unique is None
     assert after.contraction == pytest.approx(2.25, rel=0.02)
+
+
+@pytest.mark.parametrize("scales", [(4, 4), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("kind", ["mopteq", "none", "sum", "conv", "parallel"])
+def test_lipschitz_bound_holds_for_a_tuple_with_an_input_each(kind: str, scales: tuple[int, ...]) -> None:
+    """Where branches have inputs of their own nothing is averaged, and averaging made the bound smaller."""
+    torch.manual_seed(0)
+    pairs = [(opteq.operators.Conv2d(2, 3, 1, bound=0.5), nn.Conv2d(2, 3, 1)) for _ in scales]
+    branches = [opteq.Branch(W, U, scale) for (W, U), scale in zip(pairs, scales, strict=True)]
+    if kind == "mopteq":
+        problem: opteq.Problem = opteq.MOptEq(branches, activation="identity")
+    elif kind == "parallel":
+        problem = opteq.Parallel([opteq.OptEq(W, U, "identity") for W, U in pairs], scales)
+    else:
+        problem = opteq.POptEq(branches, "identity", kind)
+    layer = opteq.Equilibrium(problem.double(), opteq.Anderson(tol=1e-12, max_steps=300))
+    shapes = [(1, 2, 8 // scale, 8 // scale) for scale in scales]
+    sizes = [math.prod(shape) for shape in shapes]
+
+    def features(flat: Tensor) -> Tensor:
+        given = tuple(part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True))
+        return torch.cat([part.flatten() for part in blocks(layer(given))])
+
+    jacobian = torch.autograd.functional.jacobian(features, torch.randn(sum(sizes), dtype=torch.float64))
+    bound = problem.certificate().lipschitz
+    assert bound is not None
+    assert float(torch.linalg.matrix_norm(jacobian, 2)) <= bound

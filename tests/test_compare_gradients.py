@@ -186,3 +186,14 @@ def test_what_is_refused() -> None:
         compare_gradients(small_layer(), batch(), repeats=0)
     with pytest.raises(TypeError, match="gradient should be a gradient such as"):
         compare_gradients(small_layer(), batch(), gradients=["implicit"])
+
+
+def test_inputs_of_branches_may_differ() -> None:
+    torch.manual_seed(0)
+    branches = [
+        opteq.Branch(opteq.operators.Conv2d(2, 3, 3, bound=0.9), nn.Conv2d(1, 3, 3, padding=1), s) for s in (1, 2)
+    ]
+    layer = opteq.Equilibrium(opteq.MOptEq(branches)).double()
+    x = tuple(torch.randn(2, 1, side, side, dtype=torch.float64) for side in (4, 2))
+    (row,) = compare_gradients(layer, x, gradients=[opteq.Implicit(tol=1e-10)], repeats=1, show=False)
+    assert row.angle < 0.1  # degrees

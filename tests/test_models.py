@@ -317,6 +317,12 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
         ("mopteq-193k", {"stem_width": 8}, "stem_width has no effect with stem='plain'"),
         ("mopteq-193k", {"stem_kernel": 4}, "stem_kernel should be odd"),
         ("mopteq-193k", {"downsample": 2}, "downsample=2 needs as many convolutions"),
+        ("opteq-digits", {"stem_attention": True}, "stem_attention has no effect with stem='plain'"),
+        (
+            "popteq-193k",
+            {"stem": "pyramid", "stem_widths": [4, 4, 4], "scales": [1, 2, 2]},
+            "the coarsest branch has scale 2, so stem_widths should have 2 numbers",
+        ),
         (
             "opteq-digits",
             {"injection_kernel": 2},

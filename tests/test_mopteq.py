@@ -630,3 +630,9 @@ def test_wrong_branches_and_inputs() -> None:
     hidden = nameless(torch.randn(2, 4))
     with pytest.raises(ValueError, match="same number of channels"):
         hidden.step(hidden.start())
+
+
+def test_a_perturbation_is_reconstructed_for_one_input() -> None:
+    branch = opteq.Branch(op.Conv2d(2, 3, 1, bound=0.9), nn.Conv2d(1, 3, 1))
+    with pytest.raises(TypeError, match="one input that all branches see; got a tuple"):
+        reconstructed_perturbation(opteq.MOptEq([branch]), (torch.ones(1, 1, 2, 2),), 0.1)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -327,3 +327,17 @@ def test_a_start_is_used() -> None:
     first = layer.solve(pictures())
     again = layer.solve(pictures(), start=first.state)
     assert int(again.report.steps.max()) < int(first.report.steps.max())
+
+
+@pytest.mark.parametrize(
+    "change", [torch.relu_, lambda y: y.mul_(2.0), lambda y: y.add_(1.0)], ids=["relu", "mul", "add"]
+)
+def test_features_may_be_changed_in_place(change: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(opteq.OptEq(op.Conv2d(4, 6, 3, bound=0.9), nn.Conv2d(4, 6, 3, padding=1)))
+    x = torch.randn(2, 4, 5, 5)
+    inputs = list(layer.parameters())
+    changed = torch.autograd.grad(change(layer(x)).square().sum(), inputs)
+    copied = torch.autograd.grad(change(layer(x).clone()).square().sum(), inputs)
+    for one, other in zip(changed, copied, strict=True):
+        assert torch.equal(one, other)

@@ -71,6 +71,10 @@ def reconstructed_perturbation(model: Equilibrium | Problem, x: Tensor, size: fl
         size: largest entry of delta.
     """
     check_not_negative("size", size)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"a perturbation is reconstructed for one input that all branches see; got a {type(x).__name__}"
+        )
     layer = model if isinstance(model, Equilibrium) else Equilibrium(model)
     with _evaluating(layer):
         with torch.no_grad():

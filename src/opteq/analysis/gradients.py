@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
 from opteq.solvers import SAM, Solver
-from opteq.states import State, blocks
+from opteq.states import State, blocks, map_state
 
 Loss = Callable[[State], Tensor]
 
@@ -49,7 +49,7 @@ class GradientCost:
 
 def compare_gradients(
     layer: Equilibrium,
-    x: Tensor,
+    x: State,
     loss: Loss | None = None,
     gradients: Sequence[Gradient] | None = None,
     repeats: int = 3,
@@ -65,7 +65,7 @@ def compare_gradients(
     Args:
         layer: the layer to measure; its solver is used for every row. It is left as it was, buffers (the statistics of
             a batch normalisation, say) and random state included; every run sees the same random numbers.
-        x: a batch.
+        x: a batch; a tuple where each branch has its own.
         loss: from the layer's features to one number; by default their inner product with fixed random numbers,
             which favours no direction.
         gradients: what to compare; by default one of each kind.
@@ -101,8 +101,8 @@ def compare_gradients(
     return rows
 
 
-def _exact(layer: Equilibrium, x: Tensor) -> Equilibrium:
-    eps = torch.finfo(x.dtype).eps
+def _exact(layer: Equilibrium, x: State) -> Equilibrium:
+    eps = torch.finfo(blocks(x)[0].dtype).eps
     solver = replace(layer.solver, tol=min(layer.solver.tol, 10 * eps), max_steps=4 * layer.solver.max_steps)
     return _probe(layer, solver, Implicit(tol=10 * eps, max_steps=1000))
 
@@ -113,16 +113,17 @@ def _probe(layer: Equilibrium, solver: Solver, gradient: Gradient) -> Equilibriu
 
 
 @contextmanager
-def _as_it_was(layer: Equilibrium, x: Tensor) -> Iterator[Callable[[], None]]:
+def _as_it_was(layer: Equilibrium, x: State) -> Iterator[Callable[[], None]]:
     """Yields what puts buffers and random numbers back; on leaving they are put back as well."""
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     on_cpu = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(x.device) if x.device.type == "cuda" else None
+    device = blocks(x)[0].device
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def rewind() -> None:
         torch.set_rng_state(on_cpu)
         if on_device is not None:
-            torch.cuda.set_rng_state(on_device, x.device)
+            torch.cuda.set_rng_state(on_device, device)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -133,27 +134,30 @@ def _as_it_was(layer: Equilibrium, x: Tensor) -> Iterator[Callable[[], None]]:
         rewind()
 
 
-def _flat_gradient(
-    layer: Equilibrium, x: Tensor, loss: Loss, rewind: Callable[[], None]
-) -> tuple[Tensor, float, float]:
+def _flat_gradient(layer: Equilibrium, x: State, loss: Loss, rewind: Callable[[], None]) -> tuple[Tensor, float, float]:
     """The gradient as one vector, and the seconds of both passes."""
     rewind()
-    x = x.detach().clone().requires_grad_()
-    inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    begun = _clock(x.device)
+    x = map_state(_leaf, x)
+    device = blocks(x)[0].device
+    inputs = [*blocks(x), *(p for p in layer.parameters() if p.requires_grad)]
+    begun = _clock(device)
     with torch.enable_grad():
         value = loss(layer(x))
-    between = _clock(x.device)
+    between = _clock(device)
     slopes = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
-    ended = _clock(x.device)
+    ended = _clock(device)
     return torch.cat([slope.flatten().double() for slope in slopes]), between - begun, ended - between
 
 
-def _kept_bytes(layer: Equilibrium, x: Tensor, loss: Loss, rewind: Callable[[], None]) -> int:
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def _kept_bytes(layer: Equilibrium, x: State, loss: Loss, rewind: Callable[[], None]) -> int:
     """The bytes that are alive between the two passes and were not before the first."""
     rewind()
-    x = x.detach().clone().requires_grad_()
-    made = _Storages([x, *layer.parameters(), *layer.buffers()])
+    x = map_state(_leaf, x)
+    made = _Storages([*blocks(x), *layer.parameters(), *layer.buffers()])
     with made, torch.enable_grad():
         value = loss(layer(x))
     gc.collect()

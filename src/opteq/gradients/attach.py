@@ -87,5 +87,5 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # noqa: ARG004
         raise RuntimeError(
             "this gradient of an equilibrium comes from an adjoint solve and can't be differentiated again. "
-            "For second derivatives use gradient=opteq.Unrolled(steps) or opteq.Phantom(steps, damping)"
+            "For second derivatives use gradient=opteq.Unrolled(steps), or opteq.Phantom(steps) with many steps"
         )

@@ -93,7 +93,8 @@ class _Features(torch.autograd.Function):
         ctx.system, ctx.record = system, record
         # Saved though the system has them too: so autograd notices a weight that was changed in between.
         ctx.save_for_backward(weight, c)
-        return system.known[-1].view_as(system.known[-1])
+        # A copy: what is handed out may be changed in place, and what is known is needed on the way back.
+        return system.known[-1].clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

@@ -63,6 +63,11 @@ def _pyramid(in_channels: int, options: ClassifierOptions, scales: Sequence[int]
         if scale not in factors:
             raise UserError(f"a pyramid of {len(widths)} levels has the scales {factors}; got a branch with {scale}")
     levels = None if scales is None else tuple(factors.index(scale) for scale in scales)
+    if levels is not None and max(levels) + 1 < len(widths):
+        raise UserError(
+            f"no branch sees the last of {len(widths)} levels of the pyramid, whose weights would learn nothing; the "
+            f"coarsest branch has scale {max(scales or ())}, so stem_widths should have {max(levels) + 1} numbers"
+        )
     depth, kernel = options.stem_depth, options.stem_kernel
     module = Pyramid(in_channels, widths, depth, kernel, levels, options.stem_attention)
     return Stem(module, (widths[-1],) if levels is None else tuple(widths[level] for level in levels))

@@ -105,11 +105,15 @@ def _lipschitz(
     """How fast the minimiser of a strongly convex function moves with its linear term, carried by W and U."""
     if factor >= 1:
         return None, f"needs {shown} below 1"
-    squares = 0.0
+    squares = most = 0.0
     for index, branch in enumerate(branches):
         carried = 1.0 if branch.U is None else module_norm(branch.U)
         if carried is None:
             return None, f"the norm of U in branch {index}, a {type(branch.U).__name__}, is not known"
         squares += (float(carried) / branch.scale) ** 2
-    why = f"zeta |U| L / (1 - k), |U|^2 = sum of |U_i|^2 / scale_i^2, for the minimiser without perturbations; {shown}"
-    return zeta * math.sqrt(squares) * penalty.lipschitz / (1 - factor), why
+        most = max(most, float(carried))
+    why = (
+        "zeta |U| L / (1 - k) for the minimiser without perturbations, |U|^2 = sum of |U_i|^2 / scale_i^2 or, for a "
+        f"tuple with an input for each branch, the largest |U_i|^2, whichever is larger; {shown}"
+    )
+    return zeta * max(math.sqrt(squares), most) * penalty.lipschitz / (1 - factor), why

@@ -42,22 +42,26 @@ class SideBySide(Problem):
             return "; ".join(f"part {i}: {one.reasons.get(name, 'unknown')}" for i, one in enumerate(given))
 
         contractions = [one.contraction for one in given if one.contraction is not None]
-        slopes = [
-            one.lipschitz / scale for one, (_, scale) in zip(given, parts, strict=True) if one.lipschitz is not None
-        ]
+        slopes = [one.lipschitz for one in given if one.lipschitz is not None]
+        known = len(slopes) == len(given)
         return Certificate(
             exists=_all(one.exists for one in given),
             unique=_all(one.unique for one in given),
             contraction=max(contractions) if len(contractions) == len(given) else None,
-            lipschitz=math.hypot(*slopes) if len(slopes) == len(given) else None,
+            lipschitz=_carried(slopes, [scale for _, scale in parts]) if known else None,
             reasons={
                 "exists": f"every part has an equilibrium. {why('exists')}",
                 "unique": f"every part has only one. {why('unique')}",
                 "contraction": f"the largest of the parts. {why('contraction')}",
-                "lipschitz": "sqrt of the sum of squares, each divided by its scale, for one input that all parts see. "
-                + why("lipschitz"),
+                "lipschitz": "sqrt of the sum of squares, each divided by its scale, for one input that all parts see, "
+                f"or the largest, for a tuple with an input each: whichever is larger. {why('lipschitz')}",
             },
         )
+
+
+def _carried(slopes: Sequence[float], scales: Sequence[int]) -> float:
+    """How far tuples of features move, at most, with one input that parts see averaged, or with an input each."""
+    return max(math.hypot(*(slope / scale for slope, scale in zip(slopes, scales, strict=True))), *slopes)
 
 
 class Parallel(SideBySide):

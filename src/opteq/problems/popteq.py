@@ -91,13 +91,17 @@ class POptEq(SideBySide):
             return found
         scales = [branch.scale for branch in self.each()]
         slopes = [part.certificate().lipschitz or 0.0 for part, _ in self.parts()]
-        # A branch at scale s sees pictures pooled by s, of norm 1/s; repeating them s / (least s) times undoes that.
+        # A branch at scale s sees pictures pooled by s, of norm 1/s; repeating them s / (least s) times undoes that. A
+        # tuple with an input each was not pooled, so there it remains.
+        repeated = [slope * scale for slope, scale in zip(slopes, scales, strict=True)]
         if self.convolution is None:
-            bound, rule = sum(slopes) / min(scales), "the sum of the branches'"
+            bound = max(sum(slopes), math.hypot(*repeated)) / min(scales)
+            rule = "the sum of the branches' (for a tuple, sqrt of the sum of squares, each times its scale)"
         else:
             carried = module_norm(self.convolution)
             assert carried is not None
-            bound, rule = float(carried) * math.hypot(*slopes) / min(scales), "|conv| sqrt of the sum of squares"
+            bound = float(carried) * max(math.hypot(*slopes), *repeated) / min(scales)
+            rule = "|conv| sqrt of the sum of squares (for a tuple, the largest times its scale)"
         reasons = {**found.reasons, "lipschitz": f"{rule}, at the finest size. {found.reasons['lipschitz']}"}
         return Certificate(found.exists, found.unique, found.contraction, bound, reasons)
 
