@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save as save_tensors
 from torch import nn
 
 from opteq import models, regularizers
@@ -18,13 +22,14 @@ from opteq._errors import UserError
 from opteq._files import draft, plain_errors, remove_drafts, write_atomically
 from opteq.couplings import diversity, heritage
 from opteq.solution import Report
-from opteq.training import CheckpointWarning, TrainingStopped, rng
+from opteq.training import CheckpointWarning, TrainingStopped, checkpoints, rng
 from opteq.training.board import Board
 from opteq.training.checkpoints import Checkpoint, Checkpoints
 from opteq.training.guard import judge
 from opteq.training.losses import Loss
 from opteq.training.optimizers import optimizer
 from opteq.training.recipe import GuardSection, LossSection, OptimizerSection, ScheduleSection
+from opteq.training.run_folder import RunFolder
 from opteq.training.schedules import schedule
 from opteq.training.tally import Counts, Tally
 
@@ -229,6 +234,100 @@ def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path, content: bytes | s
     assert found.step == 1
 
 
+def of_format(path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a whole checkpoint as another version of opteq would."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_FORMAT", number)
+        written = Checkpoints(path.parent / "other").save(some(int(path.stem[5:])))
+    written.replace(path)
+    written.parent.rmdir()
+
+
+def test_where_no_checkpoint_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is named with its own reason, and stays as it is."""
+    names = [f"step-{step:08d}.safetensors" for step in (4, 3, 2, 1)]
+    damaged, foreign, other, closed = (tmp_path / name for name in names)
+    damaged.write_bytes(b"half")
+    foreign.write_bytes(save_tensors({"weight": torch.ones(2)}))
+    of_format(other, 7, monkeypatch)
+    closed.mkdir()  # whoever runs the tests may read every file, but nobody a folder as one
+    before = [path.read_bytes() for path in (damaged, foreign, other)]
+    with pytest.raises(UserError) as caught:
+        Checkpoints(tmp_path).latest()
+    said = str(caught.value)
+    assert f"{damaged.name} is damaged (" in said
+    assert f"{foreign.name} is damaged (it is a safetensors file, but no checkpoint of opteq)" in said
+    assert f"{other.name} was written by another version of opteq (its format is 7, and this version reads 1)" in said
+    assert f"{closed.name} could not be read (Is a directory)" in said
+    assert "restore one of them from a copy, make it readable, or use the version of opteq that wrote it" in said
+    assert "to begin anew, give another --out, or remove them" in said
+    assert [path.read_bytes() for path in (damaged, foreign, other)] == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+def test_an_older_checkpoint_is_taken_with_a_warning_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Checkpoints(tmp_path)
+    store.save(some(1))
+    of_format(tmp_path / "step-00000002.safetensors", 2, monkeypatch)
+    (tmp_path / "step-00000003.safetensors").mkdir()
+    with pytest.warns(CheckpointWarning) as caught:
+        found = store.latest()
+    assert found is not None
+    assert found.step == 1
+    unread, another = (str(warning.message) for warning in caught)
+    assert "step-00000003.safetensors could not be read (Is a directory) and is passed over" in unread
+    assert "step-00000002.safetensors was written by another version of opteq" in another
+    assert "damaged" not in unread + another
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path / "checkpoints")
+    store.folder.touch()
+    with pytest.raises(
+        UserError, match=r"listing the checkpoints failed: Not a directory \(.*/checkpoints\); make that a folder"
+    ):
+        store.latest()
+
+
+def test_a_run_that_went_back_goes_on_from_where_it_is(tmp_path: Path) -> None:
+    """Files of later steps go once the new one is written, whole or not; the one before it stays."""
+    store = Checkpoints(tmp_path)
+    store.save(some(3))
+    for step in (7, 8):
+        (tmp_path / f"step-{step:08d}.safetensors").write_bytes(b"half")
+    path = store.save(some(5))
+    assert path.exists()
+    assert [file.name for file in store.files()] == ["step-00000005.safetensors", "step-00000003.safetensors"]
+    found = store.latest()
+    assert found is not None
+    assert found.step == 5
+
+
+def test_later_checkpoints_stay_until_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Checkpoints(tmp_path)
+    store.save(some(7))
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.save(some(5))
+    assert [file.name for file in store.files()] == ["step-00000007.safetensors"]
+
+
+def test_checkpoints_are_ordered_by_number_and_other_files_left_alone(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path)
+    mine = tmp_path / "step-best.safetensors"
+    mine.write_bytes(b"mine")
+    for step in (99_999_998, 99_999_999, 100_000_000):
+        store.save(some(step))
+    assert [file.name for file in store.files()] == ["step-100000000.safetensors", "step-99999999.safetensors"]
+    assert mine.read_bytes() == b"mine"
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_atomically(path, b"old")
@@ -272,3 +371,18 @@ def test_tensorboard_forgets_what_is_drawn_anew(tmp_path: Path) -> None:
     assert [event.step for event in read.Scalars("loss/test")] == [1, 2]
     for board in (first, again):
         board.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fcntl") is None, reason="this system has no locks on folders")
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from opteq.training.run_folder import RunFolder\n"
+    code += "with RunFolder(Path(sys.argv[1])).prepared(): print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=r"another process is training in .*wait for it, or give another --out"):
+            RunFolder(tmp_path).prepared().__enter__()
+        other.kill()
+    with RunFolder(tmp_path).prepared():  # a process that dies lets go
+        pass
+    assert not list(tmp_path.iterdir())

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from opteq.training import state
+from opteq._errors import UserError
+from opteq.training import TrainingStopped, state, train, trainer
 from opteq.training.checkpoints import Checkpoints
 from opteq.training.devices import engine
-from training_cases import in_process, lines, pictures, start, train_and_die, train_here
+from opteq.training.run_folder import RunFolder
+from training_cases import in_process, lines, pictures, start, tiny, train_and_die, train_here
 
 MORE = ["train.checkpoint_steps=2"]
 
@@ -104,6 +109,67 @@ def test_two_checkpoints_are_kept(undisturbed: Path) -> None:
         "step-00000009.safetensors",
         "step-00000008.safetensors",
     ]
+
+
+def content(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(root: Path, undisturbed: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    files = Checkpoints(run / "checkpoints").files()
+    for path in files:
+        os.truncate(path, 1000)
+    before = content(run)
+    with pytest.raises(UserError, match=f"{files[0].name} is damaged .*, {files[1].name} is damaged .* restore one"):
+        train(tiny(root, *MORE), run, resume=True)
+    assert content(run) == before
+    # The message names two ways on: one file from a copy ...
+    shutil.copy(undisturbed / "checkpoints" / files[1].name, files[1])
+    assert in_process(train_here, str(root), str(run), MORE) == 0
+    same(run, undisturbed)
+    # ... or without any.
+    for path in Checkpoints(run / "checkpoints").files():
+        path.unlink()
+    assert in_process(train_here, str(root), str(run), MORE) == 0
+    same(run, undisturbed)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_in_which_nothing_was_made_is_free(root: Path, tmp_path: Path, resume: bool) -> None:
+    """A run that stops itself in its first epoch has a recipe and no more; a better recipe may take its place."""
+    out, silent = tmp_path / "run", Console(quiet=True)
+    lost = ["model.options.max_steps=1", "model.options.tol=1e-6", "guard.residual=1e-5", "guard.lost=0"]
+    with pytest.raises(TrainingStopped, match=r"lets it go on\. No checkpoint had been made: .* begun anew$"):
+        train(tiny(root, *lost), out, console=silent)
+    assert (out / "recipe.toml").exists()
+    assert (out / "metrics.jsonl").read_bytes() == b""
+    assert not RunFolder(out).holds_a_run()
+    train(tiny(root, "train.epochs=1"), out, resume=resume, console=silent)
+    assert RunFolder(out).recipe().train.epochs == 1
+    assert len(lines(out)) == 1
+
+
+def test_a_run_that_stops_itself_later_speaks_of_its_checkpoints(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(options: object, counts: object, where: str) -> None:
+        if where == "epoch 2":
+            raise TrainingStopped("the loss is nan")
+
+    monkeypatch.setattr(trainer, "judge", judge)
+    with pytest.raises(TrainingStopped, match=r"^the loss is nan\. Checkpoints are from before this$"):
+        train(tiny(root), tmp_path / "run", console=Console(quiet=True))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "model.safetensors", "checkpoints/step-00000001.safetensors"])
+def test_whatever_could_be_lost_is_a_run(tmp_path: Path, name: str) -> None:
+    folder = RunFolder(tmp_path)
+    assert not folder.holds_a_run()
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"epoch": 1}\n')
+    assert folder.holds_a_run()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW], ids=lambda kind: kind.__name__)

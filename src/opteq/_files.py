@@ -67,3 +67,27 @@ def plain_errors(doing: str, remedy: str) -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise UserError(f"{doing} failed: {error.strerror or error}{where}; {remedy}") from error
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, refusal: str) -> Iterator[None]:
+    """Hold a folder inside the block: a second process that wants it is refused. A process that dies lets go of it.
+
+    It leaves no file behind. Where the system has no such locks (Windows, some network disks) nothing is held.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(refusal) from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)

@@ -9,7 +9,7 @@ from opteq.training.tally import Counts
 
 
 class TrainingStopped(RuntimeError):  # noqa: N818 - it says what happened, as a sentence would
-    """A run ended itself because going on would have trained nothing. Its last good checkpoint is kept.
+    """A run ended itself because going on would have trained nothing. Its last good checkpoint, if any, is kept.
 
     The command line prints the message and stops with status 3: the command was right, the training went wrong.
     """
@@ -41,18 +41,18 @@ def judge(options: GuardSection, counts: Counts, where: str) -> None:
     if not math.isfinite(counts.loss):
         raise TrainingStopped(
             f"{where}: the loss is {counts.mean_loss}. Try a lower optimizer.lr, train.clip=1.0, or a smaller bound on "
-            "the model's operators; with precision fp16, try bf16. Checkpoints are from before this"
+            "the model's operators; with precision fp16, try bf16"
         )
     if counts.solves and counts.lost_share > options.lost:
         raise TrainingStopped(
             f"{where}: {counts.lost_share:.0%} of the equilibria have a relative residual above {options.residual:g} "
             f"(mean {counts.residual / counts.solves:.2g}, worst {counts.worst:.2g}, {counts.mean_steps:.1f} steps "
             "on average). Try a smaller bound on the model's operators, more solver steps, or a lower optimizer.lr; "
-            "guard.lost=1 lets it go on. Checkpoints are from before this"
+            "guard.lost=1 lets it go on"
         )
     if counts.solves and counts.converged_share < options.converged:
         raise TrainingStopped(
             f"{where}: only {counts.converged_share:.0%} of the equilibria reached the solver's tolerance, and "
             f"guard.converged asks for {options.converged:.0%}. Try more solver steps, a larger tolerance, or a "
-            "smaller bound on the model's operators. Checkpoints are from before this"
+            "smaller bound on the model's operators"
         )

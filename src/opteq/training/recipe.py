@@ -62,6 +62,7 @@ class TrainSection(Section):
 
     ``batch_size`` is the number of pictures of one optimiser step, over all processes and accumulated parts together:
     neither the number of processes nor ``accumulate`` changes what is computed, only where and in how many pieces.
+    (Batch normalisation is the exception: it sees the pictures of a piece.)
     ``checkpoint_steps`` adds checkpoints every that many steps to those at the end of every epoch; 0 adds none.
     ``threads`` is how many threads a CPU computes with, torch's choice by default. Small pictures gain little from a
     second one, and lose a hundredfold where another program has its core: threads wait for each other all the time.

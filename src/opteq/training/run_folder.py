@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from opteq._errors import UserError
-from opteq._files import draft, plain_errors, remove_drafts, write_atomically
+from opteq._files import alone_in, draft, plain_errors, remove_drafts, write_atomically
+from opteq.training.checkpoints import Checkpoints
 from opteq.training.recipe import Recipe
 from opteq.training.recipe_files import flattened, load_recipe, to_toml
 
@@ -37,11 +38,16 @@ class RunFolder:
         return self.path / "recipe.toml"
 
     def holds_a_run(self) -> bool:
-        """Whether something here would be lost if a run began."""
+        """Whether something here would be lost if a run began.
+
+        A run that ended before its first checkpoint leaves a recipe and an empty ``metrics.jsonl``: nothing to go on
+        with, so that its folder is free for another recipe.
+        """
+        metrics = self.path / "metrics.jsonl"
         return (
-            any(self.checkpoints.glob("step-*.safetensors"))
+            bool(Checkpoints(self.checkpoints).files())
             or (self.path / "model.safetensors").exists()
-            or (self.path / "metrics.jsonl").exists()
+            or (metrics.exists() and metrics.stat().st_size > 0)
         )
 
     def recipe(self) -> Recipe:
@@ -59,7 +65,7 @@ class RunFolder:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Make the folder and prove that it can be written to, before hours are spent.
+        """Make the folder and prove that it can be written to, before hours are spent; no other run may use it inside.
 
         A run that is refused inside, before it has written anything, leaves no empty folder behind.
         """
@@ -70,8 +76,9 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 with draft(self.path / "probe", b"can this be written?"):
                     pass
-            remove_drafts(self.path)
-            yield
+            with alone_in(self.path, f"another process is training in {self.path}: wait for it, or give another --out"):
+                remove_drafts(self.path)
+                yield
         except BaseException:
             for path in made:
                 with suppress(OSError):  # it is not empty: something was worth keeping

@@ -37,8 +37,9 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, console: Consol
     Args:
         recipe: from :func:`~opteq.training.load_recipe`.
         out: the run's folder; it must not hold a run, unless ``resume``.
-        resume: go on from the newest whole checkpoint there, or begin where there is none. On a CPU the weights end up
-            byte for byte as those of a run that was never interrupted.
+        resume: go on from the newest whole checkpoint there, or begin where there is no checkpoint. Where there are
+            some, but none is whole, the run is refused and they are left as they are. On a CPU the weights end up byte
+            for byte as those of a run that was never interrupted.
         console: where progress is shown.
 
     Returns:

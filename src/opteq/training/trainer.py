@@ -20,7 +20,7 @@ from opteq.models import Classifier
 from opteq.training import state
 from opteq.training.checkpoints import Checkpoint, Checkpoints
 from opteq.training.devices import Accelerator
-from opteq.training.guard import Interrupted, judge
+from opteq.training.guard import Interrupted, TrainingStopped, judge
 from opteq.training.measure import measure
 from opteq.training.progress import ProgressDisplay
 from opteq.training.recipe import Recipe
@@ -98,7 +98,7 @@ class Trainer:
             display.epoch(self.epoch)
             self._steps(layers, display, stop)
             counts = self.tally.read(self.accelerator)
-            judge(self.recipe.guard, counts, f"epoch {self.epoch + 1}")
+            self._judge(counts, f"epoch {self.epoch + 1}")
             line = self._test(counts, stop)
             self.history.append(line)
             self.epoch, self.batch = self.epoch + 1, 0
@@ -139,7 +139,7 @@ class Trainer:
             due = recipe.train.checkpoint_steps and self.step % recipe.train.checkpoint_steps == 0
             signal = stop.agreed(self.step)
             if due or signal or self.step % recipe.guard.every == 0:
-                judge(recipe.guard, self.tally.read(self.accelerator), f"epoch {self.epoch + 1}, step {self.step}")
+                self._judge(self.tally.read(self.accelerator), f"epoch {self.epoch + 1}, step {self.step}")
             if signal:
                 self._leave(signal)
             if due and self.batch < len(self.train):
@@ -147,6 +147,15 @@ class Trainer:
         # Reading waits for the device: only then has the time been measured.
         self.tally.read()
         self.seconds = before + time.monotonic() - began
+
+    def _judge(self, counts: Counts, where: str) -> None:
+        """End a run that has failed, and say what is left of it."""
+        try:
+            judge(self.recipe.guard, counts, where)
+        except TrainingStopped as error:
+            left = "Checkpoints are from before this"
+            none = "No checkpoint had been made: the same folder can be begun anew"
+            raise TrainingStopped(f"{error}. {left if self.checkpoints.files() else none}") from None
 
     def _test(self, counts: Counts, stop: StopRequest) -> Line:
         """Test, and make the epoch's line."""
