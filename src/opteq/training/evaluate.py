@@ -15,11 +15,11 @@ from opteq import data, models
 from opteq._errors import UserError
 from opteq._files import plain_errors, write_atomically
 from opteq.analysis import PGD
-from opteq.data import Batches, Split
+from opteq.data import Batches, Dataset, Split
 from opteq.models import equilibria
-from opteq.training.devices import engine
+from opteq.training.devices import Accelerator, engine
 from opteq.training.measure import measure
-from opteq.training.recipe import AdversarySection, fraction
+from opteq.training.recipe import AdversarySection, Recipe, fraction
 from opteq.training.run_folder import RunFolder
 from opteq.training.tally import Counts, Tally
 
@@ -77,52 +77,60 @@ def evaluate(
     set_solvers(model, tol, max_steps)
     root = recipe.data.root if root is None else root
     pictures = data.load(recipe.data.name, root=root, cache=recipe.data.cache, image_size=recipe.data.image_size)
-    dense = pictures.test.dense
-    if dense and pgd is not None:
+    if pictures.test.dense and pgd is not None:
         raise UserError("--attack: attacks are on the classes of pictures, and this data set has those of pixels")
-    extra = model.config["extra"]
-    _check_classes(pictures.classes, extra.get("classes", pictures.classes))
-    wrapped = accelerator.prepare_model(model, evaluation_mode=True)
-
-    def measured(split: Split, attack: PGD | None = None) -> Counts:
-        # Colours are normalised as they were in training: pictures under another root have another mean.
-        batches = Batches(
-            split,
-            extra.get("mean", pictures.mean),
-            extra.get("std", pictures.std),
-            recipe.train.test_batch_size,
-            device=accelerator.device,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            num_classes=len(pictures.classes),
-        )
-        classes = batches.num_classes if dense else None
-        tally = Tally(accelerator.device, recipe.guard.residual, with_top5=not dense, classes=classes)
-        measure(wrapped, batches, tally, attack=attack)
-        return tally.read(accelerator)
-
-    result: dict[str, Any] = {
-        **_figures(measured(pictures.test), dense),
-        "tol": tol,
-        "max_steps": max_steps,
-        "precision": precision,
-        "device": str(accelerator.device),
-    }
-    if pictures.unseen is not None:
-        unseen = measured(pictures.unseen)
-        result |= {"unseen_accuracy": unseen.accuracy, "unseen_loss": unseen.mean_loss}
-    if pgd is not None:
-        robust = measured(pictures.test, pgd)
-        settings = {**dataclasses.asdict(pgd), "step_size": pgd.length, "norm": recipe.adversary.norm}
-        result |= {
-            "test_robust_accuracy": robust.accuracy,
-            "test_robust_loss": robust.mean_loss,
-            "attack": settings,
-        }
+    _check_classes(pictures.classes, model.config["extra"].get("classes", pictures.classes))
+    settings = {"tol": tol, "max_steps": max_steps, "precision": precision, "device": str(accelerator.device)}
+    result = _Examination(model, recipe, pictures, accelerator).result(pgd, settings)
     if accelerator.is_main_process:
         with plain_errors(f"writing the evaluation of {folder.path}", "make room, or choose another folder"):
             write_atomically(folder.path / "evaluation.json", (json.dumps(result, indent=2) + "\n").encode())
     return result
+
+
+class _Examination:
+    """A model before pictures: what it gets right among them, and among attacked ones."""
+
+    def __init__(self, model: models.Classifier, recipe: Recipe, pictures: Dataset, accelerator: Accelerator) -> None:
+        self.extra = model.config["extra"]
+        self.model = accelerator.prepare_model(model, evaluation_mode=True)
+        self.recipe, self.pictures, self.accelerator = recipe, pictures, accelerator
+
+    def result(self, attack: PGD | None, settings: dict[str, Any]) -> dict[str, Any]:
+        """The figures of all that can be tested, with the ``settings`` behind those of the test pictures."""
+        pictures = self.pictures
+        result = {**_figures(self.counts(pictures.test), pictures.test.dense), **settings}
+        if pictures.unseen is not None:
+            unseen = self.counts(pictures.unseen)
+            result |= {"unseen_accuracy": unseen.accuracy, "unseen_loss": unseen.mean_loss}
+        if attack is not None:
+            robust = self.counts(pictures.test, attack)
+            norm = self.recipe.adversary.norm
+            result |= {
+                "test_robust_accuracy": robust.accuracy,
+                "test_robust_loss": robust.mean_loss,
+                "attack": {**dataclasses.asdict(attack), "step_size": attack.length, "norm": norm},
+            }
+        return result
+
+    def counts(self, split: Split, attack: PGD | None = None) -> Counts:
+        """What the model gets right in a part of the data set, attacked or not, over all processes."""
+        accelerator, dense = self.accelerator, self.pictures.test.dense
+        # Colours are normalised as they were in training: pictures under another root have another mean.
+        batches = Batches(
+            split,
+            self.extra.get("mean", self.pictures.mean),
+            self.extra.get("std", self.pictures.std),
+            self.recipe.train.test_batch_size,
+            device=accelerator.device,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            num_classes=len(self.pictures.classes),
+        )
+        classes = batches.num_classes if dense else None
+        tally = Tally(accelerator.device, self.recipe.guard.residual, with_top5=not dense, classes=classes)
+        measure(self.model, batches, tally, attack=attack)
+        return tally.read(accelerator)
 
 
 def _check_classes(found: Sequence[str], trained_on: Sequence[str]) -> None:
