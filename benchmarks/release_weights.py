@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import re
 import zipfile
 from pathlib import Path
+
+from runs_page import recipe_without_places  # beside this file
 
 from opteq.models import from_pretrained
 
@@ -55,10 +56,7 @@ def pack(run: Path, folder: Path) -> Path:
 
 
 def content(path: Path) -> bytes:
-    """The file's bytes; of a recipe without the folder where the pictures lay."""
-    if path.suffix != ".toml":
-        return path.read_bytes()
-    return re.sub(r"^(root|cache) = .*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE).encode()
+    return recipe_without_places(path.parent).encode() if path.name == "recipe.toml" else path.read_bytes()
 
 
 if __name__ == "__main__":

@@ -51,12 +51,15 @@ def main() -> None:
         print(f"![Learning curves, {group}]({options.folder.name}/{picture.name})\n")
 
 
+def recipe_without_places(run: Path) -> str:
+    """The recipe of a run, without the folders where its pictures lay."""
+    return re.sub(r"^(root|cache) = .*\n", "", (run / "recipe.toml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
 def keep(run: Path, folder: Path) -> None:
-    """Copy recipe, metrics and, where there is one, the evaluation; where pictures lay is nobody else's business."""
+    """Copy recipe, metrics and, where there is one, the evaluation."""
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = (run / "recipe.toml").read_text(encoding="utf-8")
-    recipe = re.sub(r"^(root|cache) = .*\n", "", recipe, flags=re.MULTILINE)
-    (folder / f"{run.name}.toml").write_text(recipe, encoding="utf-8")
+    (folder / f"{run.name}.toml").write_text(recipe_without_places(run), encoding="utf-8")
     shutil.copyfile(run / "metrics.jsonl", folder / f"{run.name}.jsonl")
     if (run / "evaluation.json").exists():
         shutil.copyfile(run / "evaluation.json", folder / f"{run.name}.evaluation.json")
