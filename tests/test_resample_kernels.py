@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import opteq
 from compiling import names_compiled
 from opteq import operators as op
+from opteq._fast import has_triton
 from opteq._fast import settings as paths
 from opteq.operators import resample_fused
 
@@ -273,7 +274,7 @@ def test_without_triton_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     v = picture(2, 3, 4, 4)
     resample_fused._found.cache_clear()
-    resample_fused._installed.cache_clear()
+    has_triton.cache_clear()
     try:
         with pytest.warns(UserWarning, match="Triton is not installed"):
             down = op.resample(v, 2)
@@ -282,7 +283,7 @@ def test_without_triton_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) ->
             up = op.resample(v, 8)
     finally:
         resample_fused._found.cache_clear()
-        resample_fused._installed.cache_clear()
+        has_triton.cache_clear()
     torch.testing.assert_close(down, pooled(v, 2))
     torch.testing.assert_close(up, spread(v, 2))
 

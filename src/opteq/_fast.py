@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,3 +53,14 @@ def fast_paths(*, fused: bool | None = None, graphs: bool | None = None, bounds:
         yield
     finally:
         settings.fused, settings.graphs, settings.bounds = before
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether fused kernels can be compiled at all; where they cannot, one warning says so for all of them."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn(
+        "Triton is not installed, so solves on a GPU take more kernels, and longer, than they need", stacklevel=2
+    )
+    return False

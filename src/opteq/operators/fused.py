@@ -15,14 +15,13 @@ derivative, if one is asked for, is that of the plain operations at the same fre
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opteq._fast import settings
+from opteq._fast import has_triton, settings
 from opteq.operators.correlation import forms_by_products
 from opteq.operators.gram import gram_form
 from opteq.operators.half import Tiling, rounded_bounds
@@ -76,7 +75,7 @@ def can_fuse(taps: Tensor, places: int) -> bool:
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
     """Whether Triton is there, and a device with the tensor cores that the kernels are written for."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return False
     return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-import warnings
 from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from opteq._fast import settings
+from opteq._fast import has_triton, settings
 from opteq.states import working_dtype
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -55,17 +53,9 @@ def _supports(picture: Tensor) -> bool:
 @functools.cache
 def _found(device: torch.device) -> bool:
     """Whether Triton is there, and a device that it compiles all dtypes for."""
-    if not _installed():
+    if not has_triton():
         return False
     return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@functools.cache
-def _installed() -> bool:
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    warnings.warn("Triton is not installed, so resampling pictures on a GPU takes longer than it needs", stacklevel=2)
-    return False
 
 
 def _capturing(picture: Tensor) -> bool:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import warnings
-
 import torch
 from torch import Tensor
 
-from opteq._fast import settings
+from opteq._fast import has_triton, settings
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,13 +23,5 @@ def supports(parts: tuple[Tensor, ...]) -> bool:
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and all(part.dtype in _DTYPES and part.numel() > 0 for part in parts)
-        and _found()
+        and has_triton()
     )
-
-
-@functools.cache
-def _found() -> bool:
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    warnings.warn("Triton is not installed, so solver steps on a GPU take more kernels than they need", stacklevel=2)
-    return False

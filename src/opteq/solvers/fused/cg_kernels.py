@@ -20,6 +20,7 @@ from opteq.solvers.fused.rows import (
     SIZE,
     SQUARE,
     STEPS,
+    entries,
     record,
     save_best,
     total,
@@ -29,12 +30,8 @@ from opteq.solvers.fused.rows import (
 @triton.jit
 def cg_curvature(direction, product, flags, sums, rows, width, first, parts, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """``<d, d - S d>``, where the system is ``I - S``."""
-    part = tl.program_id(0)
-    row = tl.program_id(1)
+    part, row, _, inside, at = entries(width, BLOCK)
     if tl.load(flags + ACTIVE * rows + row) != 0:
-        offsets = part * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < width
-        at = row.to(tl.int64) * width + offsets
         d = tl.load(direction + at, mask=inside, other=0.0).to(WIDE)
         s = tl.load(product + at, mask=inside, other=0.0).to(WIDE)
         tl.store(sums + row * 3 * parts + first + part, tl.sum(d * (d - s), axis=0))
@@ -46,11 +43,7 @@ def cg_update(
     P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``x + a d`` and ``r - a (d - S d)`` with their norms, and the copies that the last judgement asked for."""
-    part = tl.program_id(0)
-    row = tl.program_id(1)
-    offsets = part * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < width
-    at = row.to(tl.int64) * width + offsets
+    part, row, _, inside, at = entries(width, BLOCK)
     save_best(point, before, best, flags, rows, row, at, inside)
     if tl.load(flags + ACTIVE * rows + row) != 0:
         mine = sums + row * 3 * parts
@@ -105,12 +98,8 @@ def cg_judge(
 @triton.jit
 def cg_direction(residual, direction, flags, numbers, rows, width, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """``d <- r + b d``."""
-    part = tl.program_id(0)
-    row = tl.program_id(1)
+    _, row, _, inside, at = entries(width, BLOCK)
     if tl.load(flags + ACTIVE * rows + row) != 0:
-        offsets = part * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < width
-        at = row.to(tl.int64) * width + offsets
         beta = tl.load(numbers + BETA * rows + row).to(WIDE)
         r = tl.load(residual + at, mask=inside, other=0.0)
         d = tl.load(direction + at, mask=inside, other=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opteq.solvers.fused.rows import ACTIVE, LATE, UNIT, save_best
+from opteq.solvers.fused.rows import ACTIVE, LATE, UNIT, entries, save_best
 
 
 @triton.jit
@@ -18,11 +18,7 @@ def plain_observe(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``|T(y) - y|^2`` and ``|T(y)|^2``; and the copies that the last judgement asked for."""
-    part = tl.program_id(0)
-    row = tl.program_id(1)
-    offsets = part * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < width
-    at = row.to(tl.int64) * width + offsets
+    part, row, _, inside, at = entries(width, BLOCK)
     save_best(newest, before, best, flags, rows, row, at, inside)
     if tl.load(flags + ACTIVE * rows + row) != 0:
         y = tl.load(point + at, mask=inside, other=0.0).to(WIDE)
@@ -109,11 +105,7 @@ def anderson_mix(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The next proposal, ``y + damping g - moves w``; and the copies that the judgement asked for."""
-    part = tl.program_id(0)
-    row = tl.program_id(1)
-    offsets = part * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < width
-    at = row.to(tl.int64) * width + offsets
+    _, row, offsets, inside, at = entries(width, BLOCK)
     save_best(point, last_point, best, flags, rows, row, at, inside)
     if tl.load(flags + ACTIVE * rows + row) != 0:
         # Only one of two points is read: for the other no offset is below the limit.

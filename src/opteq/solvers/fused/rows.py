@@ -64,6 +64,15 @@ def record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, 
 
 
 @triton.jit
+def entries(width, BLOCK: tl.constexpr):
+    """This program's part of a row, the row, its entries' places in the row, which of them exist, and their offsets."""
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    offsets = part * BLOCK + tl.arange(0, BLOCK)
+    return part, row, offsets, offsets < width, row.to(tl.int64) * width + offsets
+
+
+@triton.jit
 def save_best(newest, before, best, flags, rows, row, at, inside):
     """Copy this program's entries of the point that ``SAVE`` names to ``best``."""
     save = tl.load(flags + SAVE * rows + row)
@@ -76,11 +85,7 @@ def save_best(newest, before, best, flags, rows, row, at, inside):
 @triton.jit
 def keep(newest, before, best, flags, rows, width, BLOCK: tl.constexpr):
     """At the end: bring what is pending or to be saved to ``best``."""
-    part = tl.program_id(0)
-    row = tl.program_id(1)
-    offsets = part * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < width
-    at = row.to(tl.int64) * width + offsets
+    _, row, _, inside, at = entries(width, BLOCK)
     save_best(newest, before, best, flags, rows, row, at, inside)
     if tl.load(flags + PENDING * rows + row) != 0:
         tl.store(best + at, tl.load(newest + at, mask=inside), mask=inside)
