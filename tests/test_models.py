@@ -199,6 +199,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "popteq-193k",
         {"stem": "pyramid", "stem_widths": [4, 6], "stem_depth": 2, "stem_attention": True, "scales": [1, 2, 2]},
     ),
+    (
+        "popteq-193k",
+        {"stem": "pyramid", "stem_widths": [4, 6], "stem_depth": [1, 2], "stem_block": ["basic", "inverted"]}
+        | {"scales": [1, 2, 2]},
+    ),
+    ("mopteq-0.48m", {"stem": "residual", "stem_depth": 1, "stem_block": "inverted", "stem_attention": True}),
     ("popteq-193k", {"solver": "sam", "regularizer": "l1", "gradient": "one-step", "on_failure": "ignore"}),
     ("geq-5m", {"gradient": "phantom", "gradient_steps": 3, "gradient_damping": 0.5, "memory": 3, "damping": 0.5}),
     ("geq-5m", {"gamma": 0.05, "learn_gamma": True, "injection_norm": "batch"}),

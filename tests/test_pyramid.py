@@ -16,6 +16,7 @@ from opteq import models
 from opteq._errors import UserError
 from opteq.couplings import Coupling, ring_norm
 from opteq.models.pyramid import Pyramid
+from opteq.models.residual import InvertedBlock
 from opteq.operators import AveragePool, Conv2d
 from opteq.problems.base import Problem
 from opteq.problems.linearisation import Structure
@@ -174,10 +175,52 @@ def test_a_pyramid() -> None:
     assert last.shape == (2, 6, 8, 8)
 
 
+def test_a_pyramid_of_its_own_depth_and_kind_on_every_level() -> None:
+    stem = Pyramid(3, (4, 6, 8), depth=(2, 0, 1), levels=(0, 1, 2), block=("basic", "basic", "inverted"))
+    kinds = [[type(part).__name__ for part in stage] for stage in stem.stages]
+    assert kinds == [["Sequential", "ResidualBlock", "ResidualBlock"], ["Sequential"], ["InvertedBlock"]]
+    shapes = [tuple(level.shape) for level in stem(torch.randn(2, 3, 10, 14))]
+    assert shapes == [(2, 4, 10, 14), (2, 6, 5, 7), (2, 8, 3, 4)]
+
+
+@pytest.mark.parametrize(("inputs", "stride"), [(8, 1), (5, 1), (8, 2), (5, 2)])
+def test_an_inverted_block_is_what_it_says(inputs: int, stride: int) -> None:
+    """Against its formula with dense weights: a channel's own 5 x 5 kernel is a dense one with zeros elsewhere."""
+    torch.manual_seed(0)
+    block = InvertedBlock(inputs, 8, stride).double()
+    x = torch.randn(3, inputs, 7, 6, dtype=torch.float64)
+    own = block.spread.conv.weight
+    dense = torch.zeros(inputs, inputs, 5, 5, dtype=torch.float64)
+    dense[torch.arange(inputs), torch.arange(inputs)] = own.detach()[:, 0]
+
+    def normalised(z: Tensor) -> Tensor:
+        return (z - z.mean((0, 2, 3), keepdim=True)) / (z.var((0, 2, 3), unbiased=False, keepdim=True) + 1e-5).sqrt()
+
+    def mixed(z: Tensor, weight: Tensor) -> Tensor:
+        return normalised(torch.einsum("oi,bihw->bohw", weight[:, :, 0, 0], z))
+
+    spread = normalised(torch.nn.functional.conv2d(x, dense, stride=stride, padding=2))
+    added = mixed(mixed(spread, block.widen.conv.weight).relu(), block.narrow.conv.weight)
+    past = x
+    if stride > 1:  # the odd row has no partner to be averaged with
+        rows = [x[:, :, i : i + 2].mean(2) for i in range(0, 7, 2)]
+        past = torch.stack(rows, 2).unflatten(3, (3, 2)).mean(4)
+    if isinstance(block.past, nn.Sequential):
+        past = mixed(past, block.past[1].conv.weight)
+    torch.testing.assert_close(block(x), past + added)
+    assert sum(weight.numel() for weight in (own, block.widen.conv.weight, block.narrow.conv.weight)) == (
+        25 * inputs + 32 * (inputs + 8)
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("mopteq-0.48m", {"stem_widths": (8, 8, 12, 16), "channels": 8, "hidden": (4, 4, 8, 8)}),
+        (
+            "mopteq-0.48m",
+            {"stem_widths": (8, 8, 12, 16), "stem_block": "inverted", "channels": 8, "hidden": (4, 4, 8, 8)},
+        ),
         ("mopteq-193k", {"stem_widths": (8, 12), "channels": 8, "hidden": (4, 4, 4), "scales": (2, 2, 2)}),
         ("popteq-193k", {"stem_widths": (8, 12), "channels": 8, "hidden": (4, 4, 4), "scales": (1, 2, 2)}),
         ("geq-5m", {"stem_widths": (8, 8, 8, 16), "channels": 8, "hidden": (8,) * 6, "projection": 8}),
@@ -203,6 +246,19 @@ def test_a_pyramid_asked_for_wrongly() -> None:
         models.create("mopteq-0.48m", stem="pyramid", stem_widths=(8, 8, 8, 8), downsample=1)
     with pytest.raises(UserError, match=r"same number of channels; got \[8, 8, 8, 16\]"):
         models.create("mopteq-0.48m", stem="pyramid", stem_widths=(8, 8, 8, 16), perturbation=0.1)
+    four = {"stem": "pyramid", "stem_widths": (8, 8, 8, 8)}
+    with pytest.raises(UserError, match=r"stem_depth should be .* one for each of 4 levels; got \[1, 2\]"):
+        models.create("mopteq-0.48m", **four, stem_depth=[1, 2])
+    with pytest.raises(UserError, match=r"stem_block should be .* one for each of 4 levels; got \['basic'\]"):
+        models.create("mopteq-0.48m", **four, stem_block=["basic"])
+    with pytest.raises(UserError, match="unknown stem_block 'invert'"):
+        models.create("mopteq-0.48m", **four, stem_block="invert")
+    with pytest.raises(UserError, match="stem_block should be one of basic, inverted, or a list of such"):
+        models.create("mopteq-0.48m", **four, stem_block=["basic", "deep", "basic", "basic"])
+    with pytest.raises(UserError, match=r"with stem='pyramid' only; got stem='residual' with stem_depth=\[1, 2\]"):
+        models.create("mopteq-0.48m", stem="residual", stem_depth=[1, 2])
+    with pytest.raises(UserError, match="stem_block='inverted' has no effect with stem='plain'"):
+        models.create("mopteq-0.48m", stem_block="inverted")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -77,6 +77,21 @@ def one_of(names: Iterable[str]) -> Check:
     return Check(f"one of {', '.join(known)}", lambda value: value in known, names=known)
 
 
+def each_of(names: Iterable[str]) -> Check:
+    """One of some names, or a list of such, kept as a tuple."""
+    single = one_of(names)
+
+    def test(value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return len(value) > 0 and all(single.test(entry) for entry in value)
+        return single.test(value)
+
+    def convert(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    return Check(f"{single.wanted}, or a list of such", test, convert, single.names)
+
+
 def either(first: Check, *rest: Check) -> Check:
     """What any of the checks lets through."""
     checks = (first, *rest)

@@ -11,7 +11,8 @@ from opteq import penalties, regularizers
 from opteq._errors import UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
-from opteq.models.checks import flag, number, one_of, option, optional, whole, wholes
+from opteq.models.checks import each_of, either, flag, number, one_of, option, optional, whole, wholes
+from opteq.models.residual import BLOCKS
 from opteq.problems.base import Problem
 from opteq.regularizers import Regularizer
 from opteq.solvers import SAM, Anderson, Broyden, Picard, Solver
@@ -64,8 +65,16 @@ class ClassifierOptions(Options):
         one_of(("plain", "residual", "pyramid")),
         "what comes before: plain convolutions, residual blocks, or residual blocks on smaller and smaller pictures",
     )
-    stem_depth: int = option(
-        0, whole(0), "plain: convolutions after the first; else blocks of two convolutions, in a pyramid for each level"
+    stem_depth: int | tuple[int, ...] = option(
+        0,
+        either(whole(0), wholes(0)),
+        "plain: convolutions after the first; else blocks, in a pyramid on each level (or a list: one a level)",
+    )
+    stem_block: str | tuple[str, ...] = option(
+        "basic",
+        each_of(BLOCKS),
+        "kind of residual blocks: basic (two convolutions) or inverted (each channel by itself, then all of a pixel); "
+        "in a pyramid also a list of one a level",
     )
     stem_width: int | None = option(None, optional(whole()), "channels inside a residual stem; none means `channels`")
     stem_widths: tuple[int, ...] | None = option(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opteq._errors import UserError
 from opteq.models.options import ClassifierOptions, SolvingOptions
 from opteq.models.pyramid import Pyramid
-from opteq.models.residual import ResidualBlock, normalised_conv
+from opteq.models.residual import BLOCKS, normalised_conv
 
 
 class Parts(NamedTuple):
@@ -34,7 +34,8 @@ def make_stem(in_channels: int, options: ClassifierOptions, scales: Sequence[int
     """From pictures to the input of the equilibrium, ``(B, in_channels, h, w) -> (B, channels, h', w')``.
 
     Every convolution is followed by batch normalisation and ReLU, the last one too: the branches' injections are
-    linear, so without it two linear maps would follow each other.
+    linear, so without it two linear maps would follow each other. Levels of a pyramid that are made of inverted blocks
+    are the exception: what they hand on is not rectified.
 
     ``plain`` is a convolution to ``channels`` and ``stem_depth`` more. ``residual`` is one to ``stem_width``,
     ``stem_depth`` residual blocks and a convolution to ``channels``: deeper for the same number of parameters.
@@ -68,18 +69,38 @@ def _pyramid(in_channels: int, options: ClassifierOptions, scales: Sequence[int]
             f"no branch sees the last of {len(widths)} levels of the pyramid, whose weights would learn nothing; the "
             f"coarsest branch has scale {max(scales or ())}, so stem_widths should have {max(levels) + 1} numbers"
         )
-    depth, kernel = options.stem_depth, options.stem_kernel
-    module = Pyramid(in_channels, widths, depth, kernel, levels, options.stem_attention)
+    for name in ("stem_depth", "stem_block"):
+        given = getattr(options, name)
+        if isinstance(given, tuple) and len(given) != len(widths):
+            raise UserError(
+                f"{name} should be one value, or a list with one for each of {len(widths)} levels; got {list(given)}"
+            )
+    module = Pyramid(
+        in_channels,
+        widths,
+        options.stem_depth,
+        options.stem_kernel,
+        levels,
+        options.stem_attention,
+        options.stem_block,
+    )
     return Stem(module, (widths[-1],) if levels is None else tuple(widths[level] for level in levels))
 
 
 def _one_size(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
-    channels, depth = options.channels, options.stem_depth
+    channels, depth, block = options.channels, options.stem_depth, options.stem_block
+    if isinstance(depth, tuple) or isinstance(block, tuple):
+        raise UserError(
+            "stem_depth and stem_block may be lists, of one value a level, with stem='pyramid' only; "
+            f"got stem={options.stem!r} with stem_depth={_plain(depth)!r}, stem_block={_plain(block)!r}"
+        )
     if options.stem == "plain":
         if options.stem_width is not None:
             raise UserError("stem_width has no effect with stem='plain'; it belongs to stem='residual'")
         if options.stem_attention:
             raise UserError("stem_attention has no effect with stem='plain', which has no residual blocks")
+        if block != "basic":
+            raise UserError(f"stem_block={block!r} has no effect with stem='plain', which has no residual blocks")
         widths = [in_channels, *[channels] * (depth + 1)]
         _check_downsample(options.downsample, depth + 1)
         return nn.Sequential(
@@ -93,7 +114,7 @@ def _one_size(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
     strides = [2 if i < options.downsample else 1 for i in range(depth + 1)]
     return nn.Sequential(
         normalised_conv(in_channels, width, options.stem_kernel, strides[0]),
-        *(ResidualBlock(width, width, stride, options.stem_attention) for stride in strides[1:]),
+        *(BLOCKS[block](width, width, stride, options.stem_attention) for stride in strides[1:]),
         normalised_conv(width, channels),
     )
 
@@ -157,6 +178,10 @@ class Head(nn.Module):
 def _hidden(inputs: int, outputs: int) -> nn.Sequential:
     # Normalised over each sample: over the batch it would refuse a batch of one in training.
     return nn.Sequential(nn.Linear(inputs, outputs, bias=False), nn.LayerNorm(outputs), nn.ReLU())
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_downsample(downsample: int, convolutions: int) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from torch import Tensor, nn
 
-from opteq.models.residual import ResidualBlock, normalised_conv
+from opteq.models.residual import BLOCKS, normalised_conv
 from opteq.states import State
 
 
@@ -20,10 +19,11 @@ class Pyramid(nn.Module):
     Args:
         in_channels: of pictures.
         widths: channels of the levels; each but the first is half as large as the one before.
-        depth: residual blocks on each level; with 0, levels are single convolutions.
+        depth: residual blocks on each level, one number for all or one a level; with 0, a level is one convolution.
         kernel: size of the first convolution.
         levels: which level each branch sees; None gives the last one alone, as a tensor.
         attention: weigh the channels of every block by what the whole picture shows.
+        block: kind of blocks, a name in :data:`~opteq.models.residual.BLOCKS` for all or one a level.
 
     >>> import torch
     >>> stem = Pyramid(3, (8, 16), depth=1, levels=(0, 1, 1))
@@ -35,22 +35,25 @@ class Pyramid(nn.Module):
         self,
         in_channels: int,
         widths: Sequence[int],
-        depth: int,
+        depth: int | Sequence[int],
         kernel: int = 3,
         levels: Sequence[int] | None = None,
         attention: bool = False,
+        block: str | Sequence[str] = "basic",
     ) -> None:
         super().__init__()
-        first = [normalised_conv(in_channels, widths[0], kernel)]
-        stages = [
-            nn.Sequential(*first, *(ResidualBlock(widths[0], widths[0], attention=attention) for _ in range(depth)))
-        ]
-        for before, width in pairwise(widths):
-            if depth:
-                more = [ResidualBlock(width, width, attention=attention) for _ in range(depth - 1)]
-                stages.append(nn.Sequential(ResidualBlock(before, width, 2, attention), *more))
+        depths = [depth] * len(widths) if isinstance(depth, int) else list(depth)
+        kinds = [BLOCKS[name] for name in ([block] * len(widths) if isinstance(block, str) else block)]
+        stages = []
+        for level, (width, blocks, kind) in enumerate(zip(widths, depths, kinds, strict=True)):
+            same = [kind(width, width, attention=attention) for _ in range(blocks if level == 0 else blocks - 1)]
+            if level == 0:
+                first: nn.Module = normalised_conv(in_channels, width, kernel)
+            elif blocks:
+                first = kind(widths[level - 1], width, 2, attention)
             else:
-                stages.append(normalised_conv(before, width, stride=2))
+                first = normalised_conv(widths[level - 1], width, stride=2)
+            stages.append(nn.Sequential(first, *same))
         self.stages = nn.ModuleList(stages)
         self.levels = None if levels is None else tuple(levels)
 

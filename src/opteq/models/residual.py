@@ -27,6 +27,40 @@ class ResidualBlock(nn.Module):
         return torch.relu(self.past(x) + self.weights(self.second(self.first(x))))
 
 
+class InvertedBlock(nn.Module):
+    """``x + BN(mix(relu(BN(mix(BN(spread(x)))))))``: pixels are mixed channel by channel, channels pixel by pixel.
+
+    ``spread`` is a 5x5 convolution of every channel by itself, the first ``mix`` a 1x1 convolution to four times as
+    many channels, the second one back. That is ``8 C^2`` parameters for two convolutions' worth of features and a wider
+    view, where a :class:`ResidualBlock` has ``18 C^2``. Nothing is rectified on the way past, which a narrow block can
+    not afford. Where shapes change, the way past averages pixels and mixes channels.
+
+    >>> InvertedBlock(8, 12, stride=2)(torch.rand(2, 8, 6, 6)).shape
+    torch.Size([2, 12, 3, 3])
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, attention: bool = False) -> None:
+        super().__init__()
+        self.spread = normalised_conv(inputs, inputs, 5, stride, activate=False, groups=inputs)
+        self.widen = normalised_conv(inputs, 4 * outputs, 1)
+        self.narrow = normalised_conv(4 * outputs, outputs, 1, activate=False)
+        self.weights = ChannelWeights(outputs) if attention else nn.Identity()
+        self.past: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            # Rounded up, as a convolution with a stride does for a picture of odd size.
+            self.past = nn.Sequential(
+                nn.AvgPool2d(stride, ceil_mode=True), normalised_conv(inputs, outputs, 1, activate=False)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, inputs, h, w) -> (B, outputs, h / stride, w / stride)``."""
+        made: Tensor = self.past(x) + self.weights(self.narrow(self.widen(self.spread(x))))
+        return made
+
+
+BLOCKS: dict[str, type[ResidualBlock] | type[InvertedBlock]] = {"basic": ResidualBlock, "inverted": InvertedBlock}
+
+
 class ChannelWeights(nn.Module):
     """Every channel times a number between 0 and 1, which two small layers make from the means of all channels.
 
@@ -54,10 +88,10 @@ class ChannelWeights(nn.Module):
 
 
 def normalised_conv(
-    inputs: int, outputs: int, kernel: int = 3, stride: int = 1, activate: bool = True
+    inputs: int, outputs: int, kernel: int = 3, stride: int = 1, activate: bool = True, groups: int = 1
 ) -> nn.Sequential:
     """Convolution without bias, batch normalisation and, unless told otherwise, ReLU."""
-    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     parts: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, norm=nn.BatchNorm2d(outputs))
     if activate:
