@@ -7,6 +7,8 @@ The forward and backward pass of a step are one CUDA graph.
 
     python benchmarks/explicit_stems.py --root DIR --epochs 10 resnet18 64,64,64,96:1 32,48,64,56:2 32,48,64:3
     python benchmarks/explicit_stems.py --root DIR --epochs 10 64,64,64,96:1:attention
+    python benchmarks/explicit_stems.py --root DIR --epochs 10 40,64,80,88:1,2,3,2:inverted
+    python benchmarks/explicit_stems.py --root DIR --epochs 10 80,160,256,224:2:basic,basic,basic,inverted
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 class Explicit(nn.Module):
     """A pyramid and a linear layer on the averages of all its levels."""
 
-    def __init__(self, widths: list[int], depth: int, attention: bool) -> None:
+    def __init__(self, widths: list[int], depth: int | list[int], attention: bool, block: str | list[str]) -> None:
         super().__init__()
-        self.stem = Pyramid(3, widths, depth, levels=range(len(widths)), attention=attention)
+        self.stem = Pyramid(3, widths, depth, levels=range(len(widths)), attention=attention, block=block)
         self.head = nn.Linear(sum(widths), 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +47,15 @@ def make(name: str) -> nn.Module:
     if name == "resnet18":
         return models.create("resnet18-cifar")
     widths, depth, *more = name.split(":")
-    return Explicit([int(width) for width in widths.split(",")], int(depth), more == ["attention"])
+    attention = "attention" in more
+    kinds = next((part.split(",") for part in more if part != "attention"), ["basic"])
+    depths = [int(count) for count in depth.split(",")]
+    return Explicit(
+        [int(width) for width in widths.split(",")],
+        depths[0] if len(depths) == 1 else depths,
+        attention,
+        kinds[0] if len(kinds) == 1 else kinds,
+    )
 
 
 class Pictures:
@@ -145,7 +155,7 @@ def train(name: str, epochs: int, pictures: Pictures) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="+", help="resnet18, or WIDTHS:DEPTH, or WIDTHS:DEPTH:attention")
+    parser.add_argument("networks", nargs="+", help="resnet18, or WIDTHS:DEPTH, then :attention and :BLOCKS")
     parser.add_argument("--root", required=True, help="the folder with train/<class> and test/<class>")
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
