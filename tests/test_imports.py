@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"models", "data"},
     {"training", "analysis"},
     {"report", "demo", "bench"},
-    {"opteq"},  # the front door: it hands out what the floors below have
+    {"opteq", "_front"},  # the front door: it hands out what the floors below have
     {"cli"},
     {"__main__"},
 ]
@@ -128,10 +128,51 @@ def test_every_file_says_what_it_is() -> None:
 
 
 def test_importing_opteq_is_light() -> None:
-    code = "import json, sys, opteq; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    code = "import json, sys, opteq; opteq.OptEq; print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"
+    assert set(json.loads(in_a_fresh_process(code))) & HEAVY == set()
+
+
+def in_a_fresh_process(code: str) -> str:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    assert set(json.loads(run.stdout)) & HEAVY == set()
     assert run.stderr == ""
+    return run.stdout.strip()
+
+
+def test_asking_for_help_does_not_load_torch() -> None:
+    code = """
+import sys
+from opteq.cli import app
+try:
+    app(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+print("torch" in sys.modules)
+"""
+    assert in_a_fresh_process(code).splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+        "from opteq import Equilibrium, models; print(Equilibrium.__name__, models.__name__)",
+        "from opteq import *; print(Equilibrium.__name__, models.__name__)",
+        # Rooms ask for each other while they are loaded; what is not a name has to be found by the import system.
+        "import opteq.problems.geq, opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+        "from opteq import data; import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+    ],
+)
+def test_names_are_there_when_they_are_asked_for(code: str) -> None:
+    assert in_a_fresh_process(code) == "Equilibrium opteq.models"
+
+
+def test_the_front_door() -> None:
+    assert set(opteq.__all__) <= set(dir(opteq))
+    modules = {name for name in opteq.__all__ if f"opteq.{name}" in NAMES}
+    assert modules == set(opteq._ROOMS)
+    with pytest.raises(AttributeError, match="module 'opteq' has no attribute 'Equilibrum'"):
+        _ = opteq.Equilibrum
+    assert not hasattr(opteq, "no_such_room")
 
 
 @pytest.mark.parametrize(

@@ -1,67 +1,34 @@
-"""Networks whose output solves an optimisation problem that a person can read and edit."""
+"""Networks whose output solves an optimisation problem that a person can read and edit.
 
-from opteq import analysis, couplings, kernels, models, operators, penalties, regularizers
-from opteq._errors import ConvergenceError, ConvergenceWarning
-from opteq._fast import fast_paths
-from opteq.equilibrium import Equilibrium
-from opteq.gradients import Implicit, OneStep, Phantom, Shine, Unrolled
-from opteq.problems import (
-    GEQ,
-    AffineOptEq,
-    AverageBranches,
-    Branch,
-    Certificate,
-    DeepOptEq,
-    HiddenProblem,
-    MOptEq,
-    OptEq,
-    Parallel,
-    POptEq,
-    Splitting,
-)
-from opteq.solution import Report, Solution
-from opteq.solvers import SAM, Anderson, Broyden, Picard, Status
-from opteq.solvers.linear import CG, GMRES, MINRES
+Names are loaded when the first of them is asked for: torch takes seconds to load, and whoever asks ``opteq --help``
+should not wait for it.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CG",
-    "GEQ",
-    "GMRES",
-    "MINRES",
-    "SAM",
-    "AffineOptEq",
-    "Anderson",
-    "AverageBranches",
-    "Branch",
-    "Broyden",
-    "Certificate",
-    "ConvergenceError",
-    "ConvergenceWarning",
-    "DeepOptEq",
-    "Equilibrium",
-    "HiddenProblem",
-    "Implicit",
-    "MOptEq",
-    "OneStep",
-    "OptEq",
-    "POptEq",
-    "Parallel",
-    "Phantom",
-    "Picard",
-    "Report",
-    "Shine",
-    "Solution",
-    "Splitting",
-    "Status",
-    "Unrolled",
-    "analysis",
-    "couplings",
-    "fast_paths",
-    "kernels",
-    "models",
-    "operators",
-    "penalties",
-    "regularizers",
-]
+# Loaded one by one: a room that is being loaded itself may ask for another, and for all of them would be a circle.
+_ROOMS = ("analysis", "couplings", "kernels", "models", "operators", "penalties", "regularizers")
+
+if TYPE_CHECKING:
+    from opteq._front import *  # noqa: F403
+else:  # a type checker would take every name for granted
+
+    def __getattr__(name: str) -> Any:
+        if name in _ROOMS:
+            return import_module(f"opteq.{name}")
+        # The import system asks here for modules as well, and goes on to their files when it hears that there is no
+        # such name: `from opteq import data` should not load all else.
+        if find_spec(f"opteq.{name}") is None:
+            front = import_module("opteq._front")
+            # From now on they are attributes like any others.
+            globals().update({public: getattr(front, public) for public in ("__all__", *front.__all__)})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module 'opteq' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted([*globals(), *__getattr__("__all__")])
