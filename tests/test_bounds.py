@@ -185,6 +185,17 @@ def test_sensitivities_of_the_paper() -> None:
     assert bounds.geq_sensitivity(bounds.WeightSizes(0.9, 0.9, 1.0, 4), 1.0, beta=1.2, form="main").value == math.inf
 
 
+def test_nothing_is_bounded_where_weights_do_not_contract() -> None:
+    edge, x = bounds.WeightSizes(mu=1.0, m=1.0, squares=1.0, width=4), torch.ones(1, 2, dtype=torch.float64)
+    for form in bounds.FORMS:
+        assert bounds.opteq_sensitivity(edge, 0.0, form).value == math.inf
+    for form in ("main", "appendix"):
+        assert bounds.geq_sensitivity(edge, 1.0, 1.0, form).value == math.inf
+    for w in (1.0, 1.5):
+        assert bounds.opteq_similarity(x, x, 1.0, 3, w).tolist() == [math.inf]
+    assert bounds.relu_similarity(x, 0 * x, 1.0, 3).tolist() == [0.0]
+
+
 def test_gap_and_sizes() -> None:
     torch.manual_seed(0)
     W, U, W_c, b, b_c = (torch.randn(shape, dtype=torch.float64) for shape in [(3, 4), (4, 2), (5, 4), (4,), (5,)])

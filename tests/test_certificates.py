@@ -234,6 +234,30 @@ def test_a_convex_prior_of_unbounded_curvature() -> None:
     assert float(feature_ratio(problem, x[keep], other[keep]).max()) <= certificate.lipschitz
 
 
+class Concave(regularizers.Regularizer):
+    """``-1/2 |z|^2``: what a layer is given is stretched to ``(1 + gamma) z``, however large z is."""
+
+    name, convex, smooth, couples_batch = "concave", False, True, False
+    gradient_lipschitz = 1.0
+
+    def value(self, z: Tensor) -> Tensor:
+        return -z.square().sum(1) / 2
+
+
+def concave(alpha: float) -> opteq.DeepOptEq:
+    W = operator(torch.ones(1, 1, dtype=torch.float64))
+    return opteq.DeepOptEq([(W, nn.Linear(4, 1).double())], alpha, "sigmoid", regularizer=Concave(), gamma=1.0)
+
+
+def test_a_prior_that_outgrows_the_skip_leaves_no_ball_for_brouwer() -> None:
+    """With alpha a half the step is ``sigmoid(...) / 2 + z``, which is above z for every z."""
+    z = torch.linspace(-8, 8, 61, dtype=torch.float64)[:, None]
+    hidden = concave(0.5)(torch.zeros(61, 4, dtype=torch.float64))
+    assert (hidden.step(z) > z).all()
+    assert concave(0.5).certificate().exists is None
+    assert concave(0.6).certificate().exists is True
+
+
 UNKNOWN: dict[str, tuple[Callable[[], Problem], dict[str, str]]] = {
     "expanding": (
         lambda: opteq.OptEq(operator(torch.full((1, 1), 1.5, dtype=torch.float64)), nn.Linear(4, 1)),
@@ -263,6 +287,10 @@ UNKNOWN: dict[str, tuple[Callable[[], Problem], dict[str, str]]] = {
     "deep expanding": (
         lambda: deep(mu=0.5),
         {"exists": "the activation is unbounded", "unique": "not below 1", "lipschitz": "needs a contraction"},
+    ),
+    "deep concave": (
+        lambda: concave(0.5),
+        {"exists": "Concave may outgrow", "unique": "not below 1", "lipschitz": "needs a contraction"},
     ),
     "deep U": (
         lambda: opteq.DeepOptEq([(op.Dense(5, 6, bound=0.9), nn.Sequential(nn.Linear(4, 6), nn.ReLU()))]),

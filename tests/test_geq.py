@@ -321,6 +321,28 @@ def test_inner_product_certificates() -> None:
     assert "may have none" in unbounded.reasons["exists"]
 
 
+class Exponential(kernels.InnerProduct):
+    """A kernel of one's own that outgrows ``1/2 |y|^2``, and declares nothing."""
+
+    def height(self, t: Tensor) -> Tensor:
+        return t.exp()
+
+    def slope(self, t: Tensor) -> Tensor:
+        return t.exp()
+
+    def bend(self, t: Tensor) -> Tensor:
+        return t.exp()
+
+
+def test_nothing_is_certified_of_a_kernel_that_declares_nothing() -> None:
+    problem = GEQ(op.Dense(1, 1, bound=0.5), None, Exponential()).double()
+    ray = torch.linspace(0, 20, 5, dtype=torch.float64)[:, None]
+    objective = problem(torch.ones_like(ray)).objective(ray)
+    assert objective[-1] < -1e8  # unbounded below: there is no minimiser
+    assert problem.certificate().exists is None
+    assert GEQ(op.Dense(1, 1, bound=0.5), None, Exponential(), "tanh").certificate().exists is True
+
+
 def test_automatic_gamma_has_a_constant_for_one_patch_only() -> None:
     assert random_geq(0.8, kernel=kernels.Gaussian()).certificate().lipschitz is not None
     patches = GEQ(op.Conv2d(3, 4, 3, bound=0.9), None, kernels.Gaussian(patch=2, split=2)).certificate()

@@ -184,3 +184,16 @@ def test_the_value_does_not_depend_on_the_gradient(gradient: Gradient) -> None:
         quiet = layer(x)
     for a, b in zip(blocks(layer(x.requires_grad_())), blocks(quiet), strict=True):
         torch.testing.assert_close(a.detach(), b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+@pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep"), ids=lambda case: case.name)
+def test_an_unrolled_network_is_the_same_where_no_gradient_is_wanted(case: Case, solver: Solver) -> None:
+    """Far from the equilibrium: as many steps on the features as on the state would lead further."""
+    x = case.input()
+    layer = opteq.Equilibrium(case.problem(), solver, opteq.Unrolled(steps=3), on_failure="ignore")
+    with torch.no_grad():
+        quiet = layer.solve(x)
+    taped = layer.solve(x)
+    torch.testing.assert_close(taped.features.detach(), quiet.features, rtol=0, atol=1e-12)
+    torch.testing.assert_close(taped.residual, quiet.residual, rtol=1e-9, atol=1e-12)

@@ -76,6 +76,19 @@ def test_vmap_and_jacrev(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep"), ids=lambda case: case.name)
+def test_jacobians_by_batched_gradients_are_right_or_refused(case: Case) -> None:
+    x = case.input(1)
+    jacobian = torch.autograd.functional.jacobian
+    for gradient in (opteq.Phantom(), opteq.Shine()):
+        layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"], gradient)
+        expected = jacobian(lambda x, layer=layer: layer(x), x)
+        torch.testing.assert_close(jacobian(lambda x, layer=layer: layer(x), x, vectorize=True), expected)
+    layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"])
+    with pytest.raises(RuntimeError, match=r"do not pass through an adjoint solve; use torch\.func\.jacrev"):
+        jacobian(lambda x: layer(x), x, vectorize=True)
+
+
+@pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep"), ids=lambda case: case.name)
 def test_inside_a_compiled_model(case: Case) -> None:
     layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"])
     model = nn.Sequential(layer, nn.Flatten(), nn.Tanh())

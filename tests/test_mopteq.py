@@ -427,6 +427,10 @@ def test_perturbation_refuses_a_map_without_adjoint() -> None:
     branches[0].U = nn.Sequential(branches[0].U, nn.BatchNorm2d(4))
     with pytest.raises(ValueError, match=r"adjoint of U, and Sequential has none.*batch normalisation"):
         MOptEq(branches, perturbation=0.1)(torch.randn(2, 2, 4, 4))
+    # One channel would go with three by broadcasting, which no branch asked for.
+    apart = [opteq.Branch(op.Conv2d(2, 3, 3, bound=0.5), nn.Conv2d(c, 3, 3, padding=1)) for c in (1, 3)]
+    with pytest.raises(ValueError, match=r"same number of channels; got shapes \[\(2, 1, 4, 4\), \(2, 3, 4, 4\)\]"):
+        MOptEq(apart, perturbation=0.1)((torch.randn(2, 1, 4, 4), torch.randn(2, 3, 4, 4)))
     # Without a U the input itself is the injection, and its adjoint the identity.
     plain = MOptEq([opteq.Branch(op.Dense(3, 3, bound=0.7)) for _ in range(2)], perturbation=0.1)
     x = torch.randn(2, 3)
@@ -625,6 +629,9 @@ def test_wrong_branches_and_inputs() -> None:
     hidden = MOptEq(pictures(2, 3))(torch.randn(1, 2, 6, 6))
     with pytest.raises(ValueError, match="integer multiple"):
         hidden.step(hidden.start())
+    flat = [opteq.Branch(op.Conv2d(2, 3, 3, bound=0.5), nn.Linear(2, 3)) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"expects an input of shape \(batch, 3, height, width\), got \(2, 3\)"):
+        opteq.Equilibrium(MOptEq(flat))(torch.randn(2, 2))
     # Operators that do not say how many channels they have are found out when they meet.
     nameless = MOptEq([opteq.Branch(op.Identity(), nn.Linear(4, n)) for n in (3, 5)])
     hidden = nameless(torch.randn(2, 4))

@@ -262,6 +262,44 @@ def test_certificate_of_all_parts(fuse: str) -> None:
             assert (moved <= certificate.lipschitz * (other - a).flatten(1).norm(dim=1)).all()
 
 
+def test_a_strided_injection_leaves_open_how_often_pixels_are_repeated() -> None:
+    """One pixel moves the small picture of the second branch, of which the sum then has four copies."""
+    branches = [opteq.Branch(op.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1, stride=stride)) for stride in (1, 2)]
+    for branch, size in zip(branches, (0.01, 0.5), strict=True):
+        nn.init.constant_(branch.W.weight, size)
+        nn.init.constant_(branch.U.weight, 2 * size)
+    layer = opteq.Equilibrium(POptEq(branches, "identity", fuse="sum").double(), opteq.Anderson(tol=1e-12))
+    pixel = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
+    pixel[0, 0, 0, 0] = 1
+    moved = (layer(pixel) - layer(torch.zeros_like(pixel))).norm().item()
+    assert moved == pytest.approx(2 * 0.5 / (1 - 0.25), rel=0.01)
+    certificate = layer.problem.certificate()
+    assert certificate.lipschitz is None or moved <= certificate.lipschitz
+    assert "how often pixels are repeated" in certificate.reasons["lipschitz"]
+    assert certificate.unique is True
+    apart = POptEq(branches, "identity").certificate().lipschitz
+    assert apart is not None
+
+
+@pytest.mark.parametrize("fuse", ["sum", "conv"])
+def test_certificate_where_sizes_are_no_multiples(fuse: str) -> None:
+    """From 4 to 6 pixels every other one is there twice: one that moves is then in four places."""
+    branches = [opteq.Branch(op.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1), scale) for scale in (2, 3)]
+    for branch, size in zip(branches, (0.01, 0.5), strict=True):
+        nn.init.constant_(branch.W.weight, size)
+        nn.init.constant_(branch.U.weight, 2 * size)
+    problem = POptEq(branches, "identity", fuse=fuse).double()
+    if problem.convolution is not None:
+        nn.init.dirac_(problem.convolution.weight)
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12))
+    still = (torch.zeros(1, 1, 6, 6, dtype=torch.float64), torch.zeros(1, 1, 4, 4, dtype=torch.float64))
+    moving = (still[0], still[1].clone())
+    moving[1][0, 0, 0, 0] = 1
+    moved = (layer(moving) - layer(still)).norm().item()
+    assert moved == pytest.approx(2 * 0.5 / (1 - 0.25))
+    assert moved <= problem.certificate().lipschitz <= 1.01 * moved
+
+
 def test_certificate_with_an_unknown_part() -> None:
     certificate = Parallel([single(), Drift()]).certificate()
     assert certificate.exists is None

@@ -17,7 +17,9 @@ from scipy.optimize import minimize_scalar
 from scipy.special import spence
 from torch import Tensor, nn
 
+import opteq
 from opteq import penalties
+from opteq.operators import Dense
 from opteq.penalties import (
     ELU,
     ElementwisePenalty,
@@ -35,6 +37,8 @@ from opteq.penalties import (
     Tanh,
 )
 from opteq.penalties.dilogarithm import dilogarithm
+from opteq.regularizers import Ridge
+from opteq.solvers import SAM, Solver
 
 ASINH = FromActivation(
     torch.asinh,
@@ -571,6 +575,30 @@ def test_own_activation_without_formulas_serves_networks_but_not_values() -> Non
     with pytest.raises(NotImplementedError, match=r"no formula for its antiderivative.*pass antiderivative="):
         penalty.potential(t)
     assert not FromActivation(F.sigmoid, lipschitz=0.25).fixes_zero
+
+
+# None of them is known to contract, so that solvers would like to look at a merit.
+NETWORKS = {
+    "opteq": lambda penalty: opteq.OptEq(Dense(3, 4), activation=penalty),
+    "gaussian": lambda penalty: opteq.GEQ(Dense(3, 4, bound=2.0), activation=penalty),
+    "sigmoid": lambda penalty: opteq.GEQ(Dense(4, 3, bound=0.8), None, opteq.kernels.Sigmoid(), penalty),
+    "mopteq": lambda penalty: opteq.MOptEq(
+        [opteq.Branch(Dense(3, 4, bound=0.6)) for _ in range(2)], diversity=0.05, smoothing=0.2, activation=penalty
+    ),
+    "parallel": lambda penalty: opteq.Parallel([opteq.OptEq(Dense(3, 4), activation=p) for p in (penalty, "relu")]),
+}
+
+
+@pytest.mark.parametrize("solver", [opteq.Anderson(tol=1e-9), SAM(regularizer=Ridge())], ids=["anderson", "sam"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_network_can_be_solved_with_an_own_activation_without_formulas(network: str, solver: Solver) -> None:
+    torch.manual_seed(0)
+    problem = NETWORKS[network](FromActivation(torch.tanh, lipschitz=1.0)).double()
+    torch.manual_seed(0)
+    known = NETWORKS[network](Tanh()).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    found, expected = (opteq.Equilibrium(p, solver, on_failure="ignore")(x) for p in (problem, known))
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
 
 
 def test_derivative_of_an_own_activation_can_be_differentiated_and_needs_no_graph() -> None:

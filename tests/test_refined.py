@@ -14,6 +14,7 @@ from opteq._fast import fast_paths
 from opteq.gradients.forward import find_without_tape
 from opteq.operators import coarse
 from opteq.operators.recalled import by_weight, recalled
+from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.problems.expansion import Expansion
 from opteq.solvers import Status
 from opteq.solvers.linear import CG, GMRES, MINRES
@@ -28,7 +29,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def problem(
-    activation: str = "relu", mu: float = 1.0, channels: int = 16, dtype: torch.dtype = torch.float32
+    activation: str | Penalty = "relu", mu: float = 1.0, channels: int = 16, dtype: torch.dtype = torch.float32
 ) -> opteq.OptEq:
     torch.manual_seed(0)
     W = op.Conv2d(channels, 24, 3, bound=0.9)
@@ -320,6 +321,40 @@ def test_only_the_input_wants_a_gradient() -> None:
         assert own.grad is not None
         found.append(own.grad)
     assert (found[0] - found[1]).norm() < 2e-4 * found[1].norm()
+
+
+class Leaky(ElementwisePenalty):
+    """A leaky rectifier whose slope is a tensor that somebody else trains."""
+
+    name, bounded, lipschitz = "leaky", False, 1.0
+
+    def __init__(self, slope: Tensor) -> None:
+        self.slope = slope
+
+    def prox(self, t: Tensor) -> Tensor:
+        return torch.where(t > 0, t, self.slope * t)
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return torch.where(t > 0, torch.ones_like(t), self.slope)
+
+    def _antiderivative(self, t: Tensor) -> Tensor:
+        return t * self.prox(t) / 2
+
+    def _value(self, y: Tensor) -> Tensor:
+        return (1 / self.slope - 1) / 2 * y.clamp(max=0).square()
+
+
+def test_a_parameter_inside_the_penalty_gets_its_gradient() -> None:
+    slope = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    made, x = problem(Leaky(slope), dtype=torch.float64), pictures(dtype=torch.float64)
+    layer = opteq.Equilibrium(made, opteq.Anderson(tol=1e-12))
+    (found,) = torch.autograd.grad(layer(x).sin().sum(), slope)
+    with torch.no_grad():
+        above, below = (
+            opteq.Equilibrium(problem(Leaky(slope + move), dtype=torch.float64), layer.solver)(x).sin().sum()
+            for move in (1e-5, -1e-5)
+        )
+    torch.testing.assert_close(found, (above - below) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
 def test_a_start_is_used() -> None:

@@ -13,9 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
-from torch import Tensor
+from torch import Tensor, nn
 
+import opteq
 from opteq import regularizers
+from opteq.gradients import Gradient
+from opteq.operators import Dense
 from opteq.regularizers import HSIC, L1, Decorrelation, Envelope, Incay, Regularizer, Ridge, base
 from opteq.regularizers.random_fourier import RandomFourier, _uniform
 
@@ -188,6 +191,73 @@ def test_derivatives_can_be_taken_where_autograd_is_off(R: Regularizer) -> None:
     with torch.inference_mode():
         inside = draw(4, 3), draw(4, 3, seed=1)
         torch.testing.assert_close((R.gradient(inside[0]), R.curvature(*inside)), expected)
+
+
+@pytest.mark.parametrize("R", [*SMOOTH, Quartic()], ids=repr)
+def test_derivatives_can_be_taken_inside_transformations(R: Regularizer) -> None:
+    z, v = draw(4, 3), draw(4, 3, seed=1)
+    torch.testing.assert_close(torch.func.vjp(R.gradient, z)[1](v)[0], R.curvature(z, v))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vjp(lambda v: R.curvature(z, v), v)[1](v)[0], R.curvature(z, v))
+    several = torch.stack([z, 2 * z])
+    found = torch.func.vmap(R.gradient)(several)
+    torch.testing.assert_close(found, torch.stack([R.gradient(one) for one in several]))
+
+
+@pytest.mark.parametrize("R", [Envelope(L1(), 0.1), Quartic()], ids=repr)
+def test_a_layer_with_a_prior_differentiated_by_autograd_can_be_transformed(R: Regularizer) -> None:
+    torch.manual_seed(0)
+    problem = opteq.OptEq(Dense(3, 4, bound=0.8), regularizer=R, gamma=0.2).double()
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12))
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x).square().sum()
+
+    x = draw(2, 4).requires_grad_()
+    (expected,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach()), expected)
+    one_by_one = torch.func.vmap(torch.func.grad(lambda one: loss(one[None])))(x.detach())
+    torch.testing.assert_close(one_by_one, expected)
+
+
+class Learned(nn.Module, Regularizer):
+    """A prior with a parameter: ``1/2 sum a_i z_i^2``."""
+
+    name, convex, smooth, couples_batch = "learned", True, True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([0.3, 0.5, 0.7], dtype=torch.float64))
+
+    def value(self, z: Tensor) -> Tensor:
+        return (self.a * z.square()).sum(1) / 2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("gradient", [opteq.Implicit(tol=1e-12), opteq.Phantom(60), opteq.Unrolled(80)], ids=str)
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_prior_can_be_learned(deep: bool, gradient: Gradient, frozen: bool) -> None:
+    """By what its gradient does to the features, though these are constants when a step is differentiated."""
+    torch.manual_seed(0)
+    W, R = Dense(3, 4, bound=0.8), Learned()
+    prior = {"activation": "tanh", "regularizer": R, "gamma": 0.5}
+    problem = opteq.DeepOptEq([(W, nn.Linear(4, 4))], **prior) if deep else opteq.OptEq(W, nn.Linear(4, 4), **prior)
+    if frozen:
+        problem.requires_grad_(False)
+        R.requires_grad_(True)
+    layer = opteq.Equilibrium(problem.double(), opteq.Picard(tol=1e-14, max_steps=300), gradient, on_failure="ignore")
+    x = draw(2, 4)
+    (found,) = torch.autograd.grad(layer(x).sin().sum(), R.a)
+    with torch.no_grad():
+        for index in range(3):
+            values = []
+            for move in (1e-6, -2e-6):
+                R.a[index] += move
+                values.append(layer(x).sin().sum())
+            R.a[index] += 1e-6
+            torch.testing.assert_close((values[0] - values[1]) / 2e-6, found[index], rtol=1e-6, atol=1e-8)
+    R.requires_grad_(False)
+    assert not R.gradient(x[:, :3]).requires_grad
 
 
 @pytest.mark.parametrize("R", [*SMOOTH, Quartic()], ids=repr)

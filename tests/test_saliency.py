@@ -164,6 +164,12 @@ def test_a_problem_without_an_objective_says_why() -> None:
         terms.total_end()
     (terms,) = objective_terms(opteq.Equilibrium(opteq.DeepOptEq(layers[:2])), torch.randn(2, 3))
     assert list(terms.end) == ["objective"]
+    for W, _ in layers:
+        W.bound = None
+        W.weight.data.mul_(6)  # no layer is a prox now, and its envelope is not to be found
+    layer = opteq.Equilibrium(opteq.DeepOptEq(layers[:2], activation="tanh"), on_failure="ignore")
+    (terms,) = objective_terms(layer, torch.randn(2, 3))
+    assert "preimage was not found" in str(terms.reason)
 
 
 def test_a_model_without_equilibria_has_no_terms() -> None:

@@ -11,7 +11,10 @@ class ConvergenceWarning(UserWarning):
 
 
 class ConvergenceError(RuntimeError):
-    """The same as :class:`ConvergenceWarning`, raised where the caller asked for ``on_failure="raise"``."""
+    """The same as :class:`ConvergenceWarning`, raised where the caller asked for ``on_failure="raise"``.
+
+    Also where a value was asked for that takes a solve of its own, an envelope's for instance, and that one failed.
+    """
 
 
 class UserError(ValueError):

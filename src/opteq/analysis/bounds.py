@@ -130,10 +130,11 @@ def opteq_sensitivity(sizes: WeightSizes, radius: float, form: Form = "appendix"
     The ``"main"`` form of the paper drops the 2 and the +1, and is not what the proof gives.
     """
     mu, rest = sizes.mu, 1 - sizes.m
+    gain = 1 / rest if rest > 0 else math.inf
     if form == "main":
-        value, note = mu**3 * radius / rest**2 + mu * radius / rest + 1, "Eq. 10 as printed; the proof gives more"
+        value, note = mu**3 * radius * gain**2 + mu * radius * gain + 1, "Eq. 10 as printed; the proof gives more"
     elif form in ("appendix", "proved"):
-        value = 2 * mu**3 * (radius + 1) / rest**2 + 2 * mu * (radius + 1) / rest + 1
+        value = 2 * mu**3 * (radius + 1) * gain**2 + 2 * mu * (radius + 1) * gain + 1
         note = "Lemma 1, corrected; for changed weights within the same bounds"
     else:
         raise unknown_name("form", form, FORMS)
@@ -153,10 +154,11 @@ def geq_sensitivity(sizes: WeightSizes, radius: float, beta: float = 1.0, form: 
     """
     mu, m, B = sizes.mu, sizes.m, radius
     rest = 1 - beta * m
+    gain = 1 / rest if rest > 0 else math.inf
     if form == "main":
-        value = beta * mu**4 * B / rest**2 + (2 * mu * beta + 1) * mu * B / rest + 1
+        value = beta * mu**4 * B * gain**2 + (2 * mu * beta + 1) * mu * B * gain + 1
     elif form == "appendix":
-        value = 2 * beta * mu**4 * (B + 1) / rest**2 + 2 * (2 * mu * beta + 1) * mu * (B + 1) / rest + 1
+        value = 2 * beta * mu**4 * (B + 1) * gain**2 + 2 * (2 * mu * beta + 1) * mu * (B + 1) * gain + 1
     elif form == "proved":
         largest = min(beta * mu, math.sqrt(beta) / 2) * mu * (B + 1)
         moved = beta * mu * (B + 1) / (1 - DIP * mu**2) + response(mu) * (B + 1 + largest)
@@ -229,7 +231,8 @@ def relu_similarity(x1: Tensor, x2: Tensor, variance: float, units: int) -> Tens
     The paper's Lemma 3 is for one unit; the expectation over n of them is n times as large.
     """
     sizes = _lengths(x1) * _lengths(x2)
-    angle = torch.arccos(((x1 * x2).sum(dim=1) / sizes).clamp(-1, 1))
+    # An input of zero has no angle, and a similarity of zero whatever is taken for it.
+    angle = torch.arccos(((x1 * x2).sum(dim=1) / torch.where(sizes > 0, sizes, 1.0)).clamp(-1, 1))
     return units * variance * sizes * (angle.sin() + (math.pi - angle) * angle.cos()) / (2 * math.pi)
 
 
@@ -238,9 +241,12 @@ def opteq_similarity(x1: Tensor, x2: Tensor, variance: float, units: int, w: flo
 
     Proved: ``n variance |x1| |x2| / (2 (1 - w^2)^2)``, from ``|z| <= |relu(U x)| / (1 - w^2)``. The paper's bound, with
     the factor of :func:`relu_similarity`, is false where ``W'W`` couples units: for ``x2 = -x1`` it is zero and
-    ``E <z1, z2>`` is not. For diagonal W'W see :func:`opteq_similarity_diagonal`.
+    ``E <z1, z2>`` is not. For diagonal W'W see :func:`opteq_similarity_diagonal`. Infinite from ``w = 1`` on.
     """
-    return units * variance * _lengths(x1) * _lengths(x2) / (2 * (1 - w**2) ** 2)
+    lengths = _lengths(x1) * _lengths(x2)
+    if w >= 1:
+        return torch.full_like(lengths, math.inf)
+    return units * variance * lengths / (2 * (1 - w**2) ** 2)
 
 
 def opteq_similarity_diagonal(x1: Tensor, x2: Tensor, variance: float, diagonal: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opteq._errors import ConvergenceError
 from opteq.equilibrium import Equilibrium
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.side_by_side import BoundParallel
@@ -110,7 +111,7 @@ def _layer_terms(name: str, layer: Equilibrium, given: State) -> LayerTerms:
     state = layer.solve(given).state
     try:
         return LayerTerms(name, _terms(hidden, hidden.start()), _terms(hidden, state))
-    except (ValueError, NotImplementedError) as error:  # the problem says why it has no objective
+    except (ValueError, NotImplementedError, ConvergenceError) as error:  # which says why there is no objective
         return LayerTerms(name, {}, {}, str(error))
 
 

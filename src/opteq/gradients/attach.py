@@ -60,6 +60,18 @@ class _Attach(torch.autograd.Function):
         return (None, None, None, *[None] * ctx.count, *cast)
 
 
+def refuse_hidden_batches(gradients: Sequence[Tensor]) -> None:
+    """Raise where torch.autograd has put many gradients into one tensor without saying so.
+
+    A linear solve looks at its residuals, and at those of such a tensor nobody can.
+    """
+    if any(torch._C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients):
+        raise RuntimeError(
+            "several gradients of an equilibrium at once, by is_grads_batched=True or vectorize=True of "
+            "torch.autograd, do not pass through an adjoint solve; use torch.func.jacrev, or vmap(vjp), which do"
+        )
+
+
 def refuse_second_derivative(values: Sequence[Tensor], carriers: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """``values``, with an error for who differentiates them, by way of themselves or of ``carriers``."""
     guarded: tuple[Tensor, ...] = _Once.apply(len(values), *values, *carriers)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.gradients.attach import refuse_second_derivative
+from opteq.gradients.attach import refuse_hidden_batches, refuse_second_derivative
 from opteq.gradients.base import Record
 from opteq.problems.expansion import Expansion, Known
 from opteq.solution import Report
@@ -98,6 +98,7 @@ class _Features(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        refuse_hidden_batches(gradients)
         originals = ctx.saved_tensors
         system = ctx.system
         wanted = ctx.needs_input_grad[2:]

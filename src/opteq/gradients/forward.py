@@ -99,7 +99,7 @@ def find(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
 
 
 def find_without_tape(
-    hidden: BoundMap, solver: Solver, start: State | None, keep_inverse: bool = False
+    hidden: BoundMap, solver: Solver, start: State | None, keep_inverse: bool = False, as_on_tape: bool = False
 ) -> tuple[State, Outcome]:
     """The equilibrium as a constant: nothing of the way to it is kept for the backward pass.
 
@@ -109,24 +109,28 @@ def find_without_tape(
         start: where to begin; None leaves it to the problem.
         keep_inverse: whether the solver's estimate of the inverse Jacobian is needed. Without it, the fast paths
             are open.
+        as_on_tape: whether the steps are those of :func:`find`, for a network that consists of them. In the variable of
+            the features as many steps lead further.
     """
     with torch.no_grad():
         if keep_inverse:
             outcome = find(hidden, solver, start)
         else:
-            outcome = _by_graphs(hidden, solver, start) or _as_it_is(hidden, solver, start)
+            outcome = _by_graphs(hidden, solver, start, as_on_tape) or _as_it_is(hidden, solver, start, as_on_tape)
     return map_state(lambda part: part.detach(), outcome.state), outcome
 
 
-def _form(hidden: BoundMap, solver: Solver) -> FeatureForm | None:
-    return hidden.feature_form() if solver.works_on_features else hidden.compact_form()
+def _form(hidden: BoundMap, solver: Solver, as_on_tape: bool) -> FeatureForm | None:
+    if solver.works_on_features:
+        return hidden.feature_form()
+    return None if as_on_tape else hidden.compact_form()
 
 
-def _as_it_is(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
-    expansion = hidden.expansion() if solver.refines else None
+def _as_it_is(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool) -> Outcome:
+    expansion = hidden.expansion() if solver.refines and not as_on_tape else None
     if expansion is not None:
         return _refined(hidden, expansion, solver, start)
-    search = _open(hidden, solver, start, _form(hidden, solver), inverse=False)
+    search = _open(hidden, solver, start, _form(hidden, solver, as_on_tape), inverse=False)
     with search.session.caller.off():
         drive(search.run)
         return search.outcome()
@@ -147,7 +151,7 @@ def _refined(hidden: BoundMap, expansion: Expansion, solver: Solver, start: Stat
     return replace(outcome, state=torch.where(torch.isfinite(state), state, 0.0), known=None)
 
 
-def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome | None:
+def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool) -> Outcome | None:
     frozen = freeze(hidden) if settings.graphs else None
     if frozen is None or not usable(frozen.tensors):
         return None
@@ -164,9 +168,9 @@ def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome
         begin = None if start is None else like(start, tuple(tensors[count:]))
         # In the caller's precision: a capture may happen inside a region without autocast.
         with autocast.entered():
-            return _open(copy, solver, begin, _form(copy, solver), inverse=False)
+            return _open(copy, solver, begin, _form(copy, solver, as_on_tape), inverse=False)
 
-    key = ("forward", frozen.structure, solver, start is None, autocast)
+    key = ("forward", frozen.structure, solver, start is None, as_on_tape, autocast)
     with autocast.off():
         answer = staged(key, inputs, open_solve)
     if answer is None:

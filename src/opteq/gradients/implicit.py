@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq._validate import positive, whole
 from opteq.gradients.adjoint import AdjointSystem
-from opteq.gradients.attach import attach
+from opteq.gradients.attach import attach, refuse_hidden_batches
 from opteq.gradients.base import Gradient, Record, wants_gradient
 from opteq.gradients.feature_system import FeatureSystem
 from opteq.gradients.forward import find_without_tape
@@ -62,7 +62,7 @@ class Implicit(Gradient):
         """Solve without a tape; the backward pass solves the adjoint system."""
         state, outcome = find_without_tape(hidden, solver, start)
         expansion = None if outcome.known is None else hidden.expansion()
-        if expansion is not None and outcome.known is not None:
+        if expansion is not None and outcome.known is not None and not expansion.learns:
             linear = self._linear(hidden, state)
             features, reached = FeatureSystem(expansion, outcome.known, linear).attached(record)
             return reached, replace(outcome, features=features)
@@ -75,6 +75,7 @@ class Implicit(Gradient):
         system = self._system(hidden, state)
 
         def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            refuse_hidden_batches(gradients)
             solved, report = system.solve(like(state, gradients))
             record(report)
             return blocks(solved)
@@ -85,6 +86,7 @@ class Implicit(Gradient):
         system = self._system(hidden, replayed.state)
 
         def pull(gradient: State) -> Gradients:
+            refuse_hidden_batches(blocks(gradient))
             gradients, report = system.pull(gradient, replayed)
             record(report)
             return gradients

@@ -20,9 +20,9 @@ class InnerProduct(Kernel):
 
     Attributes:
         bends: an interval that holds all values of ``k''``, or None where there is none.
+        growth: set it to 1 where ``k(t)`` grows no faster than ``|t|``; ``1/2 |W y|^2`` then decides.
     """
 
-    growth: ClassVar[float | None] = 1.0
     bends: ClassVar[tuple[float, float] | None] = None
 
     @abstractmethod

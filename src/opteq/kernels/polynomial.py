@@ -27,7 +27,6 @@ class Polynomial(InnerProduct):
     tensor([12.])
     """
 
-    growth = None
     caveat = (
         "the objective of a polynomial kernel may have no minimiser: over y >= 0 it is unbounded below for degree 3 "
         "and more if c = U x + b has a positive entry, and for degree 2 if 2 |c+|^2 + |W c+|^2 / |c+|^2 > 1. "

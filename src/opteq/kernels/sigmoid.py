@@ -23,6 +23,7 @@ class Sigmoid(InnerProduct):
     tensor([1.])
     """
 
+    growth = 1.0
     bends = (-4 / math.sqrt(27), 4 / math.sqrt(27))
     caveat = (
         "the curvature of tanh <c, y> grows with |c|^2, c = U x + b. With L the largest slope of the activation, the "

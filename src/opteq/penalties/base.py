@@ -37,6 +37,8 @@ class Penalty(metaclass=NamedOptions):
         fixes_zero: whether ``sigma(0) = 0``.
         offset: the k in ``sigma~*(y) = f(y) + y^2/2 - k``, which ties f to the conjugate of the antiderivative
             sigma~; it is ``f(sigma(0)) + sigma(0)^2/2``, one per unit, and matters when values are compared.
+        has_total: whether :meth:`total` can be computed; where it cannot, solvers do without the objective.
+        has_potential: the same of :meth:`potential`.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Penalty(metaclass=NamedOptions):
     bounded: bool
     fixes_zero: bool
     offset: float
+    has_total: bool = True
+    has_potential: bool = True
 
     @abstractmethod
     def prox(self, t: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ class FromActivation(ElementwisePenalty):
         self.bounded = bounded
         self._given_antiderivative = antiderivative
         self._given_value = value
+        self.has_total = value is not None
+        self.has_potential = antiderivative is not None
         if not callable(function):
             raise TypeError(f"FromActivation.function should be callable; got {function!r}")
         if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):

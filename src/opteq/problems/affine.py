@@ -10,7 +10,7 @@ from opteq.problems.block import Block
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import BoundMap
 from opteq.problems.opteq import OptEq
-from opteq.states import State, single
+from opteq.states import State, single, working_dtype
 
 
 class AffineOptEq(Problem):
@@ -62,7 +62,8 @@ class AffineOptEq(Problem):
         exists, unique, reasons = existence(inner.contraction, self.problem.penalty.bounded)
         lipschitz, why = None, inner.reasons.get("lipschitz", "")
         if inner.lipschitz is not None:
-            lipschitz = inner.lipschitz / float(torch.linalg.svdvals(self.matrix.detach())[-1])
+            matrix = self.matrix.detach()
+            lipschitz = inner.lipschitz / float(torch.linalg.svdvals(matrix.to(working_dtype(matrix.dtype)))[-1])
             why = "the inner problem's, times |matrix^-1|"
         reasons |= {"contraction": "a step contracts in the norm |matrix u|, not in |u|", "lipschitz": why}
         return Certificate(exists, unique, None, lipschitz, reasons)
@@ -75,7 +76,8 @@ class BoundAffineOptEq(BoundMap):
         self.block = block
         self.matrix = matrix
         self.shift = shift
-        self.inverse = torch.linalg.inv(matrix)
+        # In float32 at least: torch inverts no matrix of half precision.
+        self.inverse = torch.linalg.inv(matrix.to(working_dtype(matrix.dtype))).to(matrix.dtype)
 
     def start(self) -> Tensor:
         """Zeros."""

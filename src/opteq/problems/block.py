@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from opteq._errors import ConvergenceError
 from opteq.operators import LinearMap
 from opteq.penalties import Penalty, ReLU
 from opteq.solvers import Anderson
@@ -72,7 +73,7 @@ class Block:
         with torch.no_grad():
             outcome = solver.solve(lambda u: v + alpha * (u - self(u)), v)  # type: ignore[operator, arg-type]
         if bool((outcome.codes > 0).any()):
-            raise RuntimeError(
+            raise ConvergenceError(
                 f"the envelope's preimage was not found (worst residual {float(outcome.residual.max()):.1e} after "
                 f"{max_steps} steps); alpha={alpha} is too close to 1, or W is not bounded by sqrt(mu)"
             )

@@ -119,13 +119,21 @@ class DeepOptEq(Problem):
             why = f"the gradient of {type(self.regularizer).__name__} has no known Lipschitz constant"
             return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), why))
         contraction = math.prod(factors) * stretch
-        # With a bounded activation every layer maps a large enough ball into itself, its skip connection included.
-        exists, unique, reasons = existence(contraction, self.penalty.bounded)
+        exists, unique, reasons = self._existence(contraction, math.prod(1 - a for a in alphas) * stretch)
         reasons["contraction"] = "product over layers of 1 - alpha + alpha L |W|^2 / mu"
         if self.regularizer is not None:
             reasons["contraction"] += f", times |I - gamma hess R| <= {stretch:.4g}"
         lipschitz, why = self._lipschitz(contraction, factors, alphas, norms)
         return Certificate(exists, unique, contraction, lipschitz, {**reasons, "lipschitz": why})
+
+    def _existence(self, contraction: float, skipped: float) -> tuple[bool | None, bool | None, dict[str, str]]:
+        # With a bounded activation a sweep is q v plus something bounded, for q the product of all 1 - alpha and
+        # v = z - gamma grad R(z). Brouwer's ball is there where |q v| grows less than |z|. For convex R it need not:
+        # z - q v is then strongly monotone, and its inverse takes what is bounded into a ball.
+        R = self.regularizer
+        if self.penalty.bounded and R is not None and not R.convex and skipped >= 1:
+            return existence(contraction, False, f"{type(R).__name__} may outgrow what a bounded activation holds")
+        return existence(contraction, self.penalty.bounded)
 
     def _lipschitz(
         self, contraction: float, factors: list[float], alphas: list[float], norms: list[float]

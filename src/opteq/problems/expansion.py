@@ -53,6 +53,11 @@ class Expansion:
         """How far :meth:`near` may be off, relative to the distance; None where there is no such thing."""
         return None if self.coarse is None else self.coarse.error
 
+    @property
+    def learns(self) -> bool:
+        """Whether the activation has a tape of its own, which leads to a parameter inside the penalty."""
+        return self.penalty.prox(self.c.detach()[:1, :1, :1, :1]).requires_grad
+
     def begin(self) -> Known:
         """The evaluation at zero features, where W has nothing to multiply."""
         t = self.c.detach()

@@ -145,7 +145,7 @@ class BoundGEQ(Hidden):
         if curvature is None:
             return
         low, high = (penalty.lipschitz * end for end in curvature)
-        self.has_merit = True
+        self.has_merit = penalty.has_total
         # I - J has its spectrum in [1 - high, 1 - low]. Where that is positive there is a best damping for such an
         # interval; elsewhere the second one gives the largest decrease that is sure.
         if isinstance(high, Tensor):

@@ -161,7 +161,11 @@ class Hidden(BoundMap):
     @property
     def interval(self) -> tuple[float, float] | None:  # type: ignore[override]
         """The penalty's domain, where it is the same interval for every entry."""
-        return self.penalty.domain if isinstance(self.penalty, ElementwisePenalty) else None
+        penalty = self.penalty
+        # A penalty that is infinite at the ends of its domain keeps clear of them by a projection of its own.
+        if not isinstance(penalty, ElementwisePenalty) or type(penalty).project is not ElementwisePenalty.project:
+            return None
+        return penalty.domain
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The objective term by term, each one number a sample."""

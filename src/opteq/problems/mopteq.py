@@ -171,7 +171,7 @@ class BoundMOptEq(Hidden):
         self.structure = Structure.POSITIVE if convex else Structure.SYMMETRIC
         self.perturbation = perturbation
         if self.coupling.diversity and self.coupling.smoothing:
-            self.has_merit = True
+            self.has_merit = self.penalty.has_total
         self.jumps = self.coupling.diversity > 0 and not self.coupling.smoothing
 
     def start(self) -> Tensors:
@@ -258,6 +258,8 @@ class BoundMOptEq(Hidden):
     def _sizes(self) -> list[int] | None:
         """Heights of the features, where convolutions make them as large as the state."""
         if not all(isinstance(branch.W, Conv2d) for branch in self.problem.each()):
+            return None
+        if any(c.ndim != 4 for c in self.injections):  # the operators say what is wrong with them
             return None
         return [c.shape[2] for c in self.injections]
 

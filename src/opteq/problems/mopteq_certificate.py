@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from opteq.couplings import Coupling
-from opteq.operators import Conv2d, module_norm
+from opteq.operators import Conv2d, Identity, SeparableConv2d, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.branch import Branch
 from opteq.problems.certificate import Certificate, existence
@@ -62,6 +62,9 @@ def _relative_sizes(branches: Sequence[Branch]) -> list[int] | None:
     return [whole // branch.scale for branch in branches]
 
 
+_SIZE_KEEPERS = (nn.BatchNorm2d, nn.GroupNorm, nn.Identity, Conv2d, SeparableConv2d, Identity)
+
+
 def keeps_size(U: nn.Module | None) -> bool:
     """Whether pictures leave ``U`` as large as they entered, as far as its type tells."""
     if isinstance(U, nn.Sequential):
@@ -71,7 +74,7 @@ def keeps_size(U: nn.Module | None) -> bool:
         sides = zip(U.kernel_size, U.dilation, strict=True)
         kept = padding == "same" or padding == tuple(d * (k - 1) / 2 for k, d in sides)
         return kept and set(U.stride) == {1}
-    return U is None or isinstance(U, nn.BatchNorm2d | nn.GroupNorm | nn.Identity)
+    return U is None or isinstance(U, _SIZE_KEEPERS)
 
 
 def _with_diversity(

@@ -135,7 +135,7 @@ class BoundOptEq(Hidden):
         if self.regularizer is None:
             self.contracts = problem.known_contraction()
             self.structure = Structure.POSITIVE if self.contracts else Structure.SYMMETRIC
-            self.has_merit = True
+            self.has_merit = problem.penalty.has_potential
         else:
             self.coupled = self.regularizer.couples_batch
 
@@ -218,7 +218,7 @@ class BoundOptEq(Hidden):
             lambda z: self.block(single(z)),
             self._no_features(),
             lambda z: self.block.activation(single(z)),
-            self._measured_features,
+            self._measured_features if self.has_merit else None,
         )
 
     def _no_features(self) -> Tensor:

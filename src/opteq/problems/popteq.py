@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from opteq.problems.base import Problem
 from opteq.problems.branch import Branch
 from opteq.problems.branches import check_branches
 from opteq.problems.certificate import Certificate
+from opteq.problems.mopteq_certificate import keeps_size
 from opteq.problems.opteq import OptEq
 from opteq.problems.parallel import SideBySide
 from opteq.problems.side_by_side import BoundParallel
@@ -89,18 +91,24 @@ class POptEq(SideBySide):
         found = super().certificate()
         if self.fuse == "none" or found.lipschitz is None:
             return found
-        scales = [branch.scale for branch in self.each()]
+        branches = self.each()
+        pictures = [branch for branch in branches if not hasattr(branch.W, "in_features")]
+        if len(pictures) > 1 and not all(keeps_size(branch.U) for branch in pictures):
+            why = "a U may change the size of pictures, so that it is not known how often pixels are repeated"
+            return replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": why})
+        scales = [branch.scale for branch in branches]
         slopes = [part.certificate().lipschitz or 0.0 for part, _ in self.parts()]
-        # A branch at scale s sees pictures pooled by s, of norm 1/s; repeating them s / (least s) times undoes that. A
-        # tuple with an input each was not pooled, so there it remains.
-        repeated = [slope * scale for slope, scale in zip(slopes, scales, strict=True)]
+        # Pixels of a branch at scale s are repeated s / (least s) times; where that is no whole number, some of them
+        # once more. A picture that all see was pooled by s before, with norm 1/s; a tuple with an input each was not.
+        repeated = [slope * math.ceil(scale / min(scales)) for slope, scale in zip(slopes, scales, strict=True)]
+        pooled = [slope / scale for slope, scale in zip(repeated, scales, strict=True)]
         if self.convolution is None:
-            bound = max(sum(slopes), math.hypot(*repeated)) / min(scales)
+            bound = max(sum(pooled), math.hypot(*repeated))
             rule = "the sum of the branches' (for a tuple, sqrt of the sum of squares, each times its scale)"
         else:
             carried = module_norm(self.convolution)
             assert carried is not None
-            bound = float(carried) * max(math.hypot(*slopes), *repeated) / min(scales)
+            bound = float(carried) * max(math.hypot(*pooled), *repeated)
             rule = "|conv| sqrt of the sum of squares (for a tuple, the largest times its scale)"
         reasons = {**found.reasons, "lipschitz": f"{rule}, at the finest size. {found.reasons['lipschitz']}"}
         return Certificate(found.exists, found.unique, found.contraction, bound, reasons)

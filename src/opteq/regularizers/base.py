@@ -155,10 +155,18 @@ def check_whole_number(owner: str, option: str, value: object, *, least: int) ->
 def _pullback(function: Callable[[Tensor], Tensor], z: Tensor, cotangent: Tensor | None) -> Tensor:
     """The transposed Jacobian of ``function`` at ``z`` times ``cotangent``, also where autograd is off.
 
-    It stays part of the graph if ``z`` or ``cotangent`` is itself being differentiated.
+    It stays part of the graph if ``z``, ``cotangent`` or what ``function`` holds, parameters for instance, is itself
+    being differentiated.
     """
+    if torch._C._are_functorch_transforms_active():  # torch.func does not let torch.autograd be called inside
+        pulled = torch.func.vjp(function, z)
+        back: Tensor = pulled[1](torch.ones_like(pulled[0]) if cotangent is None else cotangent)[0]
+        return back
     inputs = (z,) if cotangent is None else (z, cotangent)
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    # Of a constant z it has to be tried out whether it meets parameters that are none.
+    tracked = torch.is_grad_enabled() and (
+        any(tensor.requires_grad for tensor in inputs) or function(z.detach()).requires_grad
+    )
     with torch.inference_mode(False), torch.enable_grad():
         if tracked and z.requires_grad:
             point = z
