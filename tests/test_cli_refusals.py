@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import resource
 import shutil
 import sys
 import warnings
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from PIL import Image
 
 from cli_cases import call, finished, no_page, refused, root, train
-from opteq import cli
+from opteq import cli, models
+from opteq._errors import UserError
+from opteq.report.run import read_run
 from opteq.training.board import Board
 from opteq.training.checkpoints import Checkpoints
 from training_cases import in_process, lines, train_here
@@ -53,6 +57,58 @@ def test_an_unwritable_folder(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_folder_that_may_not_be_entered(
+    root: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses to say what is in it, as it would somebody who is not root."""
+    closed = shutil.copytree(finished, tmp_path / "closed")
+    stat = os.stat
+
+    def refusing(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    words = f"looking into {closed}", "Permission denied", "mend its permissions"
+    for result in (train(root, closed), call("train", "--resume", "--out", closed), call("evaluate", closed)):
+        refused(result, *words)
+    for ask in (models.from_pretrained, read_run):
+        with pytest.raises(UserError, match=f"looking into {closed} failed: Permission denied"):
+            ask(closed)
+
+
+def test_an_evaluation_that_cannot_be_kept_is_not_begun(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(target: Path, content: bytes) -> NoReturn:
+        raise PermissionError(13, "Permission denied", str(target))
+
+    def begun(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("the test began, only to be lost")
+
+    # By its module's name: in the package, `evaluate` is the function.
+    module = sys.modules["opteq.training.evaluate"]
+    monkeypatch.setattr(module, "draft", refusing)
+    monkeypatch.setattr(module, "measure", begun)
+    refused(call("evaluate", finished), "writing the evaluation", "Permission denied", "a copy of the run elsewhere")
+
+
+def test_pictures_of_a_size_that_the_model_cannot_take(root: Path, tmp_path: Path) -> None:
+    """Windows of 6x6 can be divided by 3, but whole pictures of 8x8 can not: known before an epoch is spent on them."""
+    out = tmp_path / "run"
+    branch = ("model.name=popteq-193k", "model.options.scales=[3]")
+    refused(train(root, out, *branch), "popteq-193k cannot take pictures of 8x8", "divide by 3", "data.image_size")
+    window = ("augment.crop_padding=0", "augment.crop_height=6", "augment.crop_width=6")
+    refused(train(root, out, *branch, *window), "cannot take pictures of 8x8", "data.image_size")
+    too_small = (*window[:2], "augment.crop_width=4", "data.image_size=6")
+    refused(train(root, out, *branch, *too_small), "cannot take pictures of 6x4", "augment.crop_height and crop_width")
+    assert not out.exists()
+    result = train(root, out, *branch, *window, "data.image_size=9", "train.epochs=1")
+    assert result.exit_code == 0, result.output
+    changed = (out / "recipe.toml").read_text().replace("image_size = 9", "image_size = 8")
+    (out / "recipe.toml").write_text(changed)
+    refused(call("evaluate", out), "cannot take pictures of 8x8", "data.image_size")
+
+
 def test_no_gpu(root: Path, tmp_path: Path) -> None:
     refused(train(root, tmp_path / "run", "train.device=cuda"), "torch sees no GPU here", "train.device=cpu")
 
@@ -130,14 +186,17 @@ def test_other_pictures(finished: Path, root: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     sets = ("--set", f"data.root={copy}", "--set", f"data.cache={tmp_path}")
     refused(call("train", "--resume", "--out", run, *sets), "begun with 40 training pictures, but there are 39 now")
+    shutil.copy(root / "train/above/3.png", copy / "train/above/3.png")
     for split in ("train", "test"):
         (copy / split / "below").rename(copy / split / "a-new-name")
+    refused(call("train", "--resume", "--out", run, *sets), "classes above, below, but the pictures have a-new-name")
     refused(call("evaluate", run, "--root", copy), "the pictures have the classes a-new-name, above", "--root")
 
 
 def test_evaluating_what_is_no_run(tmp_path: Path, finished: Path) -> None:
     refused(call("evaluate", tmp_path), "holds no run: there is no recipe.toml")
     refused(call("evaluate", finished, "--tol", "-1"), "tol should be a positive number")
+    refused(call("evaluate", finished, "--precision", "fp16", "--device", "cpu"), "needs a GPU", "--precision no")
     refused(call("evaluate", finished, "--device", "gpu"), "unknown device 'gpu'", "auto, cpu, cuda")
     refused(call("evaluate", finished, "--precision", "fp32"), "unknown precision 'fp32'; did you mean 'fp16'?")
 

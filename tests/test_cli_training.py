@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cli_cases import call, finished, no_page, refused, root, train
 from opteq import models, report
@@ -76,6 +78,28 @@ def test_evaluate_to_another_tolerance(finished: Path) -> None:
     assert found["solver_steps"] > lines(finished)[-1]["test_solver_steps"]
     call("evaluate", finished, "--max-steps", "1")
     assert json.loads((finished / "evaluation.json").read_text())["converged"] < 1
+
+
+def test_fewer_steps_of_a_solver_that_ends_with_plain_ones(root: Path, tmp_path: Path) -> None:
+    sam = ("model.options.solver=sam", "model.options.regularizer=l1", "model.options.max_steps=10", "train.epochs=1")
+    assert train(root, tmp_path / "run", *sam).exit_code == 0
+    result = call("evaluate", tmp_path / "run", "--max-steps", "3")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["solver_steps"] == 3
+
+
+def test_an_evaluation_that_is_not_finite_is_json_all_the_same(finished: Path, tmp_path: Path) -> None:
+    """JSON has neither infinity nor NaN. The folder's name, which has brackets, is told whole."""
+    run = shutil.copytree(finished, tmp_path / "run [lr=1]")
+    weights = load_file(run / "model.safetensors")
+    weights["head.linear.bias"].fill_(math.nan)
+    save_file(weights, run / "model.safetensors")
+    result = call("evaluate", run)
+    assert result.exit_code == 0, result.output
+    assert "run [lr=1] on 10 test pictures" in result.stdout
+    found = json.loads((run / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    assert found["test_loss"] is None
+    assert found["worst_residual"] > 0
 
 
 def test_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:

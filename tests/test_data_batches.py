@@ -220,6 +220,11 @@ def test_auto_asks_for_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- what is refused
 
 
+def test_a_share_may_be_empty_where_nobody_waits() -> None:
+    parts = [batches(7, 3, rank=rank, world=2, empty_shares=True) for rank in range(2)]
+    assert [[len(images) for images, _ in part.epoch(0)] for part in parts] == [[1, 1, 0], [2, 2, 1]]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

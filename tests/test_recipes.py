@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from opteq import data, models
 from opteq._errors import UserError
-from opteq.training import load_recipe, recipes
+from opteq.training import Recipe, load_recipe, recipes
 from opteq.training.overrides import known_keys, parse
 from opteq.training.recipe_files import to_toml
 from opteq.training.toml import dumps, loads
@@ -32,6 +33,24 @@ def test_a_recipe_survives_being_written(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     (tmp_path / "recipe.toml").write_text(to_toml(recipe))
     assert load_recipe(tmp_path / "recipe.toml") == recipe
+
+
+def test_a_recipe_from_python_survives_being_written(tmp_path: Path) -> None:
+    """The options as `describe` has them hold None, which TOML can't say, and a person may well write a tuple."""
+    tables = load_recipe("digits").model_dump()
+    tables["model"]["options"] = {**models.describe("opteq-digits").options, "bound": None, "hidden": (8,)}
+    recipe = Recipe.model_validate(tables)
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+    again = load_recipe(tmp_path / "recipe.toml")
+    assert again == recipe
+    assert (again.model.options["bound"], again.model.options["hidden"]) == ("none", [8])
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    """Names of files are bytes; Python has those that are no text as lone surrogates, which no text file can hold."""
+    recipe = load_recipe("digits", [f"data.root={os.fsdecode(bytes([47, 255]))}"])
+    with pytest.raises(UserError, match=r"data.root = '/.udcff' is no Unicode text"):
+        to_toml(recipe)
 
 
 def test_there_is_one_for_every_model() -> None:
@@ -117,6 +136,8 @@ def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
         ("optimizer.momentum=0", "[optimizer] nesterov = true needs a momentum above 0"),
         ("schedule.name=step", '[schedule] name = "step" needs either milestones'),
         ("loss.weight=0.1", "[loss] regularizer = None with weight = 0.1: give both or neither"),
+        ("loss.diversity=0.1", "[loss] diversity has no effect with augmented = 0"),
+        ("loss.smoothing=0.1", "MOptEq's own is model.options.smoothing"),
         ("train.accumulate=999", "[train] accumulate = 999 is more than batch_size"),
         ("augment.flip=3", "augment.flip = 3 is not right: it should be a valid boolean"),
         ("augment.erase=7.0", "[augment] Augmentation.erase should be in [0, 1]; got 7.0"),

@@ -211,6 +211,33 @@ def test_weights_that_are_not_finite_give_a_page_that_says_so(copy: Path) -> Non
     assert {"objective", "learning", "guarantees"} <= set(found.sections)
 
 
+def test_pictures_are_seen_as_in_training(run: Path, copy: Path) -> None:
+    """Training pictures may have changed since, and their colours; the network knows only those that it was given."""
+    model, digits = models.from_pretrained(copy), data.load("digits")
+    model.config["extra"] |= {"classes": list(digits.classes), "mean": [0.9], "std": [0.05]}
+    model.save_pretrained(copy)
+    x, labels = next(data.Batches(digits.test, (0.9,), (0.05,), len(digits.test)).epoch(0))
+    with torch.no_grad():
+        wrong = int((model(x).argmax(1) != labels).sum())
+    text = outline(write(copy)).text
+    assert f"Of {len(labels)} test pictures, {wrong} were taken for another class" in text
+    assert f"{wrong} were taken" not in outline(run / "report.html").text
+
+
+def test_pictures_of_other_classes_are_not_shown(copy: Path) -> None:
+    model = models.from_pretrained(copy)
+    model.config["extra"]["classes"] = [*"123456789", "ten"]
+    model.save_pretrained(copy)
+    found = outline(write(copy))
+    assert "The classes are not those that the model was trained on" in found.text
+    assert not {"mistakes", "pictures"} & set(found.sections)
+
+
+def test_a_command_that_is_no_text_is_shown_as_far_as_it_is(copy: Path) -> None:
+    (copy / "environment.json").write_text(json.dumps({"command": ["opteq", "--out", "runs/\udcff"]}))
+    assert "opteq --out 'runs/?'" in outline(write(copy, seconds=0)).text
+
+
 def test_a_resumed_run_counts_every_epoch_once(copy: Path) -> None:
     (copy / "metrics.jsonl").write_text(metrics(3) + metrics(4, train_loss=7.5))
     epochs = read_run(copy).epochs

@@ -94,6 +94,26 @@ def test_accumulated_parts_give_the_same_step(count: int) -> None:
         torch.testing.assert_close(parts[name], whole[name], atol=1e-5, rtol=1e-4)
 
 
+def test_a_process_without_a_test_picture(root: Path, tmp_path: Path) -> None:
+    """10 test pictures in batches of 3: the last one is nobody's but the second process's."""
+    more = [*EXACT, "train.epochs=1", "train.test_batch_size=3"]
+    assert in_process(train_here, str(root), str(tmp_path / "alone"), more) == 0
+    out, port = tmp_path / "run", free_port()
+    ranks = [start(train_as_rank, rank, 2, port, str(root), str(out), more) for rank in range(2)]
+    for process in ranks:
+        process.join(50)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    close(out, tmp_path / "alone")
+
+
+def test_only_a_recipe_accumulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number that a launcher leaves in the environment accelerate would divide every gradient."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    weight = torch.ones(1, requires_grad=True)
+    devices.engine("cpu", "no").backward(weight.sum())
+    assert weight.grad == 1
+
+
 def test_a_run_of_two_processes_is_resumed(root: Path, alone: Path, tmp_path: Path) -> None:
     """Killed in the middle, then gone on with by two, then finished by one: what was counted is counted once."""
     out, more = tmp_path / "run", [*EXACT, "train.checkpoint_steps=1"]

@@ -145,6 +145,13 @@ def test_a_tally_counts_solves() -> None:
     assert again.read() == counts
 
 
+@pytest.mark.parametrize("residual", [math.inf, math.nan])
+def test_a_residual_that_is_not_finite_is_told_as_such(residual: float) -> None:
+    tally = Tally(torch.device("cpu"))
+    tally.add(torch.tensor(1.0), torch.eye(2), torch.tensor([0, 1]), [report([1e-4, residual], [0, 2])])
+    assert (tally.read().worst, tally.read().residual, tally.read().lost) == (math.inf, math.inf, 1)
+
+
 def counts(**changes: float) -> Counts:
     usual = dict.fromkeys(("correct", "judged", "top5", "residual", "lost", "worst"), 0.0)
     return Counts(**{**usual, "loss": 1.0, "samples": 10, "solves": 10, "steps": 50, "converged": 10, **changes})

@@ -128,9 +128,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(root: Path, undis
     shutil.copy(undisturbed / "checkpoints" / files[1].name, files[1])
     assert in_process(train_here, str(root), str(run), MORE) == 0
     same(run, undisturbed)
-    # ... or without any.
+    # ... or without any. (What is finished stays so, even if somebody has made room: that would be to lose it.)
     for path in Checkpoints(run / "checkpoints").files():
         path.unlink()
+    before = content(run)
+    with pytest.raises(UserError, match=r"a finished run, but no checkpoint .* remove its model.safetensors"):
+        train(tiny(root, *MORE), run, resume=True)
+    assert content(run) == before
+    (run / "model.safetensors").unlink()
     assert in_process(train_here, str(root), str(run), MORE) == 0
     same(run, undisturbed)
 

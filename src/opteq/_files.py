@@ -69,6 +69,18 @@ def plain_errors(doing: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{doing} failed: {error.strerror or error}{where}; {remedy}") from error
 
 
+def look_into(folder: Path) -> None:
+    """Raise where one may not look into a folder: whether something is in it could not be told. It need not be there.
+
+    ``Path.exists`` of what is in it would raise the system's own error, or in later versions of Python say no.
+    """
+    with (
+        plain_errors(f"looking into {folder}", "mend its permissions, or give another folder"),
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+    ):
+        os.stat(os.path.join(folder, "."))
+
+
 @contextlib.contextmanager
 def alone_in(folder: Path, refusal: str) -> Iterator[None]:
     """Hold a folder inside the block: a second process that wants it is refused. A process that dies lets go of it.

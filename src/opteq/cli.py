@@ -15,6 +15,7 @@ import typer
 
 import opteq
 from opteq._errors import UserError
+from opteq._files import look_into
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,6 +67,8 @@ def train(
 
     with one_line_errors():
         stored = (out or Path("runs/digits")) / "recipe.toml"
+        if recipe is None and resume:
+            look_into(stored.parent)
         if recipe is None and resume and out is not None and not stored.exists():
             raise UserError(f"{out} holds no run to go on with; name a recipe to begin one there")
         # A run that is resumed without a recipe goes on with its own, whatever was --set when it began.

@@ -44,6 +44,8 @@ class Batches(metaclass=NamedOptions):
         device: where batches are made and handed out.
         rank, world: which process this is, and of how many.
         drop_last: leave a smaller last batch out.
+        empty_shares: let a process have nothing of a batch with fewer samples than processes, which is refused
+            otherwise: in training they wait for each other, in a test they need not.
         channels_last: hand images out in that memory format.
         keep: ``"device"`` holds all pictures on the device; ``"host"`` leaves them where they are and fetches batches
             ahead of time through pinned memory; ``"auto"`` holds them if they take up to 40 % of the free memory.
@@ -72,6 +74,7 @@ class Batches(metaclass=NamedOptions):
         rank: int = 0,
         world: int = 1,
         drop_last: bool = False,
+        empty_shares: bool = False,
         channels_last: bool = False,
         keep: Keep = "auto",
         num_classes: int | None = None,
@@ -83,6 +86,8 @@ class Batches(metaclass=NamedOptions):
         _, self.channels, self.height, self.width = split.images.shape
         self.dense = split.dense
         self._check(self.channels, mean, std, keep)
+        if not empty_shares:
+            self._check_shares()
         self.device = torch.device(device)
         if self.dense and num_classes is None:
             raise ValueError("Batches.num_classes is needed for a split with labels for every pixel")
@@ -129,6 +134,8 @@ class Batches(metaclass=NamedOptions):
         padding, side = self.augmentation.crop_padding, min(self.height, self.width)
         if self.augmentation.crop_fill == "reflect" and padding >= side:
             raise UserError(f"crop_padding {padding} cannot be reflected in {side} pixels; take less than {side}")
+
+    def _check_shares(self) -> None:
         smallest = self.global_size(len(self) - 1)
         if smallest < self.world:
             raise UserError(

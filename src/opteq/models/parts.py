@@ -43,6 +43,8 @@ def make_stem(in_channels: int, options: ClassifierOptions, scales: Sequence[int
     """
     if options.stem_kernel % 2 == 0:
         raise UserError(f"stem_kernel should be odd, so that a picture keeps its size; got {options.stem_kernel}")
+    if options.stem != "plain":
+        _check_blocks(options)
     if options.stem == "pyramid":
         return _pyramid(in_channels, options, scales)
     if options.stem_widths is not None:
@@ -182,6 +184,15 @@ def _hidden(inputs: int, outputs: int) -> nn.Sequential:
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
+
+
+def _check_blocks(options: ClassifierOptions) -> None:
+    """Raise for options of residual blocks where there are none."""
+    if options.stem_depth if isinstance(options.stem_depth, int) else any(options.stem_depth):
+        return
+    if options.stem_attention or "inverted" in options.stem_block:
+        name = "stem_attention" if options.stem_attention else "stem_block"
+        raise UserError(f"{name} has no effect with stem_depth=0, a stem without residual blocks; raise stem_depth")
 
 
 def _check_downsample(downsample: int, convolutions: int) -> None:

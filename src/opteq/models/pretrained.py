@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq._errors import UserError, unknown_name
-from opteq._files import draft, sync_folder
+from opteq._files import draft, look_into, sync_folder
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -68,6 +68,7 @@ def save(model: nn.Module, config: Mapping[str, Any], folder: str | Path) -> Pat
 def locate(source: str | Path) -> tuple[Path, Path]:
     """The two files of a local folder, or of a repository ``owner/name`` on the hub, fetched if need be."""
     folder = Path(source)
+    look_into(folder)
     if folder.is_dir():
         return _in_folder(folder)
     if folder.exists():

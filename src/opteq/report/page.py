@@ -72,7 +72,8 @@ def write(run_dir: str | Path, seconds: float = 120.0) -> Path:
     html = render(run, found)
     target = folder / "report.html"
     with plain_errors("writing the report", "free some space or mend the permissions"):
-        write_atomically(target, html.encode())
+        # Names of files, as in the command, are bytes and need not be text.
+        write_atomically(target, html.encode(errors="replace"))
     return target
 
 
@@ -183,8 +184,14 @@ def _findings(run: Run, seconds: float) -> Findings:
     except (ValueError, TypeError, OSError) as error:
         run.notes.append(f"The test pictures can't be loaded: {error}")
         return found
+    trained = {"classes": loaded.classes, "mean": loaded.mean, "std": loaded.std, **found.model.config["extra"]}
+    if list(trained["classes"]) != list(loaded.classes):
+        run.notes.append("The classes are not those that the model was trained on, so no test pictures are shown.")
+        return found
     split = loaded.test
-    found.pictures = Pictures(split.images, split.labels, tuple(loaded.classes), tuple(loaded.mean), tuple(loaded.std))
+    # Colours are normalised as they were in training, whatever the training pictures are now.
+    colours = tuple(trained["mean"]), tuple(trained["std"])
+    found.pictures = Pictures(split.images, split.labels, tuple(loaded.classes), *colours)
     try:
         with evaluating(found.model):
             if split.dense:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opteq._errors import UserError
+from opteq._files import look_into
 from opteq.training import toml
 
 _SIGNS = ("recipe.toml", "metrics.jsonl", "config.json", "model.safetensors")
@@ -68,6 +69,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """The run in ``folder``. Damaged pieces become notes; a folder that is no run is a :class:`UserError`."""
+    look_into(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the run folder that `opteq train` wrote, such as runs/digits")
     if not any((folder / sign).is_file() for sign in _SIGNS):

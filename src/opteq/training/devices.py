@@ -30,19 +30,26 @@ def engine(device: str, precision: str, tf32: bool = True, threads: int | None =
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise UserError(
-            'device "cuda" was asked for, but torch sees no GPU here: use train.device=cpu or train.device=auto, '
-            "or install a CUDA build of torch and check nvidia-smi"
+            'device "cuda" was asked for, but torch sees no GPU here: use train.device=cpu or train.device=auto '
+            "(evaluate: --device cpu), or install a CUDA build of torch and check nvidia-smi"
         )
     on_cpu = device == "cpu" or not has_gpu
     if on_cpu and precision == "fp16":
-        raise UserError('precision "fp16" needs a GPU; on a CPU use train.precision=no or train.precision=bf16')
+        raise UserError(
+            'precision "fp16" needs a GPU; on a CPU use train.precision=no or train.precision=bf16 (evaluate: '
+            "--precision no)"
+        )
     if not on_cpu and precision == "bf16" and not torch.cuda.is_bf16_supported():
-        raise UserError('precision "bf16" needs a newer GPU than this one; use train.precision=fp16')
+        raise UserError(
+            'precision "bf16" needs a newer GPU than this one; use train.precision=fp16 (evaluate: --precision fp16)'
+        )
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         # accelerate keeps its settings for the life of the process and refuses others; a second run in one
         # process, in a notebook say, may well want others.
         AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
+    # A launcher may name a number here, by which accelerate would divide every gradient; recipes have train.accumulate.
+    accelerator.gradient_accumulation_steps = 1
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if accelerator.distributed_type not in plain:
         raise UserError(

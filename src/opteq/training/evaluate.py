@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,16 @@ from torch import nn
 
 from opteq import data, models
 from opteq._errors import UserError
-from opteq._files import plain_errors, write_atomically
+from opteq._files import draft, plain_errors, write_atomically
 from opteq.analysis import PGD
 from opteq.data import Batches, Dataset, Split
 from opteq.models import equilibria
+from opteq.solvers import SAM
 from opteq.training.devices import Accelerator, engine
 from opteq.training.measure import measure
 from opteq.training.recipe import AdversarySection, Recipe, fraction
 from opteq.training.run_folder import RunFolder
+from opteq.training.sizes import check_size
 from opteq.training.tally import Counts, Tally
 
 PATIENCE = 500
@@ -81,11 +85,26 @@ def evaluate(
         raise UserError("--attack: attacks are on the classes of pictures, and this data set has those of pixels")
     _check_classes(pictures.classes, model.config["extra"].get("classes", pictures.classes))
     settings = {"tol": tol, "max_steps": max_steps, "precision": precision, "device": str(accelerator.device)}
+    target = folder.path / "evaluation.json"
+    writing = partial(
+        plain_errors, f"writing the evaluation of {folder.path}", "make room, or evaluate a copy of the run elsewhere"
+    )
+    if accelerator.is_main_process:
+        # Before hours are spent: a run that others keep may be there to be read alone.
+        with writing(), draft(target, b"can this be written?"):
+            pass
     result = _Examination(model, recipe, pictures, accelerator).result(pgd, settings)
     if accelerator.is_main_process:
-        with plain_errors(f"writing the evaluation of {folder.path}", "make room, or choose another folder"):
-            write_atomically(folder.path / "evaluation.json", (json.dumps(result, indent=2) + "\n").encode())
+        with writing():
+            write_atomically(target, (json.dumps(_as_json(result), indent=2) + "\n").encode())
     return result
+
+
+def _as_json(result: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: where a figure is not finite the file has null, as ``metrics.jsonl`` has."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in result.items()
+    }
 
 
 class _Examination:
@@ -125,8 +144,10 @@ class _Examination:
             device=accelerator.device,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
+            empty_shares=True,
             num_classes=len(self.pictures.classes),
         )
+        check_size(self.model, batches)
         classes = batches.num_classes if dense else None
         tally = Tally(accelerator.device, self.recipe.guard.residual, with_top5=not dense, classes=classes)
         measure(self.model, batches, tally, attack=attack)
@@ -192,5 +213,7 @@ def set_solvers(model: nn.Module, tol: float | None, max_steps: int | None) -> N
             changes["max_steps"] = max(layer.solver.max_steps, PATIENCE)
         if max_steps is not None:
             changes["max_steps"] = max_steps
+            if isinstance(layer.solver, SAM):  # of which the same share are the plain ones at the end
+                changes["polish"] = layer.solver.polish * max_steps // layer.solver.max_steps
         if changes:
             layer.solver = dataclasses.replace(layer.solver, **changes)

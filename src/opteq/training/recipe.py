@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from opteq.analysis import PGD
 from opteq.data import Augmentation
@@ -35,6 +35,11 @@ Pixels = Annotated[float, BeforeValidator(fraction), Field(ge=0, le=1)]
 """A distance in units where pixels go from 0 to 1."""
 
 
+def _as_toml(options: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return {name: "none" if value is None else value for name, value in plain.items()}
+
+
 class Section(BaseModel):
     """A table of a recipe. It refuses a key it does not know, and a value of another type."""
 
@@ -42,10 +47,14 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """Which network: a name of :func:`opteq.models.list`, and options that differ from that model's own."""
+    """Which network: a name of :func:`opteq.models.list`, and options that differ from that model's own.
+
+    Options are kept as TOML has them, so that a recipe made in Python is the one that its run's file says: None, for
+    which TOML has no word, is ``"none"``, and tuples are lists.
+    """
 
     name: str
-    options: dict[str, Any] = {}
+    options: Annotated[dict[str, Any], AfterValidator(_as_toml)] = {}
 
 
 class DataSection(Section):
@@ -146,6 +155,12 @@ class LossSection(Section):
     def _weights_have_something_to_weigh(self) -> LossSection:
         if (self.regularizer is None) != (self.weight == 0):
             raise ValueError(f"regularizer = {self.regularizer!r} with weight = {self.weight}: give both or neither")
+        for name in ("diversity", "smoothing"):
+            if self.augmented == 0 and getattr(self, name):
+                raise ValueError(
+                    f"{name} has no effect with augmented = 0, the weight of the loss that it belongs to; "
+                    f"MOptEq's own is model.options.{name}"
+                )
         return self
 
 

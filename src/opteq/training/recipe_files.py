@@ -62,7 +62,12 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
 
 def to_toml(recipe: Recipe) -> str:
     """The recipe as a TOML file that :func:`load_recipe` reads back as the same recipe."""
-    return toml.dumps(recipe.model_dump(mode="json", exclude_none=True))
+    content = recipe.model_dump(mode="json", exclude_none=True)
+    for key, value in flattened(content).items():
+        # Names of files are bytes, and need not be text.
+        if isinstance(value, str) and value.encode(errors="replace").decode() != value:
+            raise UserError(f"{key} = {value!a} is no Unicode text, and recipes are: give it another name, or a link")
+    return toml.dumps(content)
 
 
 def flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opteq._errors import UserError
-from opteq._files import alone_in, draft, plain_errors, remove_drafts, write_atomically
+from opteq._files import alone_in, draft, look_into, plain_errors, remove_drafts, write_atomically
 from opteq.training.checkpoints import Checkpoints
 from opteq.training.recipe import Recipe
 from opteq.training.recipe_files import flattened, load_recipe, to_toml
@@ -43,6 +43,7 @@ class RunFolder:
         A run that ended before its first checkpoint leaves a recipe and an empty ``metrics.jsonl``: nothing to go on
         with, so that its folder is free for another recipe.
         """
+        look_into(self.path)
         metrics = self.path / "metrics.jsonl"
         return (
             bool(Checkpoints(self.checkpoints).files())
@@ -52,6 +53,7 @@ class RunFolder:
 
     def recipe(self) -> Recipe:
         """The recipe of the run that is here."""
+        look_into(self.path)
         if not self.recipe_file.is_file():
             raise UserError(f"{self.path} holds no run: there is no recipe.toml in it. `opteq train --out` makes one")
         return load_recipe(self.recipe_file)
@@ -60,6 +62,11 @@ class RunFolder:
         """Raise unless a run with this recipe may begin, or go on, here."""
         if not resume and self.holds_a_run():
             raise UserError(f"{self.path} already holds a run: give --resume to go on with it, or another --out")
+        if resume and not Checkpoints(self.checkpoints).files() and (self.path / "model.safetensors").exists():
+            raise UserError(
+                f"{self.path} holds a finished run, but no checkpoint to go on from: give another --out, or remove its "
+                "model.safetensors to begin anew"
+            )
         if resume and self.holds_a_run() and self.recipe_file.is_file():
             _refuse_differences(self.recipe(), recipe, self.path)
 

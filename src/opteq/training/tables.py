@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from opteq import models
@@ -36,7 +37,8 @@ def models_table() -> Table:
 
 def evaluation_table(run: str, result: dict[str, Any]) -> Table:
     """What :func:`~opteq.training.evaluate` found."""
-    table = Table("measure", "value", title=f"{run} on {result['samples']} test pictures")
+    # Escaped: to rich, brackets in a folder's name would be markup.
+    table = Table("measure", "value", title=f"{escape(run)} on {result['samples']} test pictures")
     table.columns[1].justify = "right"
     if "test_iou" in result:
         table.add_row("intersection over union, mean of classes", f"{result['test_iou']:.2%}")

@@ -137,7 +137,7 @@ class Tally:
         solves, steps, residuals, converged, lost = 0, zero, zero, zero, zero
         for report in reports:
             # A solve that ended in NaN has no residual to speak of; infinity says so and survives a maximum.
-            residual = torch.nan_to_num(report.residual.double(), nan=math.inf)
+            residual = torch.nan_to_num(report.residual.double(), nan=math.inf, posinf=math.inf)
             solves += residual.numel()
             steps = steps + report.steps.sum()
             residuals = residuals + residual.sum()

@@ -27,6 +27,7 @@ from opteq.training.records import Records
 from opteq.training.run_folder import RunFolder
 from opteq.training.shared_norm import share_normalisation
 from opteq.training.signals import StopRequest
+from opteq.training.sizes import check_size
 from opteq.training.step import Stepper
 from opteq.training.trainer import Trainer
 
@@ -72,6 +73,8 @@ def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerat
     with quiet(model) as layers, Loss(recipe.loss, recipe.train.label_smoothing, model) as loss:
         wrapped, optimiser = accelerator.prepare(model, optimizer(recipe.optimizer, model))
         learn, test, unseen = _batches(recipe, pictures, accelerator)
+        for batches in (learn, test):
+            check_size(model, batches)
         attack = recipe.adversary.training()
         adversary = None if attack is None else Adversary(attack, learn)
         stepper = Stepper(wrapped, optimiser, loss, accelerator, recipe.train, adversary)
@@ -163,6 +166,6 @@ def _batches(recipe: Recipe, pictures: Dataset, accelerator: Accelerator) -> tup
     )
 
     def tested(split: Split) -> Batches:
-        return Batches(split, pictures.mean, pictures.std, recipe.train.test_batch_size, **where)
+        return Batches(split, pictures.mean, pictures.std, recipe.train.test_batch_size, empty_shares=True, **where)
 
     return learn, tested(pictures.test), None if pictures.unseen is None else tested(pictures.unseen)

@@ -78,6 +78,12 @@ class Trainer:
                 f"the run was begun with {values['pictures']} training pictures, but there are {self.train.samples} "
                 "now, so it cannot go on where it was; give the same ones, or another --out"
             )
+        classes = self._classes()
+        if values.get("classes", classes) != classes:  # checkpoints of earlier versions do not say
+            raise UserError(
+                f"the run was begun with the classes {', '.join(values['classes'])}, but the pictures have "
+                f"{', '.join(classes)} now, which would be taken for each other; give the same ones, or another --out"
+            )
         state.unpack(checkpoint.tensors, values, self.model, self.stepper.optimizer, self.accelerator)
         self.step, self.epoch, self.batch = checkpoint.step, values["epoch"], values["batch"]
         self.history = values["history"]
@@ -115,6 +121,7 @@ class Trainer:
             "epoch": self.epoch,
             "batch": self.batch,
             "pictures": self.train.samples,
+            "classes": self._classes(),
             "history": self.history,
             "seconds": self.seconds,
             "counts": dataclasses.asdict(self.tally.read(self.accelerator)),
@@ -202,6 +209,10 @@ class Trainer:
         raise Interrupted(
             f"stopped by signal {signal} after step {self.step}; saved {path}: go on with --resume", signal
         )
+
+    def _classes(self) -> list[str]:
+        """The names of the classes, where they are known."""
+        return list(self.model.config["extra"].get("classes", ()))
 
     def _new_tally(self, tested: Batches | None = None) -> Tally:
         """For training, or for batches that are to be tested; of pixels also which class is taken for which."""
