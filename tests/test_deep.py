@@ -278,6 +278,14 @@ def test_a_learned_alpha_stays_inside_and_moves() -> None:
     assert all(abs(a - b) > 1e-3 for a, b in zip(after, before, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_learned_alpha_has_the_layers_dtype(dtype: torch.dtype) -> None:
+    layers = [(op.Dense(4, n, bound=0.9).to(dtype), nn.Linear(3, n).to(dtype)) for n in (6, 5)]
+    problem = opteq.DeepOptEq(layers, alpha=0.7, learn_alpha=True)
+    assert problem.alpha_logit.dtype == dtype
+    assert opteq.Equilibrium(problem)(torch.randn(2, 3, dtype=dtype)).dtype == dtype
+
+
 def test_the_gradient_of_alpha_against_finite_differences() -> None:
     problem = network((6, 3), alpha=(0.3, 0.7), learn_alpha=True, activation="tanh")
     layer = opteq.Equilibrium(problem, EXACT)

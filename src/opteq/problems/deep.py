@@ -81,7 +81,8 @@ class DeepOptEq(Problem):
         if learn_alpha:
             if max(given) >= 1:
                 raise ValueError(f"a learnable alpha starts strictly inside (0, 1); got {max(given)}")
-            self.alpha_logit = nn.Parameter(torch.logit(torch.tensor(given)))
+            beside = next(iter(self.layers.parameters()), torch.empty(0))  # in the layers' dtype, where they are
+            self.alpha_logit = nn.Parameter(torch.logit(beside.new_tensor(given)))
         self._given = given
 
     def branch(self, index: int) -> Branch:
