@@ -6,8 +6,8 @@ other time, and the learning rate is so small that they do the same work. Where 
 difference of large numbers; its range over all turns is printed beside it. On a CPU, where work is done when it is
 called for, "inside" is the time spent in bounds and their gradients during the steps with them, by the clock.
 
-    python benchmarks/bound_share.py                      # CPU, a small batch
-    python benchmarks/bound_share.py --device cuda        # batch 128, bfloat16 autocast
+    python benchmarks/bound_share.py                      # CPU: a quarter of an hour on two cores
+    python benchmarks/bound_share.py --device cuda        # bfloat16 autocast
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Bounds:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batch", type=int, default=None, help="default: 128 on a GPU, 16 on a CPU")
-    parser.add_argument("--repeats", type=int, default=None, help="default: 20 on a GPU, 3 on a CPU")
+    parser.add_argument("--batch", type=int, default=128, help="default: 128, as in the recipes")
+    parser.add_argument("--repeats", type=int, default=None, help="default: 20 on a GPU, 5 on a CPU")
     parser.add_argument("--models", nargs="*", default=list(NAMES))
     options = parser.parse_args()
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
-    batch, repeats = options.batch or (128 if on_gpu else 16), options.repeats or (20 if on_gpu else 3)
+    batch, repeats = options.batch, options.repeats or (20 if on_gpu else 5)
     name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, batch {batch}; milliseconds a training step, medians of {repeats}")
     print(f"{'model':>14} {'bounded':>9} {'kept':>9} {'share':>7}  {'(least, most)':>16} {'inside':>9} {'share':>7}")
