@@ -255,13 +255,13 @@ def test_a_pyramid_asked_for_wrongly() -> None:
         models.create("mopteq-0.48m", **four, stem_block="invert")
     with pytest.raises(UserError, match="stem_block should be one of basic, inverted, or a list of such"):
         models.create("mopteq-0.48m", **four, stem_block=["basic", "deep", "basic", "basic"])
-    with pytest.raises(UserError, match=r"with stem='pyramid' only; got stem='residual' with stem_depth=\[1, 2\]"):
+    with pytest.raises(UserError, match=r"with stem='pyramid' only; got stem_depth=\(1, 2\)"):
         models.create("mopteq-0.48m", stem="residual", stem_depth=[1, 2])
     for stem in ({"stem": "residual"}, {"stem": "pyramid", "stem_widths": [8], "stem_depth": [0]}):
         for name, value in (("stem_block", "inverted"), ("stem_attention", True)):
             with pytest.raises(UserError, match=f"{name} has no effect with stem_depth=0"):
                 models.create("mopteq-193k", **stem, **{name: value})
-    with pytest.raises(UserError, match="stem_block='inverted' has no effect with stem='plain'"):
+    with pytest.raises(UserError, match="stem_block has no effect with stem='plain'"):
         models.create("mopteq-0.48m", stem_block="inverted")
 
 

@@ -43,8 +43,7 @@ def make_stem(in_channels: int, options: ClassifierOptions, scales: Sequence[int
     """
     if options.stem_kernel % 2 == 0:
         raise UserError(f"stem_kernel should be odd, so that a picture keeps its size; got {options.stem_kernel}")
-    if options.stem != "plain":
-        _check_blocks(options)
+    _check_blocks(options)
     if options.stem == "pyramid":
         return _pyramid(in_channels, options, scales)
     if options.stem_widths is not None:
@@ -94,15 +93,11 @@ def _one_size(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
     if isinstance(depth, tuple) or isinstance(block, tuple):
         raise UserError(
             "stem_depth and stem_block may be lists, of one value a level, with stem='pyramid' only; "
-            f"got stem={options.stem!r} with stem_depth={_plain(depth)!r}, stem_block={_plain(block)!r}"
+            f"got stem_depth={depth!r} and stem_block={block!r} with stem={options.stem!r}"
         )
     if options.stem == "plain":
         if options.stem_width is not None:
             raise UserError("stem_width has no effect with stem='plain'; it belongs to stem='residual'")
-        if options.stem_attention:
-            raise UserError("stem_attention has no effect with stem='plain', which has no residual blocks")
-        if block != "basic":
-            raise UserError(f"stem_block={block!r} has no effect with stem='plain', which has no residual blocks")
         widths = [in_channels, *[channels] * (depth + 1)]
         _check_downsample(options.downsample, depth + 1)
         return nn.Sequential(
@@ -182,17 +177,15 @@ def _hidden(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, outputs, bias=False), nn.LayerNorm(outputs), nn.ReLU())
 
 
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _check_blocks(options: ClassifierOptions) -> None:
     """Raise for options of residual blocks where there are none."""
-    if options.stem_depth if isinstance(options.stem_depth, int) else any(options.stem_depth):
+    depth = options.stem_depth
+    if options.stem != "plain" and (depth if isinstance(depth, int) else any(depth)):
         return
-    if options.stem_attention or "inverted" in options.stem_block:
-        name = "stem_attention" if options.stem_attention else "stem_block"
-        raise UserError(f"{name} has no effect with stem_depth=0, a stem without residual blocks; raise stem_depth")
+    without = "stem='plain'" if options.stem == "plain" else "stem_depth=0"
+    for name, usual in (("stem_attention", False), ("stem_block", "basic")):
+        if getattr(options, name) != usual:
+            raise UserError(f"{name} has no effect with {without}, a stem without residual blocks")
 
 
 def _check_downsample(downsample: int, convolutions: int) -> None:
