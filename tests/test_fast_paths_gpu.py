@@ -508,6 +508,27 @@ def test_first_as_it_is_then_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == [0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("most", [6, 9, 40])
+@pytest.mark.parametrize("name", ["opteq-relu", "opteq-conv"])
+def test_batches_that_take_more_and_fewer_steps_in_turn(name: str, most: int) -> None:
+    """An end that was expected too early, too late, for a long time, or at the last step: never a wrong answer."""
+    (case,) = by_name(name)
+    layer = opteq.Equilibrium(case.problem().cuda(), opteq.Anderson(tol=1e-9, max_steps=most), on_failure="ignore")
+    hard, easy = case.input(seed=1).cuda(), torch.zeros_like(case.input()).cuda()
+    easy[0] = hard[0] * 1e-3
+    for x in [hard] * 3 + [easy] * 6 + [hard] + [easy] * 2 + [hard] * 6 + [easy] * 2:
+        found = layer.solve(x)
+        with opteq.fast_paths(fused=False, graphs=False):
+            wanted = layer.solve(x)
+        same(run(layer, x), plainly(layer, x), torch.float64)
+        assert found.report.codes.tolist() == wanted.report.codes.tolist()
+        trace = found.report.trace
+        assert torch.isfinite(trace).all()
+        for row, steps in enumerate(found.steps.tolist()):
+            assert torch.equal(trace[steps:, row], trace[steps, row].expand(len(trace) - steps))
+    assert captured()
+
+
 @pytest.mark.parametrize("kind", [opteq.Picard, opteq.Anderson])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [1, 700, 4096, 9001])

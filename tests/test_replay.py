@@ -105,6 +105,47 @@ def test_a_weight_that_changed_in_between_is_noticed() -> None:
 
 
 @pytest.mark.usefixtures("replays")
+def test_a_state_that_was_changed_in_between_is_noticed() -> None:
+    (case,) = by_name("opteq-relu")
+    solution = opteq.Equilibrium(case.problem()).solve(case.input())
+    with torch.no_grad():
+        blocks(solution.state)[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        blocks(solution.features)[0].sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("mu", [1.0, 1.7])
+@pytest.mark.parametrize("activation", ["relu", "tanh", "softplus"])
+def test_one_linearisation_serves_the_system_and_the_weights(
+    activation: str, mu: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    W = opteq.operators.Dense(4, 6, bound=0.9)
+    problem = opteq.OptEq(W, torch.nn.Linear(3, 6), activation, mu).double()
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=300), opteq.Implicit(tol=1e-12))
+    leaves = [x, *problem.parameters()]
+
+    def found() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(blocks(layer(x))[0].square().sum(), leaves)
+
+    wanted = found()
+    taken: list[object] = []
+    own = type(problem(x)).linearise_on_tape
+
+    def noting(hidden: object, state: object) -> object:
+        taken.append(own(hidden, state))  # type: ignore[arg-type]
+        return taken[-1]
+
+    monkeypatch.setattr(type(problem(x)), "linearise_on_tape", noting)
+    for module in (replay, adjoint):
+        monkeypatch.setattr(module, "usable", lambda inputs: len(inputs) > 0)
+    torch.testing.assert_close(found(), wanted, rtol=1e-8, atol=1e-10)
+    assert len(taken) == 1
+    assert taken[0] is not None
+
+
+@pytest.mark.usefixtures("replays")
 def test_nothing_is_attached_where_nothing_wants_a_gradient() -> None:
     (case,) = by_name("opteq-relu")
     problem = case.problem().requires_grad_(False)

@@ -81,8 +81,7 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
         hidden = self.problem(x)
-        first = hidden.start()
-        layout = Layout.of(first)
+        layout = Layout.of(hidden.start())
         for part in blocks(x):
             if layout.batch != part.shape[0]:
                 raise ValueError(
@@ -92,7 +91,7 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
         if start is not None:
             layout.check(start, "start")
             # An earlier state may come from a run in another precision.
-            start = map_state(lambda part, own: part.detach().to(own.dtype), start, first)
+            start = layout.typed(map_state(Tensor.detach, start))
         slot = BackwardSlot()
 
         def record(report: Report) -> None:

@@ -211,9 +211,11 @@ class Layout:
 
     def restore(self, point: Tensor | tuple[Tensor, ...]) -> State:
         """A state from its matrix, or from its parts, in the dtypes of the template."""
-        if isinstance(point, Tensor):
-            return self.unpack(point)
-        parts = tuple(part.to(dtype) for part, dtype in zip(point, self.dtypes, strict=True))
+        return self.unpack(point) if isinstance(point, Tensor) else self.typed(point)
+
+    def typed(self, state: State) -> State:
+        """The same state in the dtypes of the template, and in its form: one tensor or a tuple."""
+        parts = tuple(part.to(dtype) for part, dtype in zip(blocks(state), self.dtypes, strict=True))
         return parts if self.is_tuple else parts[0]
 
     def per_sample(self, rows: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from opteq._autocast import Autocast
-from opteq.gradients.replay import Gradients, Replay, packed, unpacked
-from opteq.problems.freezing import freeze
+from opteq.gradients.replay import Gradients, Replay, Steps, gradients_through, packed, unpacked
+from opteq.problems.freezing import Frozen, freeze
 from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation
 from opteq.solution import Report
@@ -20,7 +20,8 @@ from opteq.solvers.linear.base import LinearSession
 from opteq.solvers.loop import Run, drive
 from opteq.states import Layout, State, blocks, like, map_state
 
-Pull = Callable[[State], Gradients]
+Pull = Callable[[State, State], Gradients]
+"""From the adjoint vector, and the answer of the linear system that it comes from, to gradients."""
 
 
 @dataclass
@@ -45,11 +46,12 @@ class _AdjointSolve:
     def tensors(self) -> list[Tensor]:
         """The adjoint vector, or the gradients that it gives, and how its system was solved, the history last."""
         finish, layout = self.session.finish(), self.layout
-        vector = self.answer(layout.restore(finish.point))
+        solved = layout.restore(finish.point)
+        vector = self.answer(solved)
         numbers = [layout.per_sample(number) for number in (finish.residual, finish.steps, finish.codes)]
         if self.pull is None:
             return [*blocks(vector), *numbers, finish.trace]
-        gradients, self.facts = packed(self.pull(vector))
+        gradients, self.facts = packed(self.pull(vector, solved))
         return [*gradients, *numbers, finish.trace]
 
 
@@ -93,8 +95,11 @@ class AdjointSystem:
         with self.autocast.off(), torch.no_grad():
             answer = self._by_graphs(gradient, replayed)
             if answer is None:
-                pull = self._pull(replayed, None if self.frozen is None else self.frozen.tensors, self.state)
-                solve = self._open(self._local(), gradient, pull)
+                if self.frozen is None:
+                    assert self.local is not None
+                    solve = self._open(self.local, gradient, None)
+                else:
+                    solve = self._opened(self.frozen, self.frozen.tensors, self.state, gradient, replayed)
                 drive(solve.run)
                 tensors = solve.tensors()  # which learns the facts
                 answer = tensors, solve.facts
@@ -109,21 +114,18 @@ class AdjointSystem:
         )
         return parts, places, report
 
-    def _local(self) -> Linearisation | SymmetricLinearisation:
-        if self.local is None:
-            assert self.frozen is not None
-            self.local = self._linearise(self.frozen.thaw(self.frozen.tensors), self.state)
-        return self.local
-
     def _linearise(self, hidden: BoundMap, state: State) -> Linearisation | SymmetricLinearisation:
         with torch.no_grad(), self.autocast.entered():
             local = hidden.linearise(state)
+        self._check_symmetry(local)
+        return local
+
+    def _check_symmetry(self, local: Linearisation | SymmetricLinearisation) -> None:
         if isinstance(local, Linearisation) and isinstance(self.linear, CG | MINRES):
             raise ValueError(
                 f"{type(self.linear).__name__} needs a symmetric system, and this problem's Jacobian has no symmetry; "
                 "use Implicit(linear=GMRES()) or leave the choice to Implicit()"
             )
-        return local
 
     def _by_graphs(self, gradient: State, replayed: Replay | None) -> tuple[list[Tensor], object] | None:
         if self.frozen is None:
@@ -133,19 +135,35 @@ class AdjointSystem:
         inputs = [*frozen.tensors, *blocks(self.state), *blocks(gradient)]
 
         def open_solve(tensors: list[Tensor]) -> _AdjointSolve:
-            hidden = frozen.thaw(tensors[:held])
             state = like(self.state, tuple(tensors[held : held + states]))
             incoming = like(gradient, tuple(tensors[held + states :]))
-            return self._open(self._linearise(hidden, state), incoming, self._pull(replayed, tensors[:held], state))
+            return self._opened(frozen, tensors[:held], state, incoming, replayed)
 
         key = ("adjoint", frozen.structure, self.linear, self.autocast, None if replayed is None else replayed.key)
         return staged(key, inputs, open_solve)
 
-    @staticmethod
-    def _pull(replayed: Replay | None, tensors: list[Tensor] | None, state: State) -> Pull | None:
-        if replayed is None or tensors is None:
-            return None
-        return lambda vector: replayed.pull(tensors, state, vector)
+    def _opened(
+        self, frozen: Frozen, tensors: list[Tensor], state: State, gradient: State, replayed: Replay | None
+    ) -> _AdjointSolve:
+        """The solve with these tensors in the problem's place."""
+        if replayed is None:
+            return self._open(self._linearise(frozen.thaw(tensors), state), gradient, None)
+        leaves = replayed.leaves(tensors)
+        taped = None
+        if replayed.steps == Steps():
+            with torch.enable_grad(), self.autocast.entered():
+                taped = frozen.thaw(leaves).linearise_on_tape(state)
+        if taped is None:
+            local = self._linearise(frozen.thaw(tensors), state)
+            return self._open(local, gradient, lambda vector, _: replayed.pull(tensors, state, vector))
+        ends = taped.ends
+
+        def pull(vector: State, solved: State) -> Gradients:
+            with torch.enable_grad(), self.autocast.entered():
+                pairs = ends(vector, solved)
+            return gradients_through(pairs, leaves, again=True)
+
+        return self._open(taped.local, gradient, pull)
 
     def _open(self, local: Linearisation | SymmetricLinearisation, gradient: State, pull: Pull | None) -> _AdjointSolve:
         if isinstance(local, Linearisation):

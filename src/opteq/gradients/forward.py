@@ -32,7 +32,7 @@ class _Search:
     """A solve under way, in the state's variable or in that of the features."""
 
     session: Session
-    template: State
+    template: State | None  # None stands for one tensor of zeros
     form: FeatureForm | None
 
     @property
@@ -48,9 +48,12 @@ class _Search:
         with self.session.caller.entered():
             state = self.form.state(outcome.state)
         # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
-        state = map_state(
-            lambda new, old: torch.where(torch.isfinite(new), new, old.to(new.dtype)), state, self.template
-        )
+        if self.template is None:
+            state = torch.nan_to_num(single(state), nan=0.0, posinf=0.0, neginf=0.0)
+        else:
+            state = map_state(
+                lambda new, old: torch.where(torch.isfinite(new), new, old.to(new.dtype)), state, self.template
+            )
         return replace(outcome, state=state)
 
     @property
@@ -65,8 +68,9 @@ class _Search:
 
 
 def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureForm | None, inverse: bool) -> _Search:
-    template = hidden.start()
+    template = hidden.start() if form is None or not form.zero_state else None
     if form is None:
+        assert template is not None
         session = solver.open(
             hidden.step,
             template if start is None else start,
@@ -85,6 +89,7 @@ def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureFo
             damping=hidden.damping,
             coupled=hidden.coupled,
             keep_inverse=inverse,
+            at_start=form.first if start is None else None,
         )
     return _Search(session, template, form)
 

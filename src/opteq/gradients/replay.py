@@ -67,10 +67,13 @@ class Replay:
 
     def pull(self, tensors: Sequence[Tensor], state: State, gradient: State) -> Gradients:
         """The gradient of every tensor of the problem for ``gradient`` at the last step; None where there is none."""
-        leaves = [
+        return self._differentiated(self.leaves(tensors), state, gradient, twice=False)
+
+    def leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """``tensors`` as the beginning of a tape, where a gradient is wanted."""
+        return [
             tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self.frozen.wanted, strict=True)
         ]
-        return self._differentiated(leaves, state, gradient, twice=False)
 
     def pull_alone(self, gradient: State) -> Gradients:
         """The same at the state itself, by a graph of its own where that is possible."""
@@ -92,16 +95,35 @@ class Replay:
     def _differentiated(self, leaves: Sequence[Tensor], state: State, gradient: State, twice: bool) -> Gradients:
         with torch.enable_grad(), self.autocast.entered():
             reached = blocks(self.steps.taken(self.frozen.thaw(leaves), state))
-        pairs = [(end, g.to(end.dtype)) for end, g in zip(reached, blocks(gradient), strict=True) if end.requires_grad]
-        places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
-        if not pairs or not places:
-            return [None] * len(leaves)
-        ends, weights = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
-            ends, [leaves[place] for place in places], weights, create_graph=twice, allow_unused=True
-        )
-        known = dict(zip(places, found, strict=True))
-        return [known.get(place) for place in range(len(leaves))]
+        return gradients_through(list(zip(reached, blocks(gradient), strict=True)), leaves, create_graph=twice)
+
+
+def gradients_through(
+    pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor], create_graph: bool = False, again: bool = False
+) -> Gradients:
+    """What every leaf gets where each end of a tape gets the gradient beside it; None where there is none.
+
+    Args:
+        pairs: ends and their gradients, of any floating-point dtype.
+        leaves: where the tape begins.
+        create_graph: whether the gradients can be differentiated again.
+        again: whether the tape is needed once more.
+    """
+    pairs = [(end, gradient.to(end.dtype)) for end, gradient in pairs if end.requires_grad]
+    places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+    if not pairs or not places:
+        return [None] * len(leaves)
+    ends, weights = zip(*pairs, strict=True)
+    found = torch.autograd.grad(
+        ends,
+        [leaves[place] for place in places],
+        weights,
+        create_graph=create_graph,
+        retain_graph=create_graph or again,
+        allow_unused=True,
+    )
+    known = dict(zip(places, found, strict=True))
+    return [known.get(place) for place in range(len(leaves))]
 
 
 def replay(hidden: BoundMap, state: State, steps: Steps) -> Replay | None:
@@ -135,6 +157,8 @@ def attach_replay(
     if not any(replayed.frozen.wanted):
         return replayed.state
     values = blocks(replayed.state)
+    if not hidden.features_apart:
+        values = tuple(value.clone() for value in values)
     attached: tuple[Tensor, ...] = _Replayed.apply(  # type: ignore[no-untyped-call]
         replayed, pull, notice, once, *values, *hidden.originals
     )
@@ -168,13 +192,13 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, replayed: Replay, pull: Any, notice: Any, once: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.replayed, ctx.pull, ctx.notice, ctx.once = replayed, pull, notice, once
         ctx.count = len(blocks(replayed.state))
-        # Saved though the replay has them too: so autograd notices a weight that was changed in between.
-        ctx.save_for_backward(*tensors[ctx.count :])
-        return tuple(value.clone() for value in tensors[: ctx.count])
+        # Saved though the replay has them too: so autograd notices a weight, or a state, that was changed in between.
+        ctx.save_for_backward(*tensors)
+        return tensors[: ctx.count]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        originals = ctx.saved_tensors
+        originals = ctx.saved_tensors[ctx.count :]
         if ctx.notice is not None:
             ctx.notice()
         state = ctx.replayed.state

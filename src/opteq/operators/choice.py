@@ -12,6 +12,7 @@ from opteq._fast import settings
 
 _TRIALS = 3
 _second_is_faster: dict[Hashable, bool] = {}
+_zeros: dict[Hashable, Tensor] = {}
 
 
 def rounded_for_autocast(weight: Tensor) -> Tensor | None:
@@ -20,6 +21,21 @@ def rounded_for_autocast(weight: Tensor) -> Tensor | None:
     if weight.dtype != torch.float32 or not torch.amp.is_autocast_available(kind):
         return None
     return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+
+def zeros_at_hand(count: int, like: Tensor) -> Tensor:
+    """So many zeros with dtype and device of ``like``, made once a process; nobody is to write to them.
+
+    While a CUDA graph is captured none are kept: their memory, and the launch that fills them, belong to that graph.
+    """
+    key = count, like.dtype, like.device
+    if key in _zeros:
+        return _zeros[key]
+    with torch.inference_mode(False):
+        made = torch.zeros(count, dtype=like.dtype, device=like.device)
+    if not torch.cuda.is_current_stream_capturing():
+        _zeros[key] = made
+    return made
 
 
 def faster(key: Hashable, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:

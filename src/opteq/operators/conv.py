@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from opteq._fast import settings
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
-from opteq.operators.choice import faster, rounded_for_autocast
+from opteq.operators.choice import faster, rounded_for_autocast, zeros_at_hand
 from opteq.operators.norms import bounded, certified_norm, kernel_norm
 
 
@@ -60,8 +60,9 @@ class ConvMap(LinearMap):
             return super().rectified(v, c)
         _check_picture("the convolution", v, self.weight.shape[1])
         weight = self._acting().to(c.dtype)
+        bias = zeros_at_hand(len(weight), c)  # none would be made anew at every call
         joined: Tensor = torch.cudnn_convolution_add_relu(
-            v.to(c.dtype), weight, c, 1.0, None, (1, 1), self.padding, (1, 1), 1
+            v.to(c.dtype), weight, c, 1.0, bias, (1, 1), self.padding, (1, 1), 1
         )
         return joined
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.problems.expansion import Expansion
-from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
+from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation, TapedLinearisation
 from opteq.states import State, blocks, inner, map_state
 
 
@@ -25,12 +25,16 @@ class FeatureForm:
         start: where to begin.
         state: the state that belongs to given features.
         measured: the step with a merit, as :attr:`BoundMap.measured`.
+        first: the step at ``start``, where that takes less than a step anywhere else.
+        zero_state: whether the problem's own start is zero.
     """
 
     step: Callable[[State], State]
     start: State
     state: Callable[[State], State]
     measured: Callable[[State], tuple[State, Tensor]] | None = None
+    first: Callable[[], State] | None = None
+    zero_state: bool = False
 
 
 class BoundMap(ABC):
@@ -58,6 +62,9 @@ class BoundMap(ABC):
 
     interval: tuple[float, float] | None = None
     """The ends between which :meth:`project` clamps every entry, where it does that and no more."""
+
+    features_apart: ClassVar[bool] = False
+    """Whether features are always tensors of their own: who writes into them does not write into the state."""
 
     aside: ClassVar[tuple[str, ...]] = ()
     """Attributes that no step reads: they stay behind when the map is copied for a solve."""
@@ -109,6 +116,10 @@ class BoundMap(ABC):
             return forward
 
         return Linearisation(product, lambda v: pull(v)[0])
+
+    def linearise_on_tape(self, y: State) -> TapedLinearisation | None:  # noqa: ARG002
+        """The same with the tape that gradients of the problem's tensors take; None where there is no such form."""
+        return None
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
         """The status codes of an unfinished solve, told more precisely where the problem knows its own troubles.

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from torch import Tensor
+
 from opteq.states import State
 
 Product = Callable[[State], State]
@@ -75,3 +77,18 @@ class SymmetricLinearisation:
     def scaled(self, w: State) -> State:
         """``F' M F w``, the symmetric form of J."""
         return self.factor_adjoint(self.curvature(self.factor(w)))
+
+
+@dataclass(frozen=True)
+class TapedLinearisation:
+    """A linearisation whose making is on the tape, so that the gradients of weights need no second step.
+
+    Attributes:
+        local: the linearisation itself, of constants; it has a reduction.
+        ends: from the adjoint vector and the answer of the reduced system to tensors on the tape, each with the
+            gradient that it gets. What these give to the problem's tensors is what a step with the adjoint vector as
+            its gradient would.
+    """
+
+    local: SymmetricLinearisation
+    ends: Callable[[State, State], list[tuple[Tensor, Tensor]]]

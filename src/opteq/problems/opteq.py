@@ -17,7 +17,7 @@ from opteq.problems.branch import check_injection, check_operator, check_positiv
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.expansion import Expansion
 from opteq.problems.hidden import FeatureForm, Hidden
-from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
+from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation, TapedLinearisation
 from opteq.problems.prior import check_prior, prior_factors
 from opteq.regularizers import Regularizer
 from opteq.states import State, inner, is_channels_last, single
@@ -126,6 +126,8 @@ class OptEq(Problem):
 class BoundOptEq(Hidden):
     """OptEq with its input bound, in closed form."""
 
+    features_apart = True
+
     def __init__(self, problem: OptEq, block: Block) -> None:
         self.block = block
         self.penalty = problem.penalty
@@ -194,10 +196,29 @@ class BoundOptEq(Hidden):
 
     def linearise(self, y: State) -> SymmetricLinearisation:
         """As for every hidden problem; where features are not larger than the state, by way of them."""
-        block, z = self.block, self.features(y)
+        z = self.features(y)
         if self.regularizer is not None or z.numel() > single(y).numel():
             return super().linearise(y)
-        local = self.penalty.linearise(block.preactivation(z))
+        return self._linearised(y, self.block.preactivation(z))
+
+    def linearise_on_tape(self, y: State) -> TapedLinearisation | None:
+        """The same, where it is by way of the features.
+
+        With v the adjoint vector and D the activation's derivative, the tensors get what ``<D v, W z + c>`` and
+        ``<W'D v, W'y / mu>`` give them, and ``W'D v`` is mu times the answer u of the reduced system.
+        """
+        z = self.features(y)
+        if self.regularizer is not None or z.numel() > single(y).numel():
+            return None
+        inside = self.block.preactivation(z.detach())
+        with torch.no_grad():
+            local = self._linearised(y, inside.detach())
+        return TapedLinearisation(
+            local, lambda v, u: [(self.penalty.prox(inside), single(v)), (z, self.mu * single(u))]
+        )
+
+    def _linearised(self, y: State, inside: Tensor) -> SymmetricLinearisation:
+        block, local = self.block, self.penalty.linearise(inside)
         reduction = Reduction(
             product=lambda u: block.back(local.derivative(block.W(single(u)))),
             restrict=lambda g: block.back(local.derivative(single(g))),
@@ -214,21 +235,29 @@ class BoundOptEq(Hidden):
         """``z <- W' sigma(W z + c) / mu``, begun at zero features."""
         if self.regularizer is not None:
             raise ValueError("a solver that works on features needs OptEq without a regulariser of its own")
+        start = self._no_features()
+        c = self.block.c
         return FeatureForm(
             lambda z: self.block(single(z)),
-            self._no_features(),
+            start,
             lambda z: self.block.activation(single(z)),
             self._measured_features if self.has_merit else None,
+            # W 0 + c = c, unless a product in another precision would have changed the dtype of the sum.
+            (lambda: self.block.back(self.penalty.prox(c))) if start.dtype == c.dtype else None,
+            zero_state=True,
         )
 
     def _no_features(self) -> Tensor:
         # What features look like is told by those of one sample; what is wrong with an input, by all of it.
+        c = self.block.c
         try:
-            one = self.features(self.start()[:1])
+            one = self.features(torch.zeros_like(c[:1]))
         except ValueError:
             one = self.features(self.start())
-        pattern = torch.channels_last if is_channels_last(one) else torch.contiguous_format
-        return one.new_zeros(len(self.block.c), *one.shape[1:]).contiguous(memory_format=pattern)
+        if not is_channels_last(one):
+            return one.new_zeros(len(c), *one.shape[1:])
+        channels, height, width = one.shape[1:]
+        return one.new_zeros(len(c), height, width, channels).movedim(-1, 1)
 
     def compact_form(self) -> FeatureForm | None:
         """The paper's variable, where it is the smaller one.

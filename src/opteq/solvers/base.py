@@ -131,14 +131,18 @@ class Solver(metaclass=NamedOptions):
         damping: float | Tensor = 1.0,
         coupled: bool = False,
         keep_inverse: bool = True,
+        at_start: Callable[[], State] | None = None,
     ) -> Session:
-        """A solve that has evaluated the map at its start and not begun; arguments as for :meth:`solve`."""
+        """A solve that has evaluated the map at its start and not begun; arguments as for :meth:`solve`.
+
+        ``at_start`` gives the map at ``start`` where that takes less than evaluating it; a merit is not among it.
+        """
         coupled = coupled or self.couples_batch
         layout = Layout.of(start, coupled)
         caller = Autocast.current(layout.device)
         evaluate = _Evaluation(step, None if self.takes_every_step else measured, layout, caller)
         with caller.off():
-            known = evaluate.state(start)
+            known = evaluate.state(start, at_start)
             tol = max(self.tol, evaluate.eps)
             rule = self._rule(tol, layout.device)
             if not keep_inverse:
@@ -232,10 +236,13 @@ class _Evaluation:
         self.caller = caller
         self.eps = torch.finfo(caller.dtype).eps if caller.enabled and caller.dtype else 0.0
 
-    def state(self, state: State) -> tuple[State, Tensor | None]:
-        """Image and merit of a state."""
+    def state(self, state: State, quick: Callable[[], State] | None = None) -> tuple[State, Tensor | None]:
+        """Image and merit of a state; the image by ``quick`` where that knows it, and no merit is wanted."""
         with self.caller.entered():
-            image, merit = (self.step(state), None) if self.measured is None else self.measured(state)
+            if self.measured is not None:
+                image, merit = self.measured(state)
+            else:
+                image, merit = self.step(state) if quick is None else quick(), None
         self.layout.check(image, "what the map returns")
         self.eps = max(self.eps, *(torch.finfo(part.dtype).eps for part in blocks(image)))
         if merit is not None and self.layout.coupled:

@@ -9,11 +9,12 @@ the memory of a graph.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from opteq.solvers.loop import Run
 _MOST_SOLVES = 32
 # Steps from which a solve counts as long.
 _LONG = 12
+# After so many solves that ended where they were expected to, the next one's end is read before it is certain.
+_TRUSTED = 3
 
 
 class Capturable(Protocol):
@@ -52,11 +55,10 @@ Solve = TypeVar("Solve", bound=Capturable)
 
 @dataclass(frozen=True)
 class _Stage:
-    """Some steps, what reads the answer after them, whether rows are left, and how long the history is by then."""
+    """Some steps, what reads the answer after them, and how long the history is by then."""
 
     steps: Any
     finish: Any
-    unfinished: Tensor
     history: int
 
 
@@ -66,6 +68,10 @@ class StagedSolve(Generic[Solve]):
     All solves of a device share one pool of memory. Each one initialises what it reads and hands out copies, so what
     another one leaves in the pool, or overwrites there, does no harm; and nothing is held between two solves but the
     inputs' copies and the answer.
+
+    Every stage ends by writing which rows are left into memory of the host. Batches are much alike, so all stages up to
+    the last batch's end are launched before the host looks there for the first time, and where that end has been the
+    same for a while, so is the reading of the answer: the device then works on while the host finds out.
     """
 
     def __init__(
@@ -77,7 +83,12 @@ class StagedSolve(Generic[Solve]):
         torch._foreach_copy_(self.inputs, list(inputs))
         self.stages: list[_Stage] = []
         self.answer: list[Tensor] = []
-        self.expected = self.steps = 0
+        self.left: list[Tensor] = []  # of every stage: which rows go on, in memory of the host
+        self.written: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.unread = False
+        self.expected = self.trusted = self.steps = 0
+        # As many bytes as any number of rows may take that these inputs can stand for.
+        self.slots = _Slots(8 * max(max(tensor.shape, default=1) for tensor in inputs))
         pool, stream = _workshop(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), torch.no_grad():
@@ -87,20 +98,45 @@ class StagedSolve(Generic[Solve]):
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The answer for ``inputs``, as tensors of its own."""
         torch._foreach_copy_(self.inputs, list(inputs))
-        place = 0
-        self.stages[0].steps.replay()
-        # Looking makes the device wait. Batches are much alike, so nobody looks before the last one's end is near.
-        while place + 1 < len(self.stages) and self._goes_on(place):
-            place += 1
+        last = len(self.stages) - 1
+        if self.unread and self.written.query():
+            self.expected = self._end(last)
+        place = self.expected if self.looks else last
+        for stage in self.stages[: place + 1]:
+            stage.steps.replay()
+        answer: list[Tensor] = []
+        while True:
+            self.written.record(torch.cuda.current_stream(self.device))
+            sure = place == last
+            if sure or self.trusted >= _TRUSTED:
+                answer = self._read_out(place)
+            if sure or not self._goes_on(place):
+                break
+            place, self.trusted, answer = place + 1, -1, []
             self.stages[place].steps.replay()
+        answer = answer or self._read_out(place)
+        # Whether the last stage was needed is not worth waiting for: the next solve finds out.
+        self.unread = sure and self.looks
+        end = place if sure else self._end(place)
+        self.trusted = self.trusted + 1 if end == self.expected else 0
+        self.expected = end
+        self.steps = self.stages[end].history - 1
+        *fixed, history = answer
+        return [*fixed, history[: self.stages[end].history]]
+
+    def _read_out(self, place: int) -> list[Tensor]:
         self.stages[place].finish.replay()
-        self.expected = place
-        self.steps = self.stages[place].history - 1
-        *fixed, history = self.answer
-        return [*(tensor.clone() for tensor in fixed), history[: self.stages[place].history].clone()]
+        return [tensor.clone() for tensor in self.answer]
 
     def _goes_on(self, place: int) -> bool:
-        return not self.looks or place < self.expected - 1 or bool(self.stages[place].unfinished)
+        self.written.synchronize()
+        return bool(self.left[place].any())
+
+    def _end(self, place: int) -> int:
+        """The stage after which no row was left, or else the last one that ran, which is ``place``."""
+        while place > 0 and not self.left[place - 1].any():
+            place -= 1
+        return place
 
     @property
     def misjudged(self) -> bool:
@@ -113,26 +149,40 @@ class StagedSolve(Generic[Solve]):
     def _capture(self, open_solve: Callable[[list[Tensor]], Solve], pool: Any) -> object:
         solve: Solve | None = None
 
-        def begin() -> Tensor:
+        def begin() -> None:
             nonlocal solve
             solve = open_solve(self.inputs)
             solve.run.begin()
-            return solve.run.unfinished().any()
+            self.looks = solve.run.rule.check_every <= solve.run.rule.max_steps
+            self._note(solve.run)
 
-        steps, unfinished = _record(pool, begin)
+        self.slots.prepare()
+        steps, _ = _record(pool, begin)
         assert solve is not None
         run, taken = solve.run, 0
-        self.looks = run.rule.check_every <= run.rule.max_steps
         while True:
             finish, _ = _record(pool, partial(self._read, solve, taken))
-            self.stages.append(_Stage(steps, finish, unfinished, taken + 1))
+            self.stages.append(_Stage(steps, finish, taken + 1))
             # Stages grow with the distance, so that there are few of them however many steps are allowed.
             least = run.rule.check_every if self.coarse or not self.looks else 1
             chunk = min(max(least, taken // 8), run.rule.max_steps - taken)
             if chunk == 0:
                 return solve.facts
-            steps, unfinished = _record(pool, partial(_advance, run, chunk))
+            self.slots.prepare()
+            steps, _ = _record(pool, partial(self._advance, run, chunk))
             taken += chunk
+
+    def _advance(self, run: Run, steps: int) -> None:
+        for _ in range(steps):
+            run.advance()
+        self._note(run)
+
+    def _note(self, run: Run) -> None:
+        """Write down, where the host can read it, which rows go on."""
+        if self.looks:
+            rows = run.unfinished()
+            self.left.append(self.slots.next(rows))
+            self.left[-1].copy_(rows, non_blocking=True)
 
     def _read(self, solve: Solve | None, taken: int) -> Tensor:
         assert solve is not None
@@ -144,6 +194,33 @@ class StagedSolve(Generic[Solve]):
         for own, tensor in zip(self.answer[:-1], answer[:-1], strict=True):
             own.copy_(tensor)
         return self.answer[-1][: taken + 1].copy_(answer[-1])
+
+
+class _Slots:
+    """Page-locked memory of the host that the stages of a solve write to, one slot each.
+
+    None is ever handed back to the system, or to anybody but another solve: a graph that is dropped while it still runs
+    would write into what is somebody else's by then.
+    """
+
+    _free: ClassVar[dict[int, list[Tensor]]] = {}
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.own: list[Tensor] = []
+        weakref.finalize(self, self._free.setdefault(size, []).extend, self.own)
+
+    def prepare(self) -> None:
+        """Make room for one stage; no memory can be had while a graph is captured."""
+        free = self._free[self.size]
+        self.own.append(free.pop() if free else torch.empty(self.size, dtype=torch.uint8, pin_memory=True))
+
+    def next(self, like: Tensor) -> Tensor:
+        """What was prepared last, as a place for ``like``."""
+        size = like.numel() * like.element_size()
+        if size > self.size:
+            raise RuntimeError(f"a solve of {like.numel()} rows, more than any dimension of its inputs")
+        return self.own[-1][:size].view(like.dtype).view(like.shape)
 
 
 Result = TypeVar("Result")
@@ -195,12 +272,6 @@ class CapturedCall:
         torch._foreach_copy_(self.inputs, list(inputs))
         self.graph.replay()
         return [tensor.clone() for tensor in self.answer]
-
-
-def _advance(run: Run, steps: int) -> Tensor:
-    for _ in range(steps):
-        run.advance()
-    return run.unfinished().any()
 
 
 _solves: OrderedDict[Hashable, StagedSolve[Any] | CapturedCall | None] = OrderedDict()
@@ -265,6 +336,8 @@ def _climate() -> Hashable:
 def _captured(
     capture: Callable[[bool], StagedSolve[Any] | CapturedCall], coarse: bool
 ) -> StagedSolve[Any] | CapturedCall | None:
+    # The solve that ran as it is has left its memory with the allocator, where a graph's pool can't have it.
+    torch.cuda.empty_cache()
     try:
         return capture(coarse)
     except RuntimeError as error:

@@ -76,7 +76,7 @@ class Run(Protocol):
         ...
 
     def unfinished(self) -> Tensor:
-        """Rows that are neither converged nor at a dead end, ``(R,)``."""
+        """Rows that are neither converged nor at a dead end, ``(R,)``: true there, or 1."""
         ...
 
     def finish(self) -> Finish:

@@ -1,7 +1,8 @@
 """Passes over memory of conjugate gradients for ``(I - S) v = rhs``, and the judgement between them.
 
-A step is three passes beside the product with S: the curvature along the direction, the new answer and residual with
-their norms, and, once one program a row has judged them, the next direction.
+The first pass divides right sides by their lengths. A step is three more beside the product with S: the curvature along
+the direction, the new answer and residual with their norms, and, once one program a row has judged them, the next
+direction.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
@@ -14,6 +15,7 @@ from opteq.solvers.fused.rows import (
     ACTIVE,
     BEST,
     BETA,
+    DEAD,
     PENDING,
     RESIDUAL,
     SAVE,
@@ -25,6 +27,30 @@ from opteq.solvers.fused.rows import (
     save_best,
     total,
 )
+
+
+@triton.jit
+def cg_begin(
+    rhs, lengths, residual, direction, flags, numbers, trace, rows, width, tol, NON_FINITE: tl.constexpr,
+    FIRST: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Residual and direction of the answer zero: the right side, of length one or zero. ``FIRST`` enters the row."""
+    part, row, _, inside, at = entries(width, BLOCK)
+    length = tl.load(lengths + row)
+    finite = length < float("inf")  # false for NaN
+    some = finite & (length > 0)
+    r = (tl.load(rhs + at, mask=inside, other=0.0).to(tl.float64) / tl.where(some, length, 1.0)).to(WIDE)
+    tl.store(residual + at, r, mask=inside)
+    tl.store(direction + at, r, mask=inside)
+    if FIRST and part == 0:
+        size = tl.where(finite, tl.where(some, 1.0, 0.0).to(tl.float64), length)
+        tl.store(numbers + SQUARE * rows + row, size)
+        tl.store(numbers + RESIDUAL * rows + row, size)
+        tl.store(numbers + BEST * rows + row, tl.where(finite, size, float("inf")))
+        tl.store(numbers + SIZE * rows + row, 0.0)
+        tl.store(flags + DEAD * rows + row, tl.where(finite, 0, NON_FINITE))
+        tl.store(flags + ACTIVE * rows + row, (finite & (size > tol)).to(tl.int32))
+        tl.store(trace + row, size)
 
 
 @triton.jit

@@ -20,40 +20,43 @@ class FusedConjugateGradients:
     """The method of :class:`~opteq.solvers.linear.cg.CG` in three passes over memory beside the product with S.
 
     Args:
-        product: applies S, in any precision.
-        rhs: right sides of length one or zero, in float32 or float64.
+        product: applies S to states of the right side's form in the dtype ``wide``, and gives any precision.
+        rhs: the right sides, in any precision.
+        lengths: their lengths in float64, one a row. The answer is that for right sides of length one (or zero).
         layout: how they lie in memory.
+        wide: dtype of the answer and of sums.
     """
 
-    def __init__(self, product: Callable[[State], State], rhs: State, layout: Blocks, rule: Rule) -> None:
+    def __init__(
+        self,
+        product: Callable[[State], State],
+        rhs: State,
+        lengths: Tensor,
+        layout: Blocks,
+        rule: Rule,
+        wide: torch.dtype,
+    ) -> None:
         self.product = product
         self.form = rhs
+        self.lengths = lengths
         self.rule = rule
-        parts = layout.arranged(blocks(rhs))
-        wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
         self.eps = torch.finfo(wide).eps
         self.book = Ledger(layout, 3, rule, wide)
-        self.residual = [part.clone() for part in parts]
-        self.direction = [part.clone() for part in parts]
-        self.ring = [[torch.zeros_like(part) for part in parts] for _ in range(2)]
-        self.book.best = [torch.zeros_like(part) for part in parts]
+        self.residual, self.direction, unused = (layout.new(wide) for _ in range(3))
+        # A point is written before it is read, but for the first one.
+        self.ring = [[torch.zeros_like(part) for part in unused], unused]
+        self.book.best = [torch.zeros_like(part) for part in unused]
 
     def begin(self) -> None:
         """The answer zero, whose residual is the right side."""
         book = self.book
-        squares = torch.stack(
-            [part.to(torch.float64).square().reshape(len(part), -1).sum(dim=1) for part in self.residual]
-        )
-        square = squares.sum(dim=0) if book.blocks.rows > 1 else squares.sum().reshape(1)
-        length = square.sqrt()
-        finite = torch.isfinite(length)
-        book.numbers[kernels.SQUARE.value] = square
-        book.numbers[kernels.RESIDUAL.value] = length
-        book.numbers[kernels.BEST.value] = torch.where(finite, length, torch.inf)
-        book.numbers[kernels.SIZE.value] = 0
-        book.flags[kernels.DEAD.value] = torch.where(finite, 0, NON_FINITE).to(torch.int32)
-        book.flags[kernels.ACTIVE.value] = (finite & (length > book.tol)).to(torch.int32)
-        book.trace[0] = length
+        parts = book.blocks.arranged(blocks(self.form))
+        for i, width in enumerate(book.blocks.widths):
+            kernels.cg_begin[book.grid(i)](
+                parts[i], self.lengths, self.residual[i], self.direction[i], book.flags, book.numbers, book.trace,
+                book.blocks.rows, width, book.tol, NON_FINITE=NON_FINITE, FIRST=i == 0, WIDE=book.wide_type,
+                BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
 
     def advance(self) -> None:
         """One product and one step."""

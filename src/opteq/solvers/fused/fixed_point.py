@@ -13,8 +13,8 @@ from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.method import StateTask
 from opteq.states import blocks, like
 
-# A program of Anderson's first pass is one warp, which adds up without a barrier; where that gives too few programs to
-# fill a GPU, two warps share one.
+# A program of Anderson's first pass is one warp, which adds up without a barrier. Where there are too few of them to
+# fill a GPU, each has more under way at a time.
 _MANY_PROGRAMS = 2048
 
 # Below this a sum of squares in float32 is zero, and so would be a floor.
@@ -166,14 +166,14 @@ class FusedAnderson(FusedPlain):
         self.older_image, self.image_before = self.image_before, self.image
         self.image, merit = self._evaluate(self.point)
         slot = (book.step - 1) % self.memory
-        warps = 1 if book.blocks.parts * book.blocks.rows >= _MANY_PROGRAMS else 2
+        at_a_time = 256 if book.blocks.parts * book.blocks.rows >= _MANY_PROGRAMS else 512
         for i, width in enumerate(book.blocks.widths):
             kernels.anderson_observe[book.grid(i)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
                 self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
                 book.blocks.rows, width, slot, book.blocks.firsts[i], book.blocks.parts, book.blocks.rows * width,
                 M=self.memory, MP=self.padded, DAMPED=self.damping is not None, HALF=self.half, WIDE=book.wide_type,
-                PIECE=BLOCK, BLOCK=256 * warps, num_warps=warps,
+                PIECE=BLOCK, BLOCK=at_a_time, num_warps=1,
             )  # fmt: skip
         self._judge(start=False, merit=merit, slot=slot)
         self._mix(self.ring[(book.step + 1) % 3])

@@ -16,7 +16,7 @@ numbers. What kernels call inside stays in their modules:
 
 from __future__ import annotations
 
-from opteq.solvers.fused.cg_kernels import cg_curvature, cg_direction, cg_judge, cg_update
+from opteq.solvers.fused.cg_kernels import cg_begin, cg_curvature, cg_direction, cg_judge, cg_update
 from opteq.solvers.fused.fixed_point_kernels import anderson_mix, anderson_observe, plain_observe
 from opteq.solvers.fused.judgement import judge
 from opteq.solvers.fused.rows import (
@@ -46,6 +46,7 @@ __all__ = [
     "UNIT",
     "anderson_mix",
     "anderson_observe",
+    "cg_begin",
     "cg_curvature",
     "cg_direction",
     "cg_judge",

@@ -103,8 +103,8 @@ class Ledger:
         self.best: list[Tensor] = []
 
     def unfinished(self) -> Tensor:
-        """Rows that go on."""
-        return self.flags[kernels.ACTIVE.value] != 0
+        """Rows that go on: 1 there, else 0."""
+        return self.flags[kernels.ACTIVE.value]
 
     def grid(self, index: int) -> tuple[int, int]:
         """Programs over part ``index``: pieces of a row, rows."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from opteq._options import NamedOptions
 from opteq._validate import positive, whole
 from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run, drive
-from opteq.states import Layout, State, row_norms
+from opteq.states import Layout, State, blocks, row_norms
 
 Product = Callable[[Tensor], Tensor]
 PartialProduct = Callable[[Tensor, Tensor | None], Tensor]
@@ -117,12 +117,29 @@ def unit_rows(rhs: Tensor) -> tuple[Tensor, Tensor]:
 
     By way of their largest entry: then neither norms nor recurrences overflow or vanish.
     """
-    largest = _usable(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
-    length = _usable(row_norms(rhs / largest).to(rhs.dtype)[:, None])
+    largest = usable_scale(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
+    length = usable_scale(row_norms(rhs / largest).to(rhs.dtype)[:, None])
     return rhs / largest / length, length * largest
 
 
-def _usable(scale: Tensor) -> Tensor:
+def sample_norms(state: State, coupled: bool) -> Tensor:
+    """The norm of every sample, or of the whole batch ``(1,)``, in float64."""
+    norms = []
+    for part in blocks(state):
+        dims = tuple(range(0 if coupled else 1, part.ndim))
+        if not dims:
+            norms.append(part.abs().to(torch.float64))
+        elif part.dtype != torch.float64:  # whose squares are within the range of float64
+            norms.append(torch.linalg.vector_norm(part, dim=dims, dtype=torch.float64))
+        else:
+            largest = usable_scale(part.abs().amax(dim=dims, keepdim=True))
+            norm = torch.linalg.vector_norm(part / largest, dim=dims)
+            norms.append(norm * largest.reshape(norm.shape))
+    joined: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return joined.reshape(-1)
+
+
+def usable_scale(scale: Tensor) -> Tensor:
     """Scales that can be divided by; 1 where a row is zero or not finite."""
     return torch.where((scale > 0) & torch.isfinite(scale), scale, 1.0)
 

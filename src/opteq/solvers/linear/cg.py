@@ -18,7 +18,9 @@ from opteq.solvers.linear.base import (
     dots,
     lost,
     ratio,
+    sample_norms,
     unit_rows,
+    usable_scale,
 )
 from opteq.solvers.loop import Process
 from opteq.solvers.refined import RefinedRun
@@ -44,18 +46,17 @@ class CG(LinearSolver):
         from opteq.solvers.fused.conjugate_gradients import FusedConjugateGradients
         from opteq.solvers.fused.ledger import Blocks
 
-        wide = layout.widened()
-        rows = wide.pack(rhs)
-        unit, scale = unit_rows(rows)
-        start = wide.unpack(unit)
-        memory = Blocks(blocks(start), layout.rows)
+        memory = Blocks(blocks(rhs), layout.rows)
         if not memory.fits:
             return super().open_states(product, rhs, layout, eps)
 
         def lowered(v: State) -> State:
-            return product(layout.restore(blocks(v)))
+            return product(layout.typed(v))
 
-        return LinearSession(FusedConjugateGradients(lowered, start, memory, self.rule(rows, eps)), scale)
+        lengths = sample_norms(rhs, layout.coupled)
+        scale = usable_scale(lengths).to(layout.dtype)[:, None]
+        rule = self.rule(scale, eps)
+        return LinearSession(FusedConjugateGradients(lowered, rhs, lengths, memory, rule, layout.dtype), scale)
 
     def open_refined(
         self, product: PartialProduct, coarse: Product | None, error: float, rhs: Tensor, eps: float
