@@ -632,6 +632,18 @@ def test_right_sides_of_any_size(size: float, dtype: torch.dtype) -> None:
         assert error.max() < (1e-7 if dtype == torch.float64 else 1e-3)
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("size", [1e-170, 1e160], ids=["tiny", "huge"])
+def test_right_sides_of_several_parts_and_any_size(size: float, coupled: bool) -> None:
+    rhs = (size * random_rhs(2, 3), size * random_rhs(2, 4))
+    values = torch.linspace(0.2, 1.8, 14 if coupled else 7, dtype=torch.float64)
+    matrices = spectrum(values) if coupled else spectrum(values, values)
+    (plain_point, plain), (fused_point, fused) = solve_linear(matrices, rhs, coupled=coupled)
+    assert fused.codes.tolist() == plain.codes.tolist() == [0] * len(plain.codes)
+    for own, other in zip(blocks(fused_point), blocks(plain_point), strict=True):
+        torch.testing.assert_close(own / size, other / size, rtol=1e-7, atol=1e-7)
+
+
 def test_a_singular_system_whose_answer_grows() -> None:
     values = torch.linspace(0.2, 1.0, 6, dtype=torch.float64)
     values[0] = 1e-17

@@ -5,6 +5,8 @@ On a CPU nothing is captured; the replay itself is the same, so it is allowed he
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,11 @@ import opteq
 from cases import Case, by_name
 from opteq.gradients import adjoint, replay
 from opteq.gradients.replay import Steps
-from opteq.states import blocks
+from opteq.problems.block import Block
+from opteq.problems.hidden import Hidden
+from opteq.problems.linearisation import SymmetricLinearisation
+from opteq.problems.opteq import BoundOptEq
+from opteq.states import State, blocks, single
 from test_freezing import FREEZABLE
 
 GRADIENTS = {
@@ -105,13 +111,22 @@ def test_a_weight_that_changed_in_between_is_noticed() -> None:
 
 
 @pytest.mark.usefixtures("replays")
-def test_a_state_that_was_changed_in_between_is_noticed() -> None:
-    (case,) = by_name("opteq-relu")
-    solution = opteq.Equilibrium(case.problem()).solve(case.input())
-    with torch.no_grad():
-        blocks(solution.state)[0].mul_(2)
-    with pytest.raises(RuntimeError, match="modified inplace"):
-        blocks(solution.features)[0].sum().backward()  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize("name", ["implicit", "phantom"])
+def test_state_and_features_may_be_changed_in_place(name: str) -> None:
+    problem = opteq.OptEq(opteq.operators.Identity(), torch.nn.Linear(3, 4), mu=1.5).double()
+    for W in (None, opteq.operators.Dense(3, 4, bound=0.9).double()):
+        problem.W = problem.W if W is None else W
+        layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-10), GRADIENTS[name])
+        x = torch.randn(2, 3, dtype=torch.float64)
+        layer.zero_grad()
+        (2 * blocks(layer(x))[0]).sum().backward()  # type: ignore[no-untyped-call]
+        wanted = [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
+        layer.zero_grad()
+        solution = layer.solve(x)
+        blocks(solution.features)[0].mul_(2).sum().backward()  # type: ignore[no-untyped-call]
+        found = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+        torch.testing.assert_close(found, wanted)
+        blocks(solution.state)[0].add_(1)
 
 
 @pytest.mark.parametrize("mu", [1.0, 1.7])
@@ -143,6 +158,60 @@ def test_one_linearisation_serves_the_system_and_the_weights(
     torch.testing.assert_close(found(), wanted, rtol=1e-8, atol=1e-10)
     assert len(taken) == 1
     assert taken[0] is not None
+
+
+@pytest.mark.parametrize("options", [{"tol": 0.3}, {"tol": 0.01}, {"max_steps": 1}], ids=str)
+def test_a_system_that_was_solved_loosely_gives_the_same_gradient(
+    options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case,) = by_name("opteq-tanh")
+    gradient = opteq.Implicit(**options)  # type: ignore[arg-type]
+    wanted, _ = gradients(case, gradient)
+    for module in (replay, adjoint):
+        monkeypatch.setattr(module, "usable", lambda inputs: len(inputs) > 0)
+    found, _ = gradients(case, gradient)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+class Ridged(opteq.OptEq):
+    """OptEq with 0.15 |y|^2 more in its objective."""
+
+    def bind(self, x: Tensor) -> BoundOptEq:
+        return BoundRidged(self, super().bind(x).block)
+
+
+class BoundRidged(BoundOptEq):
+    def __init__(self, problem: opteq.OptEq, block: Block) -> None:
+        super().__init__(problem, block)
+        self.contracts = self.has_merit = False
+
+    def preactivation(self, y: State) -> Tensor:
+        return super().preactivation(y) - 0.3 * single(y)
+
+    def step(self, y: State) -> State:
+        return self.penalty.prox(self.preactivation(y))
+
+    def curvature_at(self, y: State) -> Callable[[State], State]:
+        own = super().curvature_at(y)
+        return lambda v: single(own(v)) - 0.3 * single(v)
+
+    def linearise(self, y: State) -> SymmetricLinearisation:
+        return Hidden.linearise(self, y)
+
+
+def test_a_problem_made_from_opteq_keeps_its_own_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    problem = Ridged(opteq.operators.Dense(4, 6, bound=0.9), torch.nn.Linear(3, 6), "tanh").double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=300), opteq.Implicit(tol=1e-12))
+
+    def found() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(blocks(layer(x))[0].square().sum(), list(problem.parameters()))
+
+    wanted = found()
+    for module in (replay, adjoint):
+        monkeypatch.setattr(module, "usable", lambda inputs: len(inputs) > 0)
+    torch.testing.assert_close(found(), wanted, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.usefixtures("replays")

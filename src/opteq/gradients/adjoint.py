@@ -20,8 +20,7 @@ from opteq.solvers.linear.base import LinearSession
 from opteq.solvers.loop import Run, drive
 from opteq.states import Layout, State, blocks, like, map_state
 
-Pull = Callable[[State, State], Gradients]
-"""From the adjoint vector, and the answer of the linear system that it comes from, to gradients."""
+Pull = Callable[[State], Gradients]
 
 
 @dataclass
@@ -46,12 +45,11 @@ class _AdjointSolve:
     def tensors(self) -> list[Tensor]:
         """The adjoint vector, or the gradients that it gives, and how its system was solved, the history last."""
         finish, layout = self.session.finish(), self.layout
-        solved = layout.restore(finish.point)
-        vector = self.answer(solved)
+        vector = self.answer(layout.restore(finish.point))
         numbers = [layout.per_sample(number) for number in (finish.residual, finish.steps, finish.codes)]
         if self.pull is None:
             return [*blocks(vector), *numbers, finish.trace]
-        gradients, self.facts = packed(self.pull(vector, solved))
+        gradients, self.facts = packed(self.pull(vector))
         return [*gradients, *numbers, finish.trace]
 
 
@@ -155,13 +153,14 @@ class AdjointSystem:
                 taped = frozen.thaw(leaves).linearise_on_tape(state)
         if taped is None:
             local = self._linearise(frozen.thaw(tensors), state)
-            return self._open(local, gradient, lambda vector, _: replayed.pull(tensors, state, vector))
-        ends = taped.ends
+            return self._open(local, gradient, lambda vector: replayed.pull(tensors, state, vector))
+        image = taped.image
 
-        def pull(vector: State, solved: State) -> Gradients:
+        def pull(vector: State) -> Gradients:
             with torch.enable_grad(), self.autocast.entered():
-                pairs = ends(vector, solved)
-            return gradients_through(pairs, leaves, again=True)
+                ends = blocks(image())
+            # The tape is needed again: every stage of a captured solve ends with this.
+            return gradients_through(list(zip(ends, blocks(vector), strict=True)), leaves, again=True)
 
         return self._open(taped.local, gradient, pull)
 

@@ -49,7 +49,7 @@ class _Search:
             state = self.form.state(outcome.state)
         # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
         if self.template is None:
-            state = torch.nan_to_num(single(state), nan=0.0, posinf=0.0, neginf=0.0)
+            state = _finite(single(state))
         else:
             state = map_state(
                 lambda new, old: torch.where(torch.isfinite(new), new, old.to(new.dtype)), state, self.template
@@ -65,6 +65,13 @@ class _Search:
         """The outcome as a list, the history last."""
         outcome = self.outcome()
         return [*blocks(outcome.state), outcome.residual, outcome.steps, outcome.codes, outcome.trace]
+
+
+def _finite(state: Tensor) -> Tensor:
+    """The state with zeros for what is not finite."""
+    if state.requires_grad:  # so that a gradient that is not finite does not pass there either
+        return torch.where(torch.isfinite(state), state, 0.0)
+    return torch.nan_to_num(state, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureForm | None, inverse: bool) -> _Search:

@@ -157,8 +157,6 @@ def attach_replay(
     if not any(replayed.frozen.wanted):
         return replayed.state
     values = blocks(replayed.state)
-    if not hidden.features_apart:
-        values = tuple(value.clone() for value in values)
     attached: tuple[Tensor, ...] = _Replayed.apply(  # type: ignore[no-untyped-call]
         replayed, pull, notice, once, *values, *hidden.originals
     )
@@ -192,13 +190,13 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, replayed: Replay, pull: Any, notice: Any, once: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.replayed, ctx.pull, ctx.notice, ctx.once = replayed, pull, notice, once
         ctx.count = len(blocks(replayed.state))
-        # Saved though the replay has them too: so autograd notices a weight, or a state, that was changed in between.
-        ctx.save_for_backward(*tensors)
-        return tensors[: ctx.count]
+        # Saved though the replay has them too: so autograd notices a weight that was changed in between.
+        ctx.save_for_backward(*tensors[ctx.count :])
+        return tuple(value.clone() for value in tensors[: ctx.count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        originals = ctx.saved_tensors[ctx.count :]
+        originals = ctx.saved_tensors
         if ctx.notice is not None:
             ctx.notice()
         state = ctx.replayed.state

@@ -63,9 +63,6 @@ class BoundMap(ABC):
     interval: tuple[float, float] | None = None
     """The ends between which :meth:`project` clamps every entry, where it does that and no more."""
 
-    features_apart: ClassVar[bool] = False
-    """Whether features are always tensors of their own: who writes into them does not write into the state."""
-
     aside: ClassVar[tuple[str, ...]] = ()
     """Attributes that no step reads: they stay behind when the map is copied for a solve."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from torch import Tensor
-
 from opteq.states import State
 
 Product = Callable[[State], State]
@@ -81,14 +79,12 @@ class SymmetricLinearisation:
 
 @dataclass(frozen=True)
 class TapedLinearisation:
-    """A linearisation whose making is on the tape, so that the gradients of weights need no second step.
+    """A linearisation of a step that is on the tape, so that gradients of weights need no second step.
 
     Attributes:
-        local: the linearisation itself, of constants; it has a reduction.
-        ends: from the adjoint vector and the answer of the reduced system to tensors on the tape, each with the
-            gradient that it gets. What these give to the problem's tensors is what a step with the adjoint vector as
-            its gradient would.
+        local: the linearisation, of constants.
+        image: the step's image, on the tape.
     """
 
     local: SymmetricLinearisation
-    ends: Callable[[State, State], list[tuple[Tensor, Tensor]]]
+    image: Callable[[], State]

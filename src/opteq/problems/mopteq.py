@@ -153,8 +153,6 @@ class BoundMOptEq(Hidden):
         perturbation: the chain of perturbations and their frozen directions, or None.
     """
 
-    features_apart = True
-
     aside = ("problem", "damping", "perturbation")
 
     def __init__(

@@ -126,8 +126,6 @@ class OptEq(Problem):
 class BoundOptEq(Hidden):
     """OptEq with its input bound, in closed form."""
 
-    features_apart = True
-
     def __init__(self, problem: OptEq, block: Block) -> None:
         self.block = block
         self.penalty = problem.penalty
@@ -202,20 +200,17 @@ class BoundOptEq(Hidden):
         return self._linearised(y, self.block.preactivation(z))
 
     def linearise_on_tape(self, y: State) -> TapedLinearisation | None:
-        """The same, where it is by way of the features.
-
-        With v the adjoint vector and D the activation's derivative, the tensors get what ``<D v, W z + c>`` and
-        ``<W'D v, W'y / mu>`` give them, and ``W'D v`` is mu times the answer u of the reduced system.
-        """
-        z = self.features(y)
-        if self.regularizer is not None or z.numel() > single(y).numel():
+        """The same, where it is by way of the features and the step is the one above."""
+        step, linearise, features = type(self).step, type(self).linearise, type(self).features
+        if self.regularizer is not None or (step, linearise, features) != _CLOSED_FORM:
             return None
-        inside = self.block.preactivation(z.detach())
+        z = self.features(y)
+        if z.numel() > single(y).numel():
+            return None
+        inside = self.block.preactivation(z)
         with torch.no_grad():
             local = self._linearised(y, inside.detach())
-        return TapedLinearisation(
-            local, lambda v, u: [(self.penalty.prox(inside), single(v)), (z, self.mu * single(u))]
-        )
+        return TapedLinearisation(local, lambda: self.penalty.prox(inside))
 
     def _linearised(self, y: State, inside: Tensor) -> SymmetricLinearisation:
         block, local = self.block, self.penalty.linearise(inside)
@@ -288,6 +283,10 @@ class BoundOptEq(Hidden):
         inside = self.block.preactivation(z)
         merit = half_square(z) - self.penalty.potential(inside) / self.mu
         return self.penalty.prox(inside), merit
+
+
+# What has to be as it is here for the tape of a linearisation to be that of a step.
+_CLOSED_FORM = BoundOptEq.step, BoundOptEq.linearise, BoundOptEq.features
 
 
 def _name(regularizer: Regularizer | None) -> str:

@@ -27,6 +27,8 @@ _MOST_SOLVES = 32
 _LONG = 12
 # After so many solves that ended where they were expected to, the next one's end is read before it is certain.
 _TRUSTED = 3
+# After so many solves to the last step the host waits for one, to see whether that was needed.
+_PATIENCE = 8
 
 
 class Capturable(Protocol):
@@ -65,7 +67,7 @@ class _Stage:
 class StagedSolve(Generic[Solve]):
     """One form of solve, captured stage by stage to its last step: single steps, or several where ``coarse``.
 
-    All solves of a device share one pool of memory. Each one initialises what it reads and hands out copies, so what
+    All solves of a stream share one pool of memory. Each one initialises what it reads and hands out copies, so what
     another one leaves in the pool, or overwrites there, does no harm; and nothing is held between two solves but the
     inputs' copies and the answer.
 
@@ -85,13 +87,14 @@ class StagedSolve(Generic[Solve]):
         self.answer: list[Tensor] = []
         self.left: list[Tensor] = []  # of every stage: which rows go on, in memory of the host
         self.written: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.unread = False
+        self.unread = 0  # solves to the last step since the host has looked
         self.expected = self.trusted = self.steps = 0
         # As many bytes as any number of rows may take that these inputs can stand for.
-        self.slots = _Slots(8 * max(max(tensor.shape, default=1) for tensor in inputs))
+        largest = max(max(tensor.shape, default=1) for tensor in inputs)
+        self.slots = _Slots(8 * largest, torch.cuda.current_stream(self.device).cuda_stream)
         pool, stream = _workshop(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), torch.no_grad():
+        with torch.cuda.stream(stream):
             self.facts = self._capture(open_solve, pool)
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
@@ -99,8 +102,9 @@ class StagedSolve(Generic[Solve]):
         """The answer for ``inputs``, as tensors of its own."""
         torch._foreach_copy_(self.inputs, list(inputs))
         last = len(self.stages) - 1
-        if self.unread and self.written.query():
-            self.expected = self._end(last)
+        if self.unread and (self.written.query() or self.unread >= _PATIENCE):
+            self.written.synchronize()
+            self.expected, self.unread = self._end(last), 0
         place = self.expected if self.looks else last
         for stage in self.stages[: place + 1]:
             stage.steps.replay()
@@ -116,7 +120,7 @@ class StagedSolve(Generic[Solve]):
             self.stages[place].steps.replay()
         answer = answer or self._read_out(place)
         # Whether the last stage was needed is not worth waiting for: the next solve finds out.
-        self.unread = sure and self.looks
+        self.unread = self.unread + 1 if sure and self.looks else 0
         end = place if sure else self._end(place)
         self.trusted = self.trusted + 1 if end == self.expected else 0
         self.expected = end
@@ -199,21 +203,22 @@ class StagedSolve(Generic[Solve]):
 class _Slots:
     """Page-locked memory of the host that the stages of a solve write to, one slot each.
 
-    None is ever handed back to the system, or to anybody but another solve: a graph that is dropped while it still runs
-    would write into what is somebody else's by then.
+    None is ever handed back to the system, or to anybody but another solve of the same stream: a graph that is dropped
+    while it still runs would write into what is somebody else's by then.
     """
 
-    _free: ClassVar[dict[int, list[Tensor]]] = {}
+    _free: ClassVar[dict[tuple[int, int], list[Tensor]]] = {}
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, stream: int) -> None:
         self.size = size
+        self.free = self._free.setdefault((size, stream), [])
         self.own: list[Tensor] = []
-        weakref.finalize(self, self._free.setdefault(size, []).extend, self.own)
+        weakref.finalize(self, self.free.extend, self.own)
 
     def prepare(self) -> None:
         """Make room for one stage; no memory can be had while a graph is captured."""
-        free = self._free[self.size]
-        self.own.append(free.pop() if free else torch.empty(self.size, dtype=torch.uint8, pin_memory=True))
+        room = torch.empty(self.size, dtype=torch.uint8, pin_memory=True) if not self.free else self.free.pop()
+        self.own.append(room)
 
     def next(self, like: Tensor) -> Tensor:
         """What was prepared last, as a place for ``like``."""
@@ -262,7 +267,7 @@ class CapturedCall:
         device = inputs[0].device
         pool, stream = _workshop(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), torch.no_grad():
+        with torch.cuda.stream(stream):
             # What leaves is copied out of the pool before another solve writes there: within the stream's order.
             self.graph, (self.answer, self.facts) = _record(pool, partial(work, self.inputs))
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -276,7 +281,7 @@ class CapturedCall:
 
 _solves: OrderedDict[Hashable, StagedSolve[Any] | CapturedCall | None] = OrderedDict()
 _seen: OrderedDict[Hashable, None] = OrderedDict()
-_workshops: dict[torch.device, tuple[Any, Any]] = {}
+_workshops: dict[tuple[torch.device, int], tuple[Any, Any]] = {}
 
 
 def staged(
@@ -314,6 +319,8 @@ def _by_graph(
         if form not in _seen:
             _remember(_seen, form, None)
             return None
+        # The solve that ran as it is has left its memory with the allocator, where a graph's pool can't have it.
+        torch.cuda.empty_cache()
         _remember(_solves, form, _captured(capture, coarse=False))
     _solves.move_to_end(form)
     solve = _solves[form]
@@ -336,10 +343,10 @@ def _climate() -> Hashable:
 def _captured(
     capture: Callable[[bool], StagedSolve[Any] | CapturedCall], coarse: bool
 ) -> StagedSolve[Any] | CapturedCall | None:
-    # The solve that ran as it is has left its memory with the allocator, where a graph's pool can't have it.
-    torch.cuda.empty_cache()
     try:
-        return capture(coarse)
+        # Tensors of inference mode could not be written to outside of it, and the next batch may come from there.
+        with torch.inference_mode(False), torch.no_grad():
+            return capture(coarse)
     except RuntimeError as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"a solve could not be captured as a CUDA graph and runs step by step: {message}", stacklevel=2)
@@ -347,10 +354,14 @@ def _captured(
 
 
 def _workshop(device: torch.device) -> tuple[Any, Any]:
-    """The pool and the stream that all captures of a device use: memory is handed on within a stream only."""
-    if device not in _workshops:
-        _workshops[device] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _workshops[device]
+    """The pool and the stream that captures for the stream in force use.
+
+    Solves hand memory on within the order of a stream only; those of another stream have a pool of their own.
+    """
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _workshops:
+        _workshops[key] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _workshops[key]
 
 
 def usable(inputs: Sequence[Tensor]) -> bool:

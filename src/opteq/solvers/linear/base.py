@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -135,8 +136,7 @@ def sample_norms(state: State, coupled: bool) -> Tensor:
             largest = usable_scale(part.abs().amax(dim=dims, keepdim=True))
             norm = torch.linalg.vector_norm(part / largest, dim=dims)
             norms.append(norm * largest.reshape(norm.shape))
-    joined: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    return joined.reshape(-1)
+    return reduce(torch.hypot, norms).reshape(-1)
 
 
 def usable_scale(scale: Tensor) -> Tensor:
