@@ -116,6 +116,22 @@ def test_a_layer_warns_once_and_says_what_to_try() -> None:
     layer(x)  # no second warning: it would be an error here
 
 
+def test_a_warning_names_the_line_that_called() -> None:
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(
+        opteq.OptEq(op.Dense(30, 30, bound=0.999), None).double(),
+        opteq.Picard(tol=1e-9, max_steps=3),
+        opteq.Implicit(linear=opteq.CG(tol=1e-12, max_steps=2)),
+    )
+    network = torch.nn.Sequential(torch.nn.Identity(), layer)
+    with pytest.warns(opteq.ConvergenceWarning) as forward:
+        features = network(torch.randn(2, 30, dtype=torch.float64))
+    with pytest.warns(opteq.ConvergenceWarning) as backward:
+        features.square().sum().backward()
+    assert {forward[0].filename, backward[0].filename} == {__file__}
+    assert forward[0].lineno < backward[0].lineno
+
+
 def test_failures_can_be_raised_or_ignored() -> None:
     x = torch.ones(2, 3, dtype=torch.float64)
     solver = opteq.Picard(tol=1e-9, max_steps=3)

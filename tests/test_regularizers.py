@@ -233,6 +233,41 @@ class Learned(nn.Module, Regularizer):
         return (self.a * z.square()).sum(1) / 2
 
 
+class LearnedShare(Learned):
+    """The same prior with a prox, so that it has an envelope."""
+
+    def prox(self, z: Tensor, weight: float) -> Tensor:
+        return z / (1 + weight * self.a)
+
+
+@pytest.mark.parametrize("gradient", [opteq.Implicit(tol=1e-12), opteq.Phantom(60), opteq.Unrolled(80)], ids=str)
+def test_a_prior_inside_an_envelope_can_be_learned(gradient: Gradient) -> None:
+    torch.manual_seed(0)
+    R = LearnedShare()
+    problem = opteq.OptEq(Dense(3, 4, bound=0.8), nn.Linear(4, 4), "tanh", regularizer=Envelope(R, 0.5)).double()
+    assert any(parameter is R.a for parameter in problem.parameters())
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-13, max_steps=300), gradient, on_failure="ignore")
+    x = torch.randn(2, 4, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        return layer(x).square().sum()
+
+    (found,) = torch.autograd.grad(loss(), R.a)
+    for i in range(3):
+        values = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                R.a[i] += step
+                values.append(loss())
+                R.a[i] -= step
+        assert found[i] == pytest.approx(float(values[0] - values[1]) / 2e-5, rel=1e-5, abs=1e-8)
+    twin = copy.deepcopy(problem)
+    assert twin.regularizer.regularizer is twin.regularizer_regularizer
+    assert twin.state_dict().keys() == problem.state_dict().keys()
+    twin.regularizer = Envelope(Ridge(), 0.5)
+    assert not any("regularizer" in name for name in twin.state_dict())
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("gradient", [opteq.Implicit(tol=1e-12), opteq.Phantom(60), opteq.Unrolled(80)], ids=str)
 @pytest.mark.parametrize("deep", [False, True])

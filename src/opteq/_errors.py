@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
+from types import FrameType
 
 
 class ConvergenceWarning(UserWarning):
@@ -37,3 +39,21 @@ def unknown_name(what: str, name: object, options: Iterable[str], listed_by: str
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     rest = f"Known: {', '.join(known)}." if listed_by is None else f"`{listed_by}` lists them all"
     return UserError(f"unknown {what} {name!r}; {hint}{rest}")
+
+
+_INSIDE = ("opteq", "torch")
+
+
+def callers_level() -> int:
+    """The ``stacklevel`` with which a warning names the line that called into this library, or torch on the way to it.
+
+    Where there is no such line, in a thread of autograd's for instance, the outermost one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 0
+    while frame is not None:
+        level += 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _INSIDE:
+            break
+        frame = frame.f_back
+    return level

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from opteq._errors import ConvergenceError, ConvergenceWarning, unknown_name
+from opteq._errors import ConvergenceError, ConvergenceWarning, callers_level, unknown_name
 from opteq._options import NamedOptions
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
@@ -147,7 +147,7 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
         if self.on_failure == "raise":
             raise ConvergenceError(message)
         self._warned.add(way)
-        warnings.warn(message + "\n  (This layer warns once.)", ConvergenceWarning, stacklevel=4)
+        warnings.warn(message + "\n  (This layer warns once.)", ConvergenceWarning, stacklevel=callers_level())
 
 
 def _checked(value: Any, kind: type, name: str, wanted: str) -> Any:
