@@ -90,8 +90,7 @@ class _AndersonMixing(Method):
         self.last: tuple[Tensor, Tensor] | None = None
         self.ridge = ridge
 
-    def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
-        change = image - point
+    def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:
         undamped = isinstance(self.damping, float | int) and self.damping == 1
         plain_step = image if undamped else point + self.damping * change
         if self.last is not None:

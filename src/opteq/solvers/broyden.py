@@ -60,8 +60,7 @@ class _BroydenUpdates(Method, InverseEstimate):
         self.fresh = ~zeros_a_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
 
-    def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
-        change = image - point
+    def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:  # noqa: ARG002
         if self.last is not None:
             self._learn(point - self.last[0], self.last[1] - change, active)
         self.last = (point, change)

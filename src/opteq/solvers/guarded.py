@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,16 @@ from opteq.solvers.loop import relative
 from opteq.solvers.method import Method, Task
 from opteq.solvers.status import Status
 from opteq.states import choose_rows, row_norms
+
+
+class Seen(NamedTuple):
+    """A point evaluated: its image and merit, ``image - point``, the length of that, and its share of the image's."""
+
+    image: Tensor
+    merit: Tensor | None
+    change: Tensor
+    gap: Tensor
+    residual: Tensor
 
 
 class GuardedIteration:
@@ -35,23 +47,25 @@ class GuardedIteration:
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The start and its residual."""
-        self.least, residual = self._gap(self.point, self.image)
-        return self.point, residual
+        seen = self._seen(self.point, self.image)
+        self.change, self.least = seen.change, seen.gap
+        return self.point, seen.residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """One proposal, judged."""
-        proposal = self.admissible(self.method.propose(self.point, self.image, active))
-        image, merit, gap, residual = self._measure(proposal, active)
+        proposal = self.admissible(self.method.propose(self.point, self.image, self.change, active))
+        image, merit, change, gap, residual = self._measure(proposal, active)
         finite = torch.isfinite(residual)
         plain = self.method.plain()
         self.codes = torch.where(finite if plain is None else finite | ~plain, 0, int(Status.NON_FINITE))
         if plain is None:
-            self.point, self.image, self.merit = proposal, image, merit
+            self.point, self.image, self.merit, self.change = proposal, image, merit, change
         else:
             taken = active & finite & (plain | self._harmless(gap, merit))
             self.method.restart(active & ~taken)
             self.point = choose_rows(taken, proposal, self.point)
             self.image = choose_rows(taken, image, self.image)
+            self.change = choose_rows(taken, change, self.change)
             if merit is not None and self.merit is not None:
                 self.merit = torch.where(taken, merit, self.merit)
         self.least = torch.fmin(self.least, gap)
@@ -61,10 +75,10 @@ class GuardedIteration:
         """Rows where even a plain step is not finite."""
         return self.codes
 
-    def _measure(self, proposal: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # noqa: ARG002
-        """Image and merit of a proposal, and how far the image is from it: the length, and its share."""
+    def _measure(self, proposal: Tensor, active: Tensor) -> Seen:  # noqa: ARG002
+        """The map at a proposal."""
         image, merit = self.evaluate(proposal)
-        return image, merit, *self._gap(proposal, image)
+        return self._seen(proposal, image, merit)
 
     def _harmless(self, gap: Tensor, merit: Tensor | None) -> Tensor:
         if merit is None or self.merit is None:
@@ -73,6 +87,7 @@ class GuardedIteration:
         rounding = 64 * self.eps * self.merit.abs()
         return merit <= self.merit + rounding
 
-    def _gap(self, point: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-        gap = row_norms(image - point)
-        return gap, relative(gap, row_norms(image), self.floor)
+    def _seen(self, point: Tensor, image: Tensor, merit: Tensor | None = None) -> Seen:
+        change = image - point
+        gap = row_norms(change)
+        return Seen(image, merit, change, gap, relative(gap, row_norms(image), self.floor))

@@ -87,8 +87,11 @@ class Method(ABC):
     """How far ``|T(y) - y|`` may rise above its least value where the problem has no merit to judge proposals by."""
 
     @abstractmethod
-    def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:
-        """The next point, from a point and ``image = T(point)``; rows outside ``active`` are finished."""
+    def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:
+        """The next point, from a point, ``image = T(point)`` and their difference ``change = image - point``.
+
+        Rows outside ``active`` are finished.
+        """
 
     def plain(self) -> Tensor | None:
         """Rows whose last proposal was a plain step (None: all)."""

@@ -59,7 +59,7 @@ class _PlainStep(Method):
     def __init__(self, damping: float | Tensor) -> None:
         self.damping = damping
 
-    def propose(self, point: Tensor, image: Tensor, active: Tensor) -> Tensor:  # noqa: ARG002
+    def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:  # noqa: ARG002
         if isinstance(self.damping, float | int) and self.damping == 1:
             return image
         return torch.lerp(point, image, self.damping)

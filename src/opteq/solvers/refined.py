@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opteq.solvers.guarded import GuardedIteration
+from opteq.solvers.guarded import GuardedIteration, Seen
 from opteq.solvers.loop import Finish, PlainRun, Process, Rule
 from opteq.solvers.method import Method, Task
 from opteq.states import all_rows, any_row, row_norms
@@ -68,24 +68,19 @@ class RefinedIteration(GuardedIteration):
     def measure(self, point: Tensor, rows: Tensor) -> Tensor:
         """Residuals of chosen rows; what is known moves to these points."""
         images = self._evaluate(point, rows)
-        return self._gap(point[rows], images)[1]
+        return self._seen(point[rows], images).residual
 
-    def _measure(self, proposal: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def _measure(self, proposal: Tensor, active: Tensor) -> Seen:
         error = self.refinable.error
         if error is None:
             self.measured = active
-            image = self._updated(self.image, proposal)
-            return image, None, *self._gap(proposal, image)
+            return self._seen(proposal, self._updated(self.image, proposal))
         near, move = self.refinable.near(self.known, self._picture(proposal))
-        image = self.layout.pack(near)
-        gap, residual = self._gap(proposal, image)
+        seen = self._seen(proposal, self.layout.pack(near))
         distance = row_norms(self.layout.pack(move))
         # Written so that what is not finite is measured too.
-        self.measured = active & ~((residual > self.tol) & (gap > error * distance))
-        if any_row(self.measured):
-            image = self._updated(image, proposal)
-            gap, residual = self._gap(proposal, image)
-        return image, None, gap, residual
+        self.measured = active & ~((seen.residual > self.tol) & (seen.gap > error * distance))
+        return self._seen(proposal, self._updated(seen.image, proposal)) if any_row(self.measured) else seen
 
     def _updated(self, images: Tensor, points: Tensor) -> Tensor:
         """Images with those of the rows to be measured put right."""
