@@ -34,6 +34,7 @@ def test_unknown_recipe_and_key(root: Path, tmp_path: Path) -> None:
     refused(train(root, tmp_path / "run", "model.name=opteq-digit"), "did you mean 'opteq-digits'")
     refused(train(root, tmp_path / "run", "model.options.chanels=3"), "did you mean 'channels'")
     refused(train(root, tmp_path / "run", "model.options.bound=-1"), "bound", "-1")
+    refused(train(root, tmp_path / "run", "model.options.num_classes=7"), "num_classes", "known from the data")
     refused(train(root, tmp_path / "run", "data.name=cifar"), "unknown data set 'cifar'")
     assert not (tmp_path / "run").exists()
 

@@ -88,6 +88,12 @@ def test_fewer_steps_of_a_solver_that_ends_with_plain_ones(root: Path, tmp_path:
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["solver_steps"] == 3
 
 
+def test_fewer_steps_of_a_layer_whose_gradient_counts_them(root: Path, tmp_path: Path) -> None:
+    assert train(root, tmp_path / "run", "model.options.gradient=unrolled", "train.epochs=1").exit_code == 0
+    assert call("evaluate", tmp_path / "run", "--max-steps", "1").exit_code == 0
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["solver_steps"] <= 1
+
+
 def test_an_evaluation_that_is_not_finite_is_json_all_the_same(finished: Path, tmp_path: Path) -> None:
     """JSON has neither infinity nor NaN. The folder's name, which has brackets, is told whole."""
     run = shutil.copytree(finished, tmp_path / "run [lr=1]")

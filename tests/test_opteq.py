@@ -586,3 +586,20 @@ def test_a_solver_on_features_is_refused_where_there_are_none_to_work_on() -> No
         opteq.Equilibrium(ridge, sam)(x)
     with pytest.raises(ValueError, match="can't solve a Splitting"):
         opteq.Equilibrium(opteq.Splitting(opteq.OptEq(op.Dense(3, 4)), regularizers.L1()), sam)(x)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        opteq.OptEq(opteq.operators.Dense(4, 6, bound=0.9), torch.nn.Linear(6, 6)),
+        opteq.OptEq(opteq.operators.Dense(4, 6, bound=0.9)),
+        opteq.DeepOptEq([(opteq.operators.Dense(4, 6, bound=0.9), torch.nn.Linear(6, 6))]),
+        opteq.POptEq([opteq.Branch(opteq.operators.Dense(4, 6, bound=0.9), torch.nn.Linear(6, 6))]),
+    ],
+    ids=lambda problem: type(problem).__name__,
+)
+def test_an_input_without_a_batch_is_refused(problem: opteq.problems.Problem) -> None:
+    """Its entries would pass for samples, and each be frozen where it alone has converged."""
+    with pytest.raises(ValueError, match=r"no batch dimension; its shape is \(6,\). Give x\[None\]"):
+        opteq.Equilibrium(problem)(torch.randn(6))
+    opteq.Equilibrium(problem)(torch.randn(1, 6))

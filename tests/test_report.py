@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+import opteq
 from opteq import data, models
 from opteq._errors import UserError
 from opteq.report import page, write
 from opteq.report.examine import Examination, Pictures, examine
 from opteq.report.examples import Example, choose
+from opteq.report.formula import formula
 from opteq.report.page import Findings, render
 from opteq.report.run import read_run
 
@@ -357,3 +359,13 @@ def test_solves_are_recorded_over_all_batches() -> None:
     assert record.worst_residual == pytest.approx(float(report.residual.max()), rel=1e-3)
     assert len(record.worst) == len(record.median) == int(report.steps.max()) + 1
     assert all(high >= middle for high, middle in zip(record.worst, record.median, strict=True))
+
+
+def test_a_prior_before_deep_layers_is_part_of_the_step_and_leaves_no_objective() -> None:
+    layers = [(opteq.operators.Dense(3, 4, bound=0.9), torch.nn.Linear(4, 4)) for _ in range(2)]
+    plain = formula(opteq.DeepOptEq(layers))
+    assert len(plain.terms) == 1
+    found = formula(opteq.DeepOptEq(layers, regularizer=opteq.regularizers.Ridge(), gamma=0.2))
+    assert found.terms == ()
+    assert "0.2 ∇" in found.step
+    assert "Ridge" in found.remark

@@ -58,6 +58,9 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
         if on_failure not in _ON_FAILURE:
             raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
+        prior = getattr(solver, "regularizer", None)
+        if isinstance(prior, nn.Module):  # of SAM, and learned where its steps are on the tape
+            self.solver_regularizer = prior
         self.last: tuple[Report, BackwardSlot] | None = None
         self._warned: set[str] = set()
 

@@ -57,12 +57,14 @@ def check_positive(name: str, value: float) -> float:
 
 def inject(U: nn.Module | None, x: Tensor) -> Tensor:
     """``U x + b``, with an error that shows the input's shape."""
-    if U is None:
-        return x
     try:
-        injected = U(x)
+        injected = x if U is None else U(x)
     except RuntimeError as error:
         raise ValueError(f"U could not take an input of shape {tuple(x.shape)}: {error}") from error
     if not isinstance(injected, torch.Tensor):
         raise TypeError(f"U should return a tensor; got {type(injected).__name__}")
+    if injected.ndim < 2:  # every entry would pass for a sample, and be solved by itself
+        raise ValueError(
+            f"the input has no batch dimension; its shape is {tuple(x.shape)}. Give x[None] for one sample"
+        )
     return injected

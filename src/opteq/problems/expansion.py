@@ -56,7 +56,7 @@ class Expansion:
     @property
     def learns(self) -> bool:
         """Whether the activation has a tape of its own, which leads to a parameter inside the penalty."""
-        return self.penalty.prox(self.c.detach()[:1, :1, :1, :1]).requires_grad
+        return self.penalty.prox(self.c.detach()[:1]).requires_grad
 
     def begin(self) -> Known:
         """The evaluation at zero features, where W has nothing to multiply."""

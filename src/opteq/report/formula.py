@@ -188,6 +188,13 @@ def _(problem: DeepOptEq) -> Formula:
     step = join(
         typeset("z ← (1 − α)z + αW'"), act, typeset("(Wz + Ux + b)"), f", {count} times with weights of their own"
     )
+    if problem.regularizer is not None:
+        prior = typeset(f"z ← z − {_short(problem.gamma)} ∇R(z)")
+        note = (
+            f"R is a {type(problem.regularizer).__name__} prior, whose step comes before those of the layers. With it "
+            "the layers have no objective in common that could be shown here."
+        )
+        return Formula(typeset("z"), (), join(prior, ", then ", step), remark=note)
     if count > 2:
         note = (
             f"{count} layers in a row: every layer minimises something, but together they minimise nothing in general."

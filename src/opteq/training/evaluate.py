@@ -18,6 +18,7 @@ from opteq._errors import UserError
 from opteq._files import draft, plain_errors, write_atomically
 from opteq.analysis import PGD
 from opteq.data import Batches, Dataset, Split
+from opteq.gradients import Unrolled
 from opteq.models import equilibria
 from opteq.solvers import SAM
 from opteq.training.devices import Accelerator, engine
@@ -217,3 +218,5 @@ def set_solvers(model: nn.Module, tol: float | None, max_steps: int | None) -> N
                 changes["polish"] = layer.solver.polish * max_steps // layer.solver.max_steps
         if changes:
             layer.solver = dataclasses.replace(layer.solver, **changes)
+            if isinstance(layer.gradient, Unrolled):  # which has the last word on the number of steps
+                layer.gradient = dataclasses.replace(layer.gradient, steps=changes["max_steps"])

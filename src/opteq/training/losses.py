@@ -101,7 +101,7 @@ class Loss:
         if isinstance(output, Tensor):
             raise UserError(
                 "loss.augmented needs the features of every branch, but this model's equilibrium hands on one tensor; "
-                'use a model whose branches are not fused, such as popteq-193k with fuse = "none"'
+                'use a model whose branches are not fused, such as popteq-193k with fusion = "none"'
             )
         self.branches = output
 

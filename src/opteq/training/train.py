@@ -109,6 +109,10 @@ def _model(recipe: Recipe, pictures: Dataset, accelerator: Accelerator) -> Class
     channels = pictures.train.images.shape[1]
     # TOML has no empty value: "none" stands for one wherever an option is not a text anyway.
     usual = models.describe(recipe.model.name).options
+    for name in ("name", "num_classes", "in_channels"):
+        if name in recipe.model.options:
+            where = "is model.name" if name == "name" else "is known from the data"
+            raise UserError(f"model.options.{name} is no option: what it says {where}; leave it out")
     options = {
         name: None if value == "none" and not isinstance(usual.get(name), str) else value
         for name, value in recipe.model.options.items()
