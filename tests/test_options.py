@@ -252,7 +252,7 @@ def test_on_failure_suggests_the_nearest() -> None:
         (lambda: torch.ones(2, 4).half(), TypeError, "torch.float16 but the weights are torch.float32"),
         (lambda: torch.ones(2, 4, device="meta"), ValueError, "on meta but the weights are on cpu"),
         (lambda: torch.ones(2, 5), ValueError, r"U could not take an input of shape \(2, 5\)"),
-        (lambda: torch.ones(4), ValueError, r"state has batch size 6, but the input of shape \(4,\) has 4"),
+        (lambda: torch.ones(4), ValueError, r"no batch dimension; its shape is \(4,\)"),
     ],
 )
 def test_wrong_inputs(make: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -494,3 +494,13 @@ def test_status_messages_say_what_to_try() -> None:
     message = report.describe_failures("no equilibrium")
     for part in ("2 of 3 samples: no equilibrium", "5.0e-01", "1.0e-04", "9 steps", "1x MAX_STEPS", "1x NON_FINITE"):
         assert part in message
+
+
+def test_an_injection_that_changes_the_batch_is_refused() -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, x])
+
+    layer = opteq.Equilibrium(opteq.OptEq(opteq.operators.Dense(3, 4), Twice()))
+    with pytest.raises(ValueError, match=r"state has batch size 4, but the input of shape \(2, 4\) has 2"):
+        layer(torch.ones(2, 4))
