@@ -268,6 +268,22 @@ def test_a_prior_inside_an_envelope_can_be_learned(gradient: Gradient) -> None:
     assert not any("regularizer" in name for name in twin.state_dict())
 
 
+def test_a_prior_that_a_solver_selects_by_belongs_to_the_layer() -> None:
+    R = LearnedShare()
+    layer = opteq.Equilibrium(
+        opteq.OptEq(Dense(3, 4, bound=0.8), nn.Linear(4, 4), "tanh").double(),
+        opteq.SAM(regularizer=R, gamma=0.1, eta=0.5, max_steps=6, tol=1e-9),
+        opteq.Unrolled(6),
+        on_failure="ignore",
+    )
+    assert "solver_regularizer.a" in dict(layer.named_parameters())
+    layer(torch.randn(2, 4, dtype=torch.float64)).square().sum().backward()
+    assert R.a.grad is not None
+    assert R.a.grad.abs().max() > 0
+    layer.solver = opteq.Anderson()
+    assert "solver_regularizer.a" not in dict(layer.named_parameters())
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("gradient", [opteq.Implicit(tol=1e-12), opteq.Phantom(60), opteq.Unrolled(80)], ids=str)
 @pytest.mark.parametrize("deep", [False, True])

@@ -6,10 +6,11 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from opteq._errors import ConvergenceError, ConvergenceWarning, callers_level, unknown_name
+from opteq._held import HoldsOptions
 from opteq._options import NamedOptions
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
@@ -21,7 +22,7 @@ from opteq.states import Layout, State, any_row, blocks, map_state
 _ON_FAILURE = ("warn", "raise", "ignore")
 
 
-class Equilibrium(nn.Module, metaclass=NamedOptions):
+class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     """A layer whose output is the equilibrium of a hidden problem.
 
     Args:
@@ -58,9 +59,6 @@ class Equilibrium(nn.Module, metaclass=NamedOptions):
         if on_failure not in _ON_FAILURE:
             raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
-        prior = getattr(solver, "regularizer", None)
-        if isinstance(prior, nn.Module):  # of SAM, and learned where its steps are on the tape
-            self.solver_regularizer = prior
         self.last: tuple[Report, BackwardSlot] | None = None
         self._warned: set[str] = set()
 

@@ -167,10 +167,6 @@ class Layout:
         """The same layout for another number of samples."""
         return replace(self, shapes=tuple(torch.Size((batch, *shape[1:])) for shape in self.shapes))
 
-    def widened(self) -> Layout:
-        """The same layout for states in the dtype of the matrix."""
-        return replace(self, dtypes=tuple(self.dtype for _ in self.dtypes))
-
     def check(self, state: State, what: str) -> None:
         """Raise unless ``state`` has the form, shapes and device of this layout, in any floating-point dtype."""
         if isinstance(state, tuple) != self.is_tuple or len(blocks(state)) != len(self.shapes):

@@ -115,15 +115,12 @@ class AdjointSystem:
     def _linearise(self, hidden: BoundMap, state: State) -> Linearisation | SymmetricLinearisation:
         with torch.no_grad(), self.autocast.entered():
             local = hidden.linearise(state)
-        self._check_symmetry(local)
-        return local
-
-    def _check_symmetry(self, local: Linearisation | SymmetricLinearisation) -> None:
         if isinstance(local, Linearisation) and isinstance(self.linear, CG | MINRES):
             raise ValueError(
                 f"{type(self.linear).__name__} needs a symmetric system, and this problem's Jacobian has no symmetry; "
                 "use Implicit(linear=GMRES()) or leave the choice to Implicit()"
             )
+        return local
 
     def _by_graphs(self, gradient: State, replayed: Replay | None) -> tuple[list[Tensor], object] | None:
         if self.frozen is None:

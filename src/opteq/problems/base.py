@@ -6,19 +6,19 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opteq import penalties
+from opteq._held import HoldsOptions
 from opteq._options import NamedOptions
 from opteq.operators import bounded_together
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import BoundMap, WrittenHidden
-from opteq.regularizers import Regularizer
 from opteq.states import State, blocks
 
 
-class Problem(nn.Module, metaclass=NamedOptions):
+class Problem(HoldsOptions, metaclass=NamedOptions):
     """Something whose fixed points are sought once an input is bound: ``problem(x)`` binds it."""
 
     takes_tuples: ClassVar[bool] = False
@@ -36,15 +36,6 @@ class Problem(nn.Module, metaclass=NamedOptions):
             return self.bind(x)
         with bounded_together(self):
             return self.bind(x)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A prior or penalty that is no module itself may hold one: an envelope around a learned prior. Its parameters
-        # are the problem's, or no optimiser would see them.
-        for place, _ in _modules_inside(self.__dict__.get(name)):
-            del self._modules[f"{name}_{place}"]
-        super().__setattr__(name, value)
-        for place, module in _modules_inside(value):
-            self.add_module(f"{name}_{place}", module)
 
     def certificate(self) -> Certificate:
         """What is guaranteed, from the weights as they are now."""
@@ -123,15 +114,3 @@ class HiddenProblem(Problem):
                 f"{type(self).__name__} should set `penalty`: the name of an activation or an opteq.penalties.Penalty"
             )
         return penalties.get(penalty)
-
-
-def _modules_inside(value: object) -> list[tuple[str, nn.Module]]:
-    """The modules that a prior or penalty holds, by the names of the attributes on the way; none for a module."""
-    if isinstance(value, nn.Module) or not isinstance(value, Regularizer | Penalty):
-        return []
-    found = []
-    for name, held in getattr(value, "__dict__", {}).items():
-        if isinstance(held, nn.Module):
-            found.append((name, held))
-        found += [(f"{name}_{place}", module) for place, module in _modules_inside(held)]
-    return found
