@@ -26,7 +26,8 @@ from cases import Case, by_name
 from opteq.problems.base import Problem
 from opteq.problems.freezing import freeze
 from opteq.solvers import Solver, Status, graphs
-from opteq.solvers.graphs import StagedSolve
+from opteq.solvers.capture import Workshop
+from opteq.solvers.staged import StagedSolve
 from opteq.states import State, blocks
 from oracles import difference
 
@@ -417,7 +418,7 @@ def test_a_capture_that_fails_warns_once_and_runs_step_by_step(monkeypatch: pyte
         tried.append(1)
         raise RuntimeError("no capture today\nand a long story why")
 
-    monkeypatch.setattr(graphs, "_record", refuse)
+    monkeypatch.setattr(Workshop, "record", refuse)
     (case,) = by_name("opteq-conv")
     layer = opteq.Equilibrium(case.problem().cuda(), solver_for(torch.float64), on_failure="ignore")
     with warnings.catch_warnings(record=True) as caught:

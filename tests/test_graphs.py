@@ -6,16 +6,21 @@ two calls, as a real one does, and every answer has to be that of its own batch,
 
 from __future__ import annotations
 
+import gc
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from opteq.solvers import graphs
-from opteq.solvers.graphs import StagedSolve, _Stage
+from opteq.solvers import staged
+from opteq.solvers.buffers import Buffer, SharedBuffers, fill
+from opteq.solvers.loop import Rule
+from opteq.solvers.staged import StagedSolve, _chunks, _Stage
 
 
 class Device:
@@ -68,14 +73,15 @@ class Solve:
 
     def __init__(self, most: int, looks: bool, chance: random.Random | None) -> None:
         self.device = Device()
-        self.batches: deque[Tensor] = deque()
-        self.batch, self.at, self.read = torch.zeros(3), -1, (-1, torch.zeros(3))
+        self.filled = self.batch = torch.zeros(3)
+        self.at: int | None = None
+        self.read = -1, self.batch
         self.taken = list(range(most + 1)) if looks else [0, most]
         made: StagedSolve = object.__new__(StagedSolve)
         made.looks, made.device, made.coarse = looks, torch.device("cpu"), False
-        made.expected = made.trusted = made.unread = made.steps = 0
+        made.expected = made.trusted = made.unread = made.noted = made.steps = 0
         made.written = Event(self.device, chance)
-        made.inputs = [torch.zeros(3)]
+        made.inputs, made.whole, made.workshop = [], OrderedDict(), self  # type: ignore[assignment]
         made.left = [torch.ones(3, dtype=torch.int32) for _ in self.taken]
         made.stages = [
             _Stage(Launch(self.device, self.steps(place)), Launch(self.device, self.finish(place)), taken + 1)
@@ -87,8 +93,9 @@ class Solve:
     def steps(self, place: int) -> Callable[[], None]:
         def work() -> None:
             if place == 0:
-                self.batch, self.at = self.batches.popleft(), -1
-            assert self.at == place - 1  # stages run in the order in which they were captured
+                self.batch, self.at = self.filled, -1
+            assert self.at is not None
+            assert self.at == place - 1
             self.at = place
             self.made.left[place].copy_(self.batch > self.taken[place])
 
@@ -101,28 +108,48 @@ class Solve:
 
         return work
 
-    def read_out(self, place: int) -> list[Tensor]:
+    def entered(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def record(self, work: partial[None]) -> tuple[Launch, None]:
+        """A graph of the whole solve, which leaves nothing that a stage could continue."""
+        place = work.args[0]
+
+        def whole() -> None:
+            self.at, self.read = None, (place, self.filled)
+            for noted in range(max(place - 1, 0), place + 1):
+                self.made.left[noted].copy_(self.filled > self.taken[noted])
+
+        return Launch(self.device, whole), None
+
+    def read_out(self, place: int, whole: Launch | None) -> list[Tensor]:
         answer = torch.full((4,), -1.0)
 
         def copy() -> None:
             answer[0], answer[1:] = self.read[0], self.read[1]
 
-        self.made.stages[place].finish.replay()
+        if whole is None:
+            self.made.stages[place].finish.replay()
         self.device.queue.append(copy)
         return [answer, torch.zeros(len(self.taken) + 100, 3)]
 
     def __call__(self, batch: Tensor) -> tuple[Tensor, int, int]:
         """The answer, which the device writes later, the length of its history, and how many stages were launched."""
-        self.batches.append(batch)
-        before = sum(stage.steps.count for stage in self.made.stages)
-        answer, history = self.made([torch.zeros(3)])
-        return answer, len(history), sum(stage.steps.count for stage in self.made.stages) - before
+        self.device.queue.append(lambda: setattr(self, "filled", batch))
+        before = self.launched
+        answer, history = self.made([], None)
+        return answer, len(history), self.launched - before
+
+    @property
+    def launched(self) -> int:
+        """Stages that were launched so far; a whole solve counts as one."""
+        whole = [graph for graph in self.made.whole.values() if graph is not None]
+        return sum(graph.count for graph in (*(stage.steps for stage in self.made.stages), *whole))
 
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda own, given: (own, given))
 
 
 @pytest.mark.parametrize("most", [1, 3, 9, 40])
@@ -148,15 +175,113 @@ def test_every_answer_is_that_of_its_batch_read_late_enough(most: int, looks: bo
 
 def test_a_solve_that_is_expected_right_launches_no_more_than_it_needs() -> None:
     solve = Solve(20, True, random.Random(0))
-    launched = [solve(torch.tensor([4, 2, 1]))[2] for _ in range(8)]
-    assert launched == [5] * 8  # the start, and four steps
-    assert [solve(torch.tensor([3, 3, 3]))[2] for _ in range(3)] == [5, 4, 4]  # one too many, once
+    launched = [solve(torch.tensor([4, 2, 1]))[2] for _ in range(11)]
+    # The start and four steps; and all in one graph, once that has been the rule for a while.
+    assert launched == [5] * (1 + staged._SETTLED) + [1] * (10 - staged._SETTLED)
+    assert [solve(torch.tensor([3, 3, 3]))[2] for _ in range(3)] == [1, 4, 4]  # one too many, once
     assert [solve(torch.tensor([6, 3, 3]))[2] for _ in range(2)] == [7, 7]
+
+
+def test_a_whole_solve_that_has_not_ended_is_taken_up_by_stages() -> None:
+    solve = Solve(20, True, random.Random(0))
+    for _ in range(10):
+        assert solve(torch.tensor([4, 2, 1]))[1] == 5
+    answer, history, launched = solve(torch.tensor([6, 0, 0]))
+    solve.device.work()
+    assert launched == 1 + 7  # in vain, then from the start
+    assert answer.tolist() == [6, 6, 0, 0]
+    assert history == 7
+
+
+def test_whole_solves_are_few_and_one_that_could_not_be_captured_is_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solve = Solve(20, True, random.Random(0))
+    for end in range(1, 8):
+        for _ in range(12):
+            solve(torch.full((3,), end))
+    assert list(solve.made.whole) == [5, 6, 7]
+
+    def no_memory(work: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(solve, "record", no_memory)
+    for _ in range(12):
+        answer, history, launched = solve(torch.full((3,), 9))
+    solve.device.work()
+    assert (launched, history) == (10, 10)
+    assert answer.tolist() == [9, 9, 9, 9]
 
 
 def test_one_batch_to_the_last_step_is_not_the_rule_for_ever() -> None:
     solve = Solve(40, True, None)
     easy, hard = torch.tensor([5, 5, 5]), torch.tensor([60, 60, 60])
-    launched = [solve(batch)[2] for batch in [easy, hard, *[easy] * 20]]
-    assert launched[:2] == [6, 41]
-    assert launched[2 + graphs._PATIENCE :] == [6] * (20 - graphs._PATIENCE)
+    assert [solve(batch)[2] for batch in (easy, hard)] == [6, 41]
+    for _ in range(2 * staged._PATIENCE + 1):
+        solve(easy)
+    assert solve.made.expected == 5
+
+
+@pytest.mark.parametrize(("most", "every", "several"), [(50, 4, True), (50, 4, False), (7, 10, False), (300, 4, True)])
+def test_chunks_make_up_all_steps_and_are_few(most: int, every: int, several: bool) -> None:
+    rule = Rule(tol=1e-3, max_steps=most, check_every=every)
+    chunks = _chunks(rule, several)
+    assert sum(chunks) == most
+    assert min(chunks) >= 1
+    assert len(chunks) < 50
+    assert chunks[0] == (min(every, most) if several else 1)
+
+
+def test_a_buffer_is_filled_where_it_does_not_hold_the_values_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    copy = torch._foreach_copy_
+
+    def counting(own: list[Tensor], given: list[Tensor]) -> None:
+        copied.append(len(own))
+        copy(own, given)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    weight, state = torch.randn(3), torch.randn(3)
+    first = SharedBuffers().lot().filled([weight, state])
+    fill(first, [weight, state])
+    assert copied == [2]
+    weight.add_(1)  # seen by the count of its changes
+    fill(first, [weight, state])
+    fill(first, [weight, state.clone()])  # another tensor, though its values are the same
+    with torch.inference_mode():
+        unseen = torch.ones(3)
+    fill(first, [weight, unseen])
+    fill(first, [weight, unseen])  # its changes are not counted, so it is copied every time
+    assert copied == [2, 1, 1, 1, 1]
+    assert torch.equal(first[0].tensor, weight)
+    assert torch.equal(first[1].tensor, unseen)
+    first[0].note(None)
+    assert not first[0].holds(weight)
+
+
+def test_solves_share_buffers_of_a_form_and_none_of_their_own_twice() -> None:
+    shared = SharedBuffers()
+    one, other = shared.lot(), shared.lot()
+    a, b, c = torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3, 2).mT
+    forward = one.filled([a, b, c])
+    backward = other.filled([b, a])
+    assert forward[0] is backward[0]
+    assert forward[1] is backward[1]
+    assert forward[0] is not forward[1]
+    assert forward[2] not in forward[:2]
+    assert forward[2].tensor.stride() == c.stride()
+    assert torch.equal(backward[0].tensor, b)
+    assert backward[0].holds(b)
+    assert not backward[0].holds(a)
+
+
+def test_buffers_go_with_the_last_solve_that_has_them() -> None:
+    shared = SharedBuffers()
+    held: list[Buffer] = shared.lot().filled([torch.zeros(5)])
+    also = shared.lot().filled([torch.zeros(5)])
+    assert len(shared._buffers) == 1
+    held.clear()
+    assert len(shared._buffers) == 1
+    also.clear()
+    gc.collect()
+    assert len(shared._buffers) == 0

@@ -1,0 +1,84 @@
+"""Buffers that captured solves read their inputs from and write their answers to, shared by all solves of a stream.
+
+The solves of a stream run one after the other, and each copies its inputs in before and its answers out after. So one
+buffer of a form serves them all. It remembers what it holds: a backward pass that follows its forward pass finds
+weights, input and state where that one has left them, and copies none of them again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Buffer:
+    """Memory that graphs know by its address, and which tensor's values are in it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.tensor = torch.empty_like(like)
+        self._source: weakref.ref[Tensor] | None = None
+        self._version = -1
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the values of ``tensor``, as it is now, are here."""
+        return self._source is not None and self._source() is tensor and self._version == tensor._version
+
+    def note(self, tensor: Tensor | None) -> None:
+        """Remember that the values of ``tensor`` are here; None where nobody has them."""
+        # A tensor of inference mode counts no changes.
+        known = tensor is not None and not tensor.is_inference()
+        self._source = weakref.ref(tensor) if known and tensor is not None else None
+        self._version = tensor._version if known and tensor is not None else -1
+
+
+def fill(buffers: Sequence[Buffer], tensors: Sequence[Tensor]) -> None:
+    """Bring the values of ``tensors`` to ``buffers``, in one launch for those that are not there."""
+    absent = [(buffer, tensor) for buffer, tensor in zip(buffers, tensors, strict=True) if not buffer.holds(tensor)]
+    if absent:
+        torch._foreach_copy_([buffer.tensor for buffer, _ in absent], [tensor for _, tensor in absent])
+    for buffer, tensor in absent:
+        buffer.note(tensor)
+
+
+class Lot:
+    """The buffers of one solve: no two of them are the same, other solves may have any of them too."""
+
+    def __init__(self, shared: SharedBuffers) -> None:
+        self._shared = shared
+        self._taken: dict[Hashable, int] = {}
+
+    def filled(self, tensors: Sequence[Tensor]) -> list[Buffer]:
+        """Buffers with the values of ``tensors``."""
+        # Buffers of inference mode could not be written to outside of it, and the next batch may come from there.
+        with torch.inference_mode(False):
+            buffers = [self.take(tensor) for tensor in tensors]
+        fill(buffers, tensors)
+        return buffers
+
+    def take(self, like: Tensor) -> Buffer:
+        """A buffer with shape, strides and dtype of ``like`` that this solve has not taken yet."""
+        form = like.shape, like.stride(), like.dtype
+        place = self._taken.get(form, 0)
+        self._taken[form] = place + 1
+        return self._shared.at((*form, place), like)
+
+
+class SharedBuffers:
+    """All buffers of a stream, by form and number. They live as long as a solve has them."""
+
+    def __init__(self) -> None:
+        self._buffers: weakref.WeakValueDictionary[Hashable, Buffer] = weakref.WeakValueDictionary()
+
+    def lot(self) -> Lot:
+        """The beginning of a solve's buffers."""
+        return Lot(self)
+
+    def at(self, key: Hashable, like: Tensor) -> Buffer:
+        """The buffer of this key, made where there is none."""
+        found = self._buffers.get(key)
+        if found is None:
+            found = self._buffers[key] = Buffer(like)
+        return found

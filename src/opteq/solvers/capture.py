@@ -1,0 +1,103 @@
+"""What captures of CUDA graphs need: a pool and a stream to capture on, and memory of the host that graphs write to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from opteq.solvers.buffers import SharedBuffers
+
+Result = TypeVar("Result")
+
+
+class Workshop:
+    """Where solves of one stream are captured: their pool of memory, their buffers, and a stream aside."""
+
+    _all: ClassVar[dict[tuple[torch.device, int], Workshop]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.buffers = SharedBuffers()
+
+    @classmethod
+    def here(cls, device: torch.device) -> Workshop:
+        """That of the stream in force.
+
+        Solves hand memory on within the order of a stream only; those of another stream have a pool of their own.
+        """
+        key = device, torch.cuda.current_stream(device).cuda_stream
+        if key not in cls._all:
+            cls._all[key] = cls(device)
+        return cls._all[key]
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Forget all workshops; what graphs still hold goes with them."""
+        cls._all.clear()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """On the stream aside, after all that was launched before and before all that comes after."""
+        # Tensors of inference mode could not be written to outside of it, and the next batch may come from there.
+        with torch.inference_mode(False), torch.no_grad():
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                yield
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def record(self, work: Callable[[], Result]) -> tuple[Any, Result]:
+        """A graph of ``work``, and what that returns; to be called inside of :meth:`entered`."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        except BaseException:
+            _abandon(graph)
+            raise
+        graph.capture_end()
+        return graph, result
+
+
+def _abandon(graph: Any) -> None:
+    """End a capture that failed, and let random numbers be drawn again."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # The generator was told of the capture's beginning, and of no end: a copy of its state knows of neither.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+class HostSlots:
+    """Page-locked memory of the host that the stages of a solve write to, one slot each.
+
+    None is ever handed back to the system, or to anybody but another solve of the same stream: a graph that is dropped
+    while it still runs would write into what is somebody else's by then.
+    """
+
+    _free: ClassVar[dict[tuple[int, int], list[Tensor]]] = {}
+
+    def __init__(self, size: int, stream: int) -> None:
+        self.size = size
+        self.free = self._free.setdefault((size, stream), [])
+        self.own: list[Tensor] = []
+        weakref.finalize(self, self.free.extend, self.own)
+
+    def prepare(self) -> None:
+        """Make room for one stage; no memory can be had while a graph is captured."""
+        room = torch.empty(self.size, dtype=torch.uint8, pin_memory=True) if not self.free else self.free.pop()
+        self.own.append(room)
+
+    def next(self, like: Tensor) -> Tensor:
+        """What was prepared last, as a place for ``like``."""
+        size = like.numel() * like.element_size()
+        if size > self.size:
+            raise RuntimeError(f"a solve of {like.numel()} rows, more than any dimension of its inputs")
+        return self.own[-1][:size].view(like.dtype).view(like.shape)

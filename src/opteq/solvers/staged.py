@@ -1,0 +1,272 @@
+"""A solve as a few CUDA graphs: its start, chunks of steps, its end.
+
+A GPU computes a solver step faster than Python can launch it. Here the steps between two looks of the host are captured
+as one graph each, and replayed afterwards; a solve that has ended at the same step for a while is captured once more,
+as one graph from its start to its answer. The graphs run one after the other and share one pool of memory, so what a
+chunk leaves is where the next one expects it. Inputs are copied in and answers copied out: nothing outside ever sees
+the memory of a graph.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from opteq.solvers.buffers import Buffer, fill
+from opteq.solvers.capture import HostSlots, Workshop
+from opteq.solvers.loop import Rule, Run
+
+# Steps from which a solve counts as long.
+_LONG = 12
+# After so many solves that ended where they were expected to, the next one's end is read before it is certain.
+_TRUSTED = 3
+# After so many, it is worth a graph of its own.
+_SETTLED = 6
+# Ends that have one, for a form of solve.
+_MOST_WHOLE = 3
+# After so many solves to the last step the host waits for one, to see whether that was needed.
+_PATIENCE = 8
+
+
+class Capturable(Protocol):
+    """A solve under way whose answer is a list of tensors with fixed shapes, but for the first dimension of the last.
+
+    That last one is the history of residuals, which grows with the steps.
+    """
+
+    @property
+    def run(self) -> Run:
+        """What advances."""
+        ...
+
+    @property
+    def facts(self) -> object:
+        """What is known before the first step: it goes with every answer."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """The answer as it stands."""
+        ...
+
+
+Solve = TypeVar("Solve", bound=Capturable)
+OpenSolve = Callable[[list[Tensor]], Solve]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Some steps, what reads the answer after them, and how long the history is by then."""
+
+    steps: Any
+    finish: Any
+    history: int
+
+
+class StagedSolve(Generic[Solve]):
+    """One form of solve, captured stage by stage to its last step: single steps, or several where ``coarse``.
+
+    All solves of a stream share one pool of memory and one set of buffers. Each one initialises what it reads and hands
+    out copies, so what another one leaves there, or overwrites, does no harm; and nothing is held between two solves
+    but buffers.
+
+    Every stage ends by writing which rows are left into memory of the host. Batches are much alike, so all stages up to
+    the last batch's end are launched before the host looks there for the first time, and where that end has been the
+    same for a while, so is the reading of the answer: the device then works on while the host finds out.
+
+    Args:
+        inputs: of the first solve, for their form.
+        open_solve: begins a solve that reads the given copies of the inputs. It is not kept.
+        coarse: whether a stage has several steps.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], coarse: bool = False) -> None:
+        self.coarse = coarse
+        self.device = inputs[0].device
+        self.workshop = Workshop.here(self.device)
+        self.lot = self.workshop.buffers.lot()
+        self.stages: list[_Stage] = []
+        self.whole: OrderedDict[int, Any] = OrderedDict()  # by the place of its end: all of a solve in one graph
+        self.answer: list[Buffer] = []
+        self.left: list[Tensor] = []  # of every stage: which rows go on, in memory of the host
+        self.written: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.unread = 0  # solves to the last step since the host has looked
+        self.noted = 0  # how many of the stages before the last one that ran have written which rows were left
+        self.expected = self.trusted = self.steps = 0
+        # As many bytes as any number of rows may take that these inputs can stand for.
+        largest = max(max(tensor.shape, default=1) for tensor in inputs)
+        self.slots = HostSlots(8 * largest, torch.cuda.current_stream(self.device).cuda_stream)
+        self.inputs = self.lot.filled(inputs)
+        with self.workshop.entered():
+            self.facts = self._capture(open_solve)
+
+    def __call__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]) -> list[Tensor]:
+        """The answer for ``inputs``, as tensors of its own."""
+        fill(self.inputs, inputs)
+        last = len(self.stages) - 1
+        if self.unread and (self.written.query() or self.unread >= _PATIENCE):
+            self.written.synchronize()
+            self._expect(self._end(last))
+            self.unread = 0
+        place = self.expected if self.looks else last
+        whole = self._in_one(place, open_solve)
+        self._launch(0, place, whole)
+        answer: list[Tensor] = []
+        while True:
+            self.written.record(torch.cuda.current_stream(self.device))
+            sure = place == last
+            if sure or whole is not None or self.trusted >= _TRUSTED:
+                answer = self._read_out(place, whole)
+            if sure or not self._goes_on(place):
+                break
+            # What a whole solve has left is elsewhere in memory: it can't be continued.
+            begin = place + 1 if whole is None else 0
+            place, whole, self.trusted, answer = place + 1, None, -1, []
+            self._launch(begin, place, whole)
+        answer = answer or self._read_out(place, whole)
+        # Whether the last stage was needed is not worth waiting for: the next solve finds out.
+        self.unread = self.unread + 1 if sure and self.looks else 0
+        end = place if sure else self._end(place)
+        self.trusted += 1
+        self._expect(end)
+        self.steps = self.stages[end].history - 1
+        *fixed, history = answer
+        return [*fixed, history[: self.stages[end].history]]
+
+    @property
+    def misjudged(self) -> bool:
+        """Whether the stages have the wrong length.
+
+        A short solve is not to go on for several steps after its end, a long one not to be launched step by step.
+        """
+        return self.looks and (self.steps < _LONG // 2 if self.coarse else self.steps > _LONG)
+
+    def _expect(self, end: int) -> None:
+        if end != self.expected:
+            self.expected, self.trusted = end, 0
+
+    def _launch(self, begin: int, place: int, whole: Any) -> None:
+        if whole is None:
+            for stage in self.stages[begin : place + 1]:
+                stage.steps.replay()
+            self.noted = place
+        else:
+            whole.replay()
+            self.noted = min(place, 1)
+
+    def _read_out(self, place: int, whole: Any) -> list[Tensor]:
+        if whole is None:
+            self.stages[place].finish.replay()
+        return self._copies()
+
+    def _copies(self) -> list[Tensor]:
+        """What the answer's buffers hold. A backward pass that soon asks for such a copy will find it there."""
+        copies = [buffer.tensor.clone() for buffer in self.answer]
+        for buffer, copy in zip(self.answer, copies, strict=True):
+            buffer.note(copy)
+        return copies
+
+    def _goes_on(self, place: int) -> bool:
+        self.written.synchronize()
+        return bool(self.left[place].any())
+
+    def _end(self, place: int) -> int:
+        """The first stage known to have left no row, or else the last one that ran, which is ``place``."""
+        least = place - self.noted
+        while place > least and not self.left[place - 1].any():
+            place -= 1
+        return place
+
+    def _in_one(self, place: int, open_solve: OpenSolve[Solve]) -> Any:
+        """A graph of the whole solve up to this end, where it is worth one; else None."""
+        if self.trusted < _TRUSTED:
+            return None
+        if place not in self.whole and self.trusted >= _SETTLED:
+            try:
+                with self.workshop.entered():
+                    self.whole[place], _ = self.workshop.record(partial(self._all_of_it, place, open_solve))
+            except RuntimeError:  # there may be no memory for it; the stages are there
+                self.whole[place] = None
+            if len(self.whole) > _MOST_WHOLE:
+                self.whole.popitem(last=False)
+        return self.whole.get(place)
+
+    def _all_of_it(self, place: int, open_solve: OpenSolve[Solve]) -> None:
+        solve = self._begun(open_solve)
+        taken = 0
+        for number, chunk in enumerate(self.chunks[:place]):
+            if number == place - 1:  # so that a solve that might have ended earlier is noticed
+                self._note(solve.run, number)
+            self._advance(solve.run, chunk)
+            taken += chunk
+        self._note(solve.run, place)
+        self._read(solve, taken)
+
+    def _capture(self, open_solve: OpenSolve[Solve]) -> object:
+        self.slots.prepare()
+        steps, solve = self.workshop.record(partial(self._first, open_solve))
+        self.chunks = _chunks(solve.run.rule, self.coarse or not self.looks)
+        taken = 0
+        for chunk in (*self.chunks, None):
+            finish, _ = self.workshop.record(partial(self._read, solve, taken))
+            self.stages.append(_Stage(steps, finish, taken + 1))
+            if chunk is not None:
+                self.slots.prepare()
+                steps, _ = self.workshop.record(partial(self._further, solve.run, chunk))
+                taken += chunk
+        return solve.facts
+
+    def _begun(self, open_solve: OpenSolve[Solve]) -> Solve:
+        solve = open_solve([buffer.tensor for buffer in self.inputs])
+        solve.run.begin()
+        return solve
+
+    def _first(self, open_solve: OpenSolve[Solve]) -> Solve:
+        solve = self._begun(open_solve)
+        self.looks = solve.run.rule.check_every <= solve.run.rule.max_steps
+        self._note(solve.run, 0)
+        return solve
+
+    def _further(self, run: Run, steps: int) -> None:
+        self._advance(run, steps)
+        self._note(run, len(self.left))
+
+    @staticmethod
+    def _advance(run: Run, steps: int) -> None:
+        for _ in range(steps):
+            run.advance()
+
+    def _note(self, run: Run, place: int) -> None:
+        """Write down, where the host can read it, which rows go on after this stage."""
+        if self.looks:
+            rows = run.unfinished()
+            if place == len(self.left):
+                self.left.append(self.slots.next(rows))
+            self.left[place].copy_(rows, non_blocking=True)
+
+    def _read(self, solve: Solve, taken: int) -> None:
+        *fixed, history = solve.tensors()
+        if not self.answer:
+            longest = history.new_empty(solve.run.rule.max_steps + 1, *history.shape[1:])
+            self.answer = [self.lot.take(tensor) for tensor in (*fixed, longest)]
+        for own, tensor in zip(self.answer[:-1], fixed, strict=True):
+            own.tensor.copy_(tensor)
+        self.answer[-1].tensor[: taken + 1].copy_(history)
+
+
+def _chunks(rule: Rule, several: bool) -> list[int]:
+    """How many steps each stage after the first has.
+
+    Stages grow with the distance, so that there are few of them however many steps are allowed.
+    """
+    chunks, taken = [], 0
+    while taken < rule.max_steps:
+        least = rule.check_every if several else 1
+        chunks.append(min(max(least, taken // 8), rule.max_steps - taken))
+        taken += chunks[-1]
+    return chunks
