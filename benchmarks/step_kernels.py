@@ -3,7 +3,7 @@
 For every shape and precision: wall time with a wait after every call, the time that kernels take, their number, and the
 dearest of them, microseconds a step.
 
-    python benchmarks/step_kernels.py 256,256,16:bf16 64,128,32:tf32
+    python benchmarks/step_kernels.py 256,256,16:bf16 64,128,32:tf32 geq-5m:bf16
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from opteq.bench import stepping
-from opteq.bench.cases import Precision, Shape, layer_case, layer_problem, pictures
+from opteq.bench.cases import MODELS, Precision, Shape, layer_case, layer_problem, model_case, pictures
 from opteq.bench.contenders import ours, shared
 from opteq.bench.exact import ExactAnderson, ExactPicard
 
@@ -27,7 +27,7 @@ BATCH, CALLS, SHOWN = 128, 3, 14
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="+", help="CHANNELS,HIDDEN,SIDE:PRECISION")
+    parser.add_argument("case", nargs="+", help="CHANNELS,HIDDEN,SIDE:PRECISION, or MODEL:PRECISION for steps alone")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this tells what a GPU does, and torch sees none here")
@@ -35,13 +35,16 @@ def main() -> None:
     device = torch.device("cuda")
     for case in options.case:
         size, _, name = case.partition(":")
-        shape, precision = Shape.parse(size), Precision(name, device)
-        made = layer_case(shape, BATCH, precision)
+        precision = Precision(name, device)
+        shape = None if size in MODELS else Shape.parse(size)
+        made = model_case(size, BATCH, precision) if shape is None else layer_case(shape, BATCH, precision)
         anderson = ExactAnderson(memory=stepping.MEMORY, max_steps=stepping.STEPS, history="half")
         print(f"== {case}")
         show("map", stepping.captured(made), stepping.STEPS)
         show("plain", stepping.ours(made, ExactPicard(max_steps=stepping.STEPS)), stepping.STEPS)
         show("Anderson", stepping.ours(made, anderson), stepping.STEPS)
+        if shape is None:
+            continue
         problem = layer_problem(shape, device)
         x = pictures(BATCH, (shape.channels, shape.side, shape.side), device).requires_grad_()
         layer = ours(problem, precision)

@@ -199,6 +199,34 @@ def test_two_layers_interleaved() -> None:
     assert captured()
 
 
+@pytest.mark.parametrize("name", ["opteq-relu", "opteq-conv", "deep", "mopteq-four"])
+def test_a_settled_solve_is_one_graph(name: str) -> None:
+    """Once a solve has ended at the same step for a while; a batch that ends elsewhere is served all the same."""
+    (case,) = by_name(name)
+    dtype = torch.float64
+    layer = opteq.Equilibrium(case.problem(dtype).cuda(), solver_for(dtype), on_failure="ignore")
+    twin = copy.deepcopy(layer)  # shares graphs and buffers with the other one
+    shake(twin.problem, 2)
+    usual, other = case.input(dtype=dtype, seed=1).cuda(), case.input(dtype=dtype, seed=2).cuda()
+    for _ in range(12):
+        run(layer, usual)
+    assert any(solve.whole for solve in captured())
+    for x in (usual, 1e-3 * usual, other, usual, usual):
+        same(run(layer, x), plainly(layer, x), dtype)
+    for seed in range(10):
+        x, z = (case.input(dtype=dtype, seed=s).cuda().requires_grad_() for s in (seed, seed + 100))
+        first, second = layer(x), twin(z)
+        slopes = [
+            torch.autograd.grad(loss_of(found), [given, *own.parameters()], allow_unused=True)
+            for found, given, own in ((first, x, layer), (second, z, twin))
+        ]
+        for found, given, own, slope in ((first, x, layer, slopes[0]), (second, z, twin, slopes[1])):
+            wanted = plainly(own, given.detach())
+            assert difference([part.detach().cpu() for part in blocks(found)], wanted.features) < 1e-6
+            some = [(s.cpu(), w) for s, w in zip(slope, wanted.gradients, strict=True) if s is not None]
+            assert difference([s for s, _ in some], [w for _, w in some]) < 1e-5
+
+
 def test_weights_that_change_between_forward_and_another_layers_backward() -> None:
     """A backward pass uses what its own forward pass saw, though the captured solve has served others since."""
     (case,) = by_name("opteq-relu")
@@ -361,10 +389,10 @@ def test_memory_does_not_grow_with_the_calls() -> None:
     x = torch.randn(32, 8, 32, 32, device="cuda")
     layer = conv_layer(10)
     levels = []
-    for call in range(12):
+    for call in range(24):
         training_step(layer, x)
         torch.cuda.synchronize()
-        if call in (5, 11):
+        if call in (15, 23):  # by then every graph is there that will be
             levels.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert levels[0] == levels[1]
 

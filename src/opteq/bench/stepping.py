@@ -88,6 +88,7 @@ def ours(case: Case, solver: Solver) -> Callable[[], State]:
     """Our solver as a layer calls it, in the case's precision."""
 
     def work() -> State:
+        case.hidden.frozen = None  # a layer binds its problem anew for every batch: nothing is known of this one
         with torch.no_grad(), case.precision.autocast():
             return find_without_tape(case.hidden, solver, None)[0]
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from opteq._autocast import Autocast
-from opteq.gradients.replay import Gradients, Replay, Steps, gradients_through, packed, unpacked
+from opteq.gradients.replay import Gradients, Incoming, Replay, Steps, added, gradients_through, packed, unpacked
 from opteq.problems.freezing import Frozen, freeze
 from opteq.problems.hidden import BoundMap
-from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation
+from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation, TapedLinearisation
 from opteq.solution import Report
 from opteq.solvers.graphs import staged, usable
 from opteq.solvers.linear import CG, MINRES, LinearSolver
@@ -20,21 +20,21 @@ from opteq.solvers.linear.base import LinearSession
 from opteq.solvers.loop import Run, drive
 from opteq.states import Layout, State, blocks, like, map_state
 
-Pull = Callable[[State], Gradients]
+Answer = tuple[list[Tensor], object]
+"""Tensors, and what is known about them without looking at a number."""
 
 
 @dataclass
 class _AdjointSolve:
     """An adjoint solve under way: its linear solve, and what becomes of that one's answer.
 
-    With ``pull`` it goes on to the gradients of the problem's tensors; ``facts`` are then the places of those that
-    have one.
+    ``conclude`` makes the adjoint vector of it, or goes on to the gradients of the problem's tensors; ``facts`` are
+    then the places of those that have one.
     """
 
     session: LinearSession
     layout: Layout
-    answer: Callable[[State], State]
-    pull: Pull | None = None
+    conclude: Callable[[State], Answer]
     facts: object = None
 
     @property
@@ -43,14 +43,11 @@ class _AdjointSolve:
         return self.session.run
 
     def tensors(self) -> list[Tensor]:
-        """The adjoint vector, or the gradients that it gives, and how its system was solved, the history last."""
+        """What it was all for, and how the system was solved, the history last."""
         finish, layout = self.session.finish(), self.layout
-        vector = self.answer(layout.restore(finish.point))
+        found, self.facts = self.conclude(layout.restore(finish.point))
         numbers = [layout.per_sample(number) for number in (finish.residual, finish.steps, finish.codes)]
-        if self.pull is None:
-            return [*blocks(vector), *numbers, finish.trace]
-        gradients, self.facts = packed(self.pull(vector))
-        return [*gradients, *numbers, finish.trace]
+        return [*found, *numbers, finish.trace]
 
 
 class AdjointSystem:
@@ -75,29 +72,35 @@ class AdjointSystem:
 
     def solve(self, gradient: State) -> tuple[State, Report]:
         """The adjoint vector and how its system was solved."""
-        parts, _, report = self._run(gradient, None)
+        parts, _, report = self._run(Incoming(gradient), None)
         return like(gradient, tuple(parts)), report
 
-    def pull(self, gradient: State, replayed: Replay) -> tuple[Gradients, Report]:
-        """What the adjoint vector gives to every tensor of the problem through ``replayed``, with the solve's report.
+    def pull(self, incoming: Incoming, replayed: Replay) -> tuple[Gradients, Report]:
+        """What gradients of state and features give to every tensor of the problem, with the solve's report.
 
-        One graph does both where the solver can be captured.
+        One graph does all of it where the solver can be captured.
         """
         if self.frozen is None:
+            tensors = replayed.frozen.tensors
+            gradient, direct = replayed.pull_features(tensors, replayed.state, incoming)
             vector, report = self.solve(gradient)
-            return replayed.pull_alone(vector), report
-        found, places, report = self._run(gradient, replayed)
+            return added(replayed.pull_alone(vector), direct), report
+        found, places, report = self._run(incoming, replayed)
         return unpacked(found, places, len(self.frozen.tensors)), report
 
-    def _run(self, gradient: State, replayed: Replay | None) -> tuple[list[Tensor], object, Report]:
+    def _run(self, incoming: Incoming, replayed: Replay | None) -> tuple[list[Tensor], object, Report]:
         with self.autocast.off(), torch.no_grad():
-            answer = self._by_graphs(gradient, replayed)
+            answer = self._by_graphs(incoming, replayed)
             if answer is None:
                 if self.frozen is None:
                     assert self.local is not None
-                    solve = self._open(self.local, gradient, None)
+                    assert incoming.state is not None
+                    solve = self._open(self.local, incoming.state, _handed_out)
                 else:
-                    solve = self._opened(self.frozen, self.frozen.tensors, self.state, gradient, replayed)
+                    features = None if replayed is None else replayed.features
+                    solve = self._opened(
+                        self.frozen, _Given(self.frozen.tensors, self.state, features, incoming), replayed
+                    )
                 drive(solve.run)
                 tensors = solve.tensors()  # which learns the facts
                 answer = tensors, solve.facts
@@ -122,68 +125,123 @@ class AdjointSystem:
             )
         return local
 
-    def _by_graphs(self, gradient: State, replayed: Replay | None) -> tuple[list[Tensor], object] | None:
+    def _by_graphs(self, incoming: Incoming, replayed: Replay | None) -> Answer | None:
         if self.frozen is None:
             return None
         frozen = self.frozen
-        held, states = len(frozen.tensors), len(blocks(self.state))
-        inputs = [*frozen.tensors, *blocks(self.state), *blocks(gradient)]
+        features = None if replayed is None else replayed.features
+        given = _Given(frozen.tensors, self.state, features, incoming)
 
         def open_solve(tensors: list[Tensor]) -> _AdjointSolve:
-            state = like(self.state, tuple(tensors[held : held + states]))
-            incoming = like(gradient, tuple(tensors[held + states :]))
-            return self._opened(frozen, tensors[:held], state, incoming, replayed)
+            return self._opened(frozen, given.with_tensors(tensors), replayed)
 
-        key = ("adjoint", frozen.structure, self.linear, self.autocast, None if replayed is None else replayed.key)
-        return staged(key, inputs, open_solve)
+        arrived = incoming.state is None, incoming.features is None
+        key = (
+            "adjoint", frozen.structure, self.linear, self.autocast, arrived,
+            None if replayed is None else replayed.key,
+        )  # fmt: skip
+        return staged(key, given.tensors(), open_solve)
 
-    def _opened(
-        self, frozen: Frozen, tensors: list[Tensor], state: State, gradient: State, replayed: Replay | None
-    ) -> _AdjointSolve:
-        """The solve with these tensors in the problem's place."""
+    def _opened(self, frozen: Frozen, given: _Given, replayed: Replay | None) -> _AdjointSolve:
+        """The solve with the given tensors in the problem's place."""
         if replayed is None:
-            return self._open(self._linearise(frozen.thaw(tensors), state), gradient, None)
-        leaves = replayed.leaves(tensors)
-        taped = None
-        if replayed.steps == Steps():
+            assert given.incoming.state is not None
+            return self._open(self._linearise(frozen.thaw(given.held), given.state), given.incoming.state, _handed_out)
+        leaves = replayed.leaves(given.held)
+        if given.features is not None and replayed.steps == Steps():
             with torch.enable_grad(), self.autocast.entered():
-                taped = frozen.thaw(leaves).linearise_on_tape(state)
-        if taped is None:
-            local = self._linearise(frozen.thaw(tensors), state)
-            return self._open(local, gradient, lambda vector: replayed.pull(tensors, state, vector))
-        image = taped.image
+                taped = frozen.thaw(leaves).linearise_on_tape(given.state, given.features)
+            if taped is not None:
+                return self._open_on_features(taped, given.incoming, leaves)
+        gradient, direct = replayed.pull_features(given.held, given.state, given.incoming)
+        local = self._linearise(frozen.thaw(given.held), given.state)
 
-        def pull(vector: State) -> Gradients:
+        def conclude(vector: State) -> Answer:
+            return packed(added(replayed.pull(given.held, given.state, vector), direct))
+
+        return self._open(local, gradient, conclude)
+
+    def _open_on_features(
+        self, taped: TapedLinearisation, incoming: Incoming, leaves: Sequence[Tensor]
+    ) -> _AdjointSolve:
+        """The system for what the features get in all: their gradient is its right side as it comes."""
+        reduction, at_state, at_features = taped.reduction, incoming.state, incoming.features
+        target = None if at_state is None else self._in(reduction.restrict, at_state)
+        if target is None:
+            assert at_features is not None
+            target = at_features
+        elif at_features is not None:
+            target = map_state(torch.add, at_features, target)
+
+        def conclude(u: State) -> Answer:
+            vector = self._in(reduction.expand, u)
+            if at_state is not None:
+                vector = map_state(torch.add, at_state, vector)
             with torch.enable_grad(), self.autocast.entered():
-                ends = blocks(image())
+                ends = [*blocks(taped.image()), *blocks(taped.features())]
             # The tape is needed again: every stage of a captured solve ends with this.
-            return gradients_through(list(zip(ends, blocks(vector), strict=True)), leaves, again=True)
+            pairs = list(zip(ends, [*blocks(vector), *blocks(u)], strict=True))
+            return packed(gradients_through(pairs, leaves, again=True))
 
-        return self._open(taped.local, gradient, pull)
+        return self._session(reduction.product, target, conclude)
 
-    def _open(self, local: Linearisation | SymmetricLinearisation, gradient: State, pull: Pull | None) -> _AdjointSolve:
+    def _open(
+        self,
+        local: Linearisation | SymmetricLinearisation,
+        gradient: State,
+        conclude: Callable[[State], Answer],
+    ) -> _AdjointSolve:
         if isinstance(local, Linearisation):
-            return self._session(local.adjoint, gradient, lambda v: v, pull)
+            return self._session(local.adjoint, gradient, conclude)
         reduction = local.reduction
         if reduction is not None:
 
-            def expand(u: State) -> State:
-                return map_state(torch.add, gradient, self._in(reduction.expand, u))
+            def expand(u: State) -> Answer:
+                return conclude(map_state(torch.add, gradient, self._in(reduction.expand, u)))
 
-            return self._session(reduction.product, self._in(reduction.restrict, gradient), expand, pull)
+            return self._session(reduction.product, self._in(reduction.restrict, gradient), expand)
 
-        def recover(w: State) -> State:
-            return map_state(torch.add, gradient, self._in(lambda w: local.curvature(local.factor(w)), w))
+        def recover(w: State) -> Answer:
+            vector = self._in(lambda w: local.curvature(local.factor(w)), w)
+            return conclude(map_state(torch.add, gradient, vector))
 
-        return self._session(local.scaled, self._in(local.factor_adjoint, gradient), recover, pull)
+        return self._session(local.scaled, self._in(local.factor_adjoint, gradient), recover)
 
-    def _session(
-        self, product: Product, target: State, answer: Callable[[State], State], pull: Pull | None
-    ) -> _AdjointSolve:
+    def _session(self, product: Product, target: State, conclude: Callable[[State], Answer]) -> _AdjointSolve:
         layout = Layout.of(target, self.layout.coupled)
         session = self.linear.open_states(lambda v: self._in(product, v), target, layout, self.eps)
-        return _AdjointSolve(session, layout, answer, pull)
+        return _AdjointSolve(session, layout, conclude)
 
     def _in(self, product: Product, v: State) -> State:
         with self.autocast.entered():
             return product(v)
+
+
+def _handed_out(vector: State) -> Answer:
+    return list(blocks(vector)), None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """All tensors that an adjoint solve depends on: the problem's, state and features, and what arrives at them."""
+
+    held: Sequence[Tensor]
+    state: State
+    features: State | None
+    incoming: Incoming
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in order."""
+        return [*self.held, *(part for state in self._states() if state is not None for part in blocks(state))]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> _Given:
+        """The same form with others in their place, in the same order."""
+        rest = iter(tensors[len(self.held) :])
+        state, features, at_state, at_features = (
+            None if old is None else like(old, tuple(next(rest) for _ in blocks(old))) for old in self._states()
+        )
+        assert state is not None
+        return _Given(tensors[: len(self.held)], state, features, Incoming(at_state, at_features))
+
+    def _states(self) -> tuple[State | None, ...]:
+        return self.state, self.features, self.incoming.state, self.incoming.features

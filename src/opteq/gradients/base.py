@@ -39,7 +39,7 @@ class Gradient(metaclass=NamedOptions):
 
     def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
         """Solve where no gradient is wanted."""
-        state, outcome = find_without_tape(hidden, solver, start)
+        state, outcome = find_without_tape(hidden, solver, start, with_features=True)
         return state, outcome if outcome.known is None else replace(outcome, features=outcome.known[-1])
 
 

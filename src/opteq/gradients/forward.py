@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,20 +22,41 @@ from opteq.states import State, blocks, like, map_state, single
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """What the tensors of an answer do not tell."""
+class _Place:
+    """Where a state is in a list of tensors."""
 
+    slice: slice
     is_tuple: bool
-    tol: float
+
+    @classmethod
+    def of(cls, state: State, begin: int) -> _Place:
+        """That of a state whose first part is at ``begin``."""
+        return cls(slice(begin, begin + len(blocks(state))), isinstance(state, tuple))
+
+    def read(self, tensors: Sequence[Tensor]) -> State:
+        """The state."""
+        parts = tuple(tensors[self.slice])
+        return parts if self.is_tuple else parts[0]
 
 
 @dataclass(frozen=True)
+class _Facts:
+    """What the tensors of an answer do not tell: which of them are the state, and which its features, if any."""
+
+    state: _Place
+    features: _Place | None
+    tol: float
+
+
+@dataclass
 class _Search:
     """A solve under way, in the state's variable or in that of the features."""
 
     session: Session
     template: State | None  # None stands for one tensor of zeros
     form: FeatureForm | None
+    read_out: Callable[[State], State | None] | None = None  # the features of a state, where they are wanted too
+    facts: object = None
 
     @property
     def run(self) -> Run:
@@ -56,15 +79,19 @@ class _Search:
             )
         return replace(outcome, state=state)
 
-    @property
-    def facts(self) -> _Facts:
-        """The form of the state, and the tolerance."""
-        return _Facts(isinstance(self.template, tuple), self.session.tol)
-
     def tensors(self) -> list[Tensor]:
         """The outcome as a list, the history last."""
         outcome = self.outcome()
-        return [*blocks(outcome.state), outcome.residual, outcome.steps, outcome.codes, outcome.trace]
+        features = None
+        if self.read_out is not None:
+            with self.session.caller.entered():
+                features = self.read_out(outcome.state)
+        parts = [*blocks(outcome.state), *(() if features is None else blocks(features))]
+        place = _Place.of(outcome.state, 0)
+        self.facts = _Facts(
+            place, None if features is None else _Place.of(features, place.slice.stop), self.session.tol
+        )
+        return [*parts, outcome.residual, outcome.steps, outcome.codes, outcome.trace]
 
 
 def _finite(state: Tensor) -> Tensor:
@@ -110,8 +137,22 @@ def find(hidden: BoundMap, solver: Solver, start: State | None) -> Outcome:
     return search.outcome()
 
 
+def features_beside(hidden: BoundMap, state: State) -> State | None:
+    """The features of a state; None where they are the state itself, or not the solve's business."""
+    if hidden.reads_out_aside:
+        return None
+    features = hidden.features(state)
+    same = all(one is other for one, other in zip(blocks(features), blocks(state), strict=False))
+    return None if same and len(blocks(features)) == len(blocks(state)) else features
+
+
 def find_without_tape(
-    hidden: BoundMap, solver: Solver, start: State | None, keep_inverse: bool = False, as_on_tape: bool = False
+    hidden: BoundMap,
+    solver: Solver,
+    start: State | None,
+    keep_inverse: bool = False,
+    as_on_tape: bool = False,
+    with_features: bool = False,
 ) -> tuple[State, Outcome]:
     """The equilibrium as a constant: nothing of the way to it is kept for the backward pass.
 
@@ -123,13 +164,16 @@ def find_without_tape(
             are open.
         as_on_tape: whether the steps are those of :func:`find`, for a network that consists of them. In the variable of
             the features as many steps lead further.
+        with_features: whether features, as constants too, are of use where they cost no launch.
     """
     with torch.no_grad():
         if keep_inverse:
             outcome = find(hidden, solver, start)
         else:
-            outcome = _by_graphs(hidden, solver, start, as_on_tape) or _as_it_is(hidden, solver, start, as_on_tape)
-    return map_state(lambda part: part.detach(), outcome.state), outcome
+            captured = _by_graphs(hidden, solver, start, as_on_tape, with_features)
+            outcome = captured or _as_it_is(hidden, solver, start, as_on_tape)
+    # The very tensors where they are constants already: a captured backward pass knows them again.
+    return map_state(lambda part: part.detach() if part.requires_grad else part, outcome.state), outcome
 
 
 def _form(hidden: BoundMap, solver: Solver, as_on_tape: bool) -> FeatureForm | None:
@@ -163,7 +207,9 @@ def _refined(hidden: BoundMap, expansion: Expansion, solver: Solver, start: Stat
     return replace(outcome, state=torch.where(torch.isfinite(state), state, 0.0), known=None)
 
 
-def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool) -> Outcome | None:
+def _by_graphs(
+    hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool, with_features: bool
+) -> Outcome | None:
     frozen = freeze(hidden) if settings.graphs else None
     if frozen is None or not usable(frozen.tensors):
         return None
@@ -172,6 +218,7 @@ def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape
     except TypeError:  # a regulariser inside SAM, for instance
         return None
     count = len(frozen.tensors)
+    with_features = with_features and not hidden.reads_out_aside  # which the copy does not know of
     inputs = [*frozen.tensors, *([] if start is None else blocks(start))]
     autocast = Autocast.current(inputs[0].device)
 
@@ -180,13 +227,18 @@ def _by_graphs(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape
         begin = None if start is None else like(start, tuple(tensors[count:]))
         # In the caller's precision: a capture may happen inside a region without autocast.
         with autocast.entered():
-            return _open(copy, solver, begin, _form(copy, solver, as_on_tape), inverse=False)
+            search = _open(copy, solver, begin, _form(copy, solver, as_on_tape), inverse=False)
+        if with_features:
+            search.read_out = partial(features_beside, copy)
+        return search
 
-    key = ("forward", frozen.structure, solver, start is None, as_on_tape, autocast)
+    key = ("forward", frozen.structure, solver, start is None, as_on_tape, with_features, autocast)
     with autocast.off():
         answer = staged(key, inputs, open_solve)
     if answer is None:
         return None
-    (*parts, residual, steps, codes, trace), facts = answer
+    tensors, facts = answer
     assert isinstance(facts, _Facts)
-    return Outcome(tuple(parts) if facts.is_tuple else parts[0], residual, steps, codes, trace, facts.tol)
+    residual, steps, codes, trace = tensors[-4:]
+    features = None if facts.features is None else facts.features.read(tensors)
+    return Outcome(facts.state.read(tensors), residual, steps, codes, trace, facts.tol, features=features)

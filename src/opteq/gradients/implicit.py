@@ -12,8 +12,8 @@ from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.attach import attach, refuse_hidden_batches
 from opteq.gradients.base import Gradient, Record, wants_gradient
 from opteq.gradients.feature_system import FeatureSystem
-from opteq.gradients.forward import find_without_tape
-from opteq.gradients.replay import Gradients, Replay, Steps, attach_replay, replay
+from opteq.gradients.forward import features_beside, find_without_tape
+from opteq.gradients.replay import Gradients, Incoming, Replay, Steps, attach_replay, replay
 from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Structure
 from opteq.solution import Report
@@ -60,7 +60,7 @@ class Implicit(Gradient):
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass solves the adjoint system."""
-        state, outcome = find_without_tape(hidden, solver, start)
+        state, outcome = find_without_tape(hidden, solver, start, with_features=True)
         expansion = None if outcome.known is None else hidden.expansion()
         if expansion is not None and outcome.known is not None and not expansion.learns:
             linear = self._linear(hidden, state)
@@ -68,7 +68,12 @@ class Implicit(Gradient):
             return reached, replace(outcome, features=features)
         replayed = replay(hidden, state, Steps())
         if replayed is not None:
-            return self._by_replay(hidden, replayed, record), outcome
+            if outcome.features is None:
+                with torch.no_grad():
+                    outcome = replace(outcome, features=features_beside(hidden, state))
+            state, read_out = self._by_replay(hidden, replace(replayed, features=outcome.features), record)
+            return state, replace(outcome, features=read_out)
+        outcome = replace(outcome, features=None)  # they are put on the tape with the state
         carrier = hidden.step(state)
         if not wants_gradient(carrier):
             return state, outcome
@@ -82,12 +87,13 @@ class Implicit(Gradient):
 
         return attach(state, carrier, adjoint), outcome
 
-    def _by_replay(self, hidden: BoundMap, replayed: Replay, record: Record) -> State:
+    def _by_replay(self, hidden: BoundMap, replayed: Replay, record: Record) -> tuple[State, State | None]:
         system = self._system(hidden, replayed.state)
 
-        def pull(gradient: State) -> Gradients:
-            refuse_hidden_batches(blocks(gradient))
-            gradients, report = system.pull(gradient, replayed)
+        def pull(incoming: Incoming) -> Gradients:
+            for arrived in (incoming.state, incoming.features):
+                refuse_hidden_batches(() if arrived is None else blocks(arrived))
+            gradients, report = system.pull(incoming, replayed)
             record(report)
             return gradients
 

@@ -45,6 +45,21 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Incoming:
+    """The gradients that arrive at a state and at its features; None where none does."""
+
+    state: State | None
+    features: State | None = None
+
+    @property
+    def at_state(self) -> State:
+        """That of the state, where it is the only one that can arrive."""
+        assert self.state is not None
+        assert self.features is None
+        return self.state
+
+
+@dataclass(frozen=True)
 class Replay:
     """Steps from a state, of a frozen problem.
 
@@ -53,12 +68,14 @@ class Replay:
         frozen: the problem.
         state: where they begin, a constant.
         autocast: the precision of the way forward.
+        features: of the state, where they are handed out beside it; None where they are not.
     """
 
     steps: Steps
     frozen: Frozen
     state: State
     autocast: Autocast
+    features: State | None = None
 
     @property
     def key(self) -> Hashable:
@@ -74,6 +91,21 @@ class Replay:
         return [
             tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self.frozen.wanted, strict=True)
         ]
+
+    def pull_features(self, tensors: Sequence[Tensor], state: State, incoming: Incoming) -> tuple[State, Gradients]:
+        """What a gradient of the features gives to the state, with the one that it has itself, and to every tensor."""
+        if incoming.features is None:
+            assert incoming.state is not None
+            return incoming.state, [None] * len(tensors)
+        leaves = self.leaves(tensors)
+        parts = [part.detach().requires_grad_() for part in blocks(state)]
+        with torch.enable_grad(), self.autocast.entered():
+            features = blocks(self.frozen.thaw(leaves).features(like(state, tuple(parts))))
+        found = gradients_through(list(zip(features, blocks(incoming.features), strict=True)), [*parts, *leaves])
+        count = len(parts)
+        through = [torch.zeros_like(p) if g is None else g for g, p in zip(found[:count], parts, strict=True)]
+        total = like(state, tuple(through))
+        return total if incoming.state is None else map_state(torch.add, incoming.state, total), found[count:]
 
     def pull_alone(self, gradient: State) -> Gradients:
         """The same at the state itself, by a graph of its own where that is possible."""
@@ -126,6 +158,13 @@ def gradients_through(
     return [known.get(place) for place in range(len(leaves))]
 
 
+def added(some: Gradients, others: Gradients) -> Gradients:
+    """The sums of gradients, place by place."""
+    return [
+        other if one is None else one if other is None else one + other for one, other in zip(some, others, strict=True)
+    ]
+
+
 def replay(hidden: BoundMap, state: State, steps: Steps) -> Replay | None:
     """``steps`` of ``hidden`` for later; None where they should be put on a tape at once.
 
@@ -141,33 +180,36 @@ def replay(hidden: BoundMap, state: State, steps: Steps) -> Replay | None:
 def attach_replay(
     hidden: BoundMap,
     replayed: Replay,
-    pull: Callable[[State], Gradients],
+    pull: Callable[[Incoming], Gradients],
     notice: Callable[[], None] | None = None,
     once: bool = False,
-) -> State:
-    """The state of ``replayed``, differentiated through its steps; itself where nothing wants a gradient.
+) -> tuple[State, State | None]:
+    """State and features of ``replayed``, differentiated through its steps; themselves where nothing wants a gradient.
 
     Args:
         hidden: the problem, whose tensors get the gradients.
         replayed: the steps.
-        pull: gradients of the problem's tensors for one of the state.
+        pull: gradients of the problem's tensors for those of state and features.
         notice: called when the backward pass comes by.
         once: whether ``pull`` can't be differentiated again.
     """
+    state, features = replayed.state, replayed.features
     if not any(replayed.frozen.wanted):
-        return replayed.state
-    values = blocks(replayed.state)
+        return state, features
+    values = [*blocks(state), *(() if features is None else blocks(features))]
     attached: tuple[Tensor, ...] = _Replayed.apply(  # type: ignore[no-untyped-call]
-        replayed, pull, notice, once, *values, *hidden.originals
+        replayed, pull, notice, once, len(values), *values, *hidden.originals
     )
-    return like(replayed.state, attached)
+    count = len(blocks(state))
+    return like(state, attached[:count]), None if features is None else like(features, attached[count:])
 
 
 def differentiated_steps(hidden: BoundMap, state: State, steps: Steps, notice: Callable[[], None]) -> State:
     """``state``, differentiated through ``steps`` taken from it; ``state`` itself where nothing wants a gradient."""
     replayed = replay(hidden, state, steps)
     if replayed is not None:
-        return attach_replay(hidden, replayed, replayed.pull_alone, notice)
+        attached, _ = attach_replay(hidden, replayed, lambda incoming: replayed.pull_alone(incoming.at_state), notice)
+        return attached
     reached = steps.taken(hidden, state)
     return attach(state, reached, notice=notice) if wants_gradient(reached) else state
 
@@ -187,27 +229,39 @@ def unpacked(found: Sequence[Tensor], places: object, count: int) -> Gradients:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, replayed: Replay, pull: Any, notice: Any, once: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.replayed, ctx.pull, ctx.notice, ctx.once = replayed, pull, notice, once
-        ctx.count = len(blocks(replayed.state))
+    def forward(
+        ctx: Any, replayed: Replay, pull: Any, notice: Any, once: bool, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.replayed, ctx.pull, ctx.notice, ctx.once, ctx.count = replayed, pull, notice, once, count
+        ctx.set_materialize_grads(False)  # most users look at the features alone
         # Saved though the replay has them too: so autograd notices a weight that was changed in between.
-        ctx.save_for_backward(*tensors[ctx.count :])
-        return tuple(value.clone() for value in tensors[: ctx.count])
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(value.clone() for value in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         originals = ctx.saved_tensors
         if ctx.notice is not None:
             ctx.notice()
-        state = ctx.replayed.state
+        replayed = ctx.replayed
+        states = len(blocks(replayed.state))
+        incoming = Incoming(_filled(gradients[:states], replayed.state), _filled(gradients[states:], replayed.features))
         if torch.is_grad_enabled() and not ctx.once:
-            found = ctx.replayed.pull_on_tape(originals, like(state, gradients))
+            found = replayed.pull_on_tape(originals, incoming.at_state)
         else:
             with torch.no_grad():
-                found = ctx.pull(like(state, gradients))
+                found = ctx.pull(incoming)
             if torch.is_grad_enabled():
                 found = _guarded(found, originals)
-        return (None, None, None, None, *[None] * ctx.count, *found)
+        return (None, None, None, None, None, *[None] * ctx.count, *found)
+
+
+def _filled(gradients: Sequence[Tensor | None], values: State | None) -> State | None:
+    """The gradient of ``values``, zero for parts that have none; None where no part has one."""
+    if values is None or all(gradient is None for gradient in gradients):
+        return None
+    parts = zip(gradients, blocks(values), strict=True)
+    return like(values, tuple(torch.zeros_like(value) if given is None else given for given, value in parts))
 
 
 def _guarded(found: Gradients, originals: Sequence[Tensor]) -> Gradients:

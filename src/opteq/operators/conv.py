@@ -26,7 +26,7 @@ class ConvMap(LinearMap):
 
     def __call__(self, v: Tensor) -> Tensor:
         _check_picture("the convolution", v, self.weight.shape[1])
-        return F.conv2d(v, self._acting(), padding=self.padding)
+        return F.conv2d(v, self.acting, padding=self.padding)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """Transposed convolution with the same weight: for stride 1 and odd kernels the exact adjoint.
@@ -35,7 +35,7 @@ class ConvMap(LinearMap):
         no tape is wanted, a GPU takes whichever it found to be faster.
         """
         _check_picture("the adjoint of the convolution", u, self.weight.shape[0])
-        weight = self._acting()
+        weight = self.acting
 
         def transposed() -> Tensor:
             return F.conv_transpose2d(u, weight, padding=self.padding)
@@ -59,14 +59,15 @@ class ConvMap(LinearMap):
         if not _one_kernel(v, self.weight, c):
             return super().rectified(v, c)
         _check_picture("the convolution", v, self.weight.shape[1])
-        weight = self._acting().to(c.dtype)
+        weight = self.acting.to(c.dtype)
         bias = zeros_at_hand(len(weight), c)  # none would be made anew at every call
         joined: Tensor = torch.cudnn_convolution_add_relu(
             v.to(c.dtype), weight, c, 1.0, bias, (1, 1), self.padding, (1, 1), 1
         )
         return joined
 
-    def _acting(self) -> Tensor:
+    @property
+    def acting(self) -> Tensor:
         """The weight in the precision of products."""
         return (
             self.rounded

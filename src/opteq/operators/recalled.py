@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq.operators.base import LinearMap
 from opteq.operators.conv import ConvMap
 
 
@@ -16,10 +17,22 @@ def recalled(linear: ConvMap, v: Tensor, c: Tensor, value: Tensor) -> Tensor:
     return known
 
 
-def by_weight(linear: ConvMap, v: Tensor, u: Tensor) -> Tensor:
-    """The derivative of ``<A v, u>`` by the weight of A."""
+def recalled_adjoint(linear: LinearMap, u: Tensor, value: Tensor) -> Tensor:
+    """``A' u`` for a constant u, which is ``value``, with the derivative by the weight of A.
+
+    Maps that are no plain convolution compute it again.
+    """
+    if not isinstance(linear, ConvMap):
+        return linear.adjoint(u)
+    known: Tensor = _RecalledAdjoint.apply(linear, u, linear.acting, value)  # type: ignore[no-untyped-call]
+    return known
+
+
+def by_weight(linear: ConvMap, v: Tensor, u: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The derivative of ``<A v, u>`` by the weight of A, or by the one that acts in its place."""
+    weight = linear.weight if weight is None else weight
     found: Tensor = torch.ops.aten.convolution_backward(
-        u, v, linear.weight, None, (1, 1), linear.padding, (1, 1), False, (0, 0), 1, (False, True, False)
+        u, v, weight, None, (1, 1), linear.padding, (1, 1), False, (0, 0), 1, (False, True, False)
     )[1]
     return found
 
@@ -43,3 +56,19 @@ class _Recalled(torch.autograd.Function):
             gradient if want_c else None,
             None,
         )
+
+
+class _RecalledAdjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, linear: ConvMap, u: Tensor, weight: Tensor, value: Tensor) -> Tensor:
+        ctx.linear = linear
+        ctx.save_for_backward(u, weight)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        u, weight = ctx.saved_tensors
+        # <A' u, g> = <A g, u>
+        found = by_weight(ctx.linear, gradient.to(weight.dtype), u.to(weight.dtype), weight)
+        return None, None, found, None

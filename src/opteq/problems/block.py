@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opteq._errors import ConvergenceError
 from opteq.operators import LinearMap
+from opteq.operators.recalled import recalled_adjoint
 from opteq.penalties import Penalty, ReLU
 from opteq.solvers import Anderson
 from opteq.states import sum_over_sample
@@ -41,6 +42,11 @@ class Block:
         """``W' y / mu``: from activations to features."""
         z = self.W.adjoint(y)
         return z if self.mu == 1 else z / self.mu
+
+    def recalled_back(self, y: Tensor, z: Tensor) -> Tensor:
+        """The same for a constant y, where it is known to be z, on a tape that leads to the weights."""
+        back = recalled_adjoint(self.W, y, z)  # of which the derivative counts, not the value
+        return back if self.mu == 1 else back / self.mu
 
     def __call__(self, z: Tensor) -> Tensor:
         """``T(z)``."""

@@ -66,6 +66,9 @@ class BoundMap(ABC):
     aside: ClassVar[tuple[str, ...]] = ()
     """Attributes that no step reads: they stay behind when the map is copied for a solve."""
 
+    reads_out_aside: bool = False
+    """Whether :meth:`features` needs one of those."""
+
     frozen: Any = None
     """What :mod:`opteq.problems.freezing` found out about this map."""
 
@@ -114,8 +117,13 @@ class BoundMap(ABC):
 
         return Linearisation(product, lambda v: pull(v)[0])
 
-    def linearise_on_tape(self, y: State) -> TapedLinearisation | None:  # noqa: ARG002
-        """The same with the tape that gradients of the problem's tensors take; None where there is no such form."""
+    def linearise_on_tape(self, y: State, features: State) -> TapedLinearisation | None:  # noqa: ARG002
+        """The same with the tape that gradients of the problem's tensors take; None where there is no such form.
+
+        Args:
+            y: the state.
+            features: those of y.
+        """
         return None
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002

@@ -34,6 +34,9 @@ class Reduction:
     With ``u = C F w`` the system ``(I - F' M F) w = F' g`` becomes ``(I - C D B) u = C D g`` with ``v = g + B u``. It
     is symmetric where C is a multiple of ``B'``, and has the same eigenvalues but for ones.
 
+    Where the features of a state y are ``B' y`` and a gradient h arrives at them beside g, the right side is
+    ``h + C D g``: then ``v = g + B u`` as before, and u is what the features get in all, ``h + C D v``.
+
     Attributes:
         product: ``u -> C D B u``.
         restrict: ``g -> C D g``.
@@ -82,9 +85,11 @@ class TapedLinearisation:
     """A linearisation of a step that is on the tape, so that gradients of weights need no second step.
 
     Attributes:
-        local: the linearisation, of constants.
-        image: the step's image, on the tape.
+        reduction: the adjoint system in the variable of the features, of constants.
+        image: the step as a function of constant features, on the tape.
+        features: the features of the constant state, on the tape.
     """
 
-    local: SymmetricLinearisation
+    reduction: Reduction
     image: Callable[[], State]
+    features: Callable[[], State]

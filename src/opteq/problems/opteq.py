@@ -199,25 +199,31 @@ class BoundOptEq(Hidden):
             return super().linearise(y)
         return self._linearised(y, self.block.preactivation(z))
 
-    def linearise_on_tape(self, y: State) -> TapedLinearisation | None:
+    def linearise_on_tape(self, y: State, features: State) -> TapedLinearisation | None:
         """The same, where it is by way of the features and the step is the one above."""
-        step, linearise, features = type(self).step, type(self).linearise, type(self).features
-        if self.regularizer is not None or (step, linearise, features) != _CLOSED_FORM:
-            return None
-        z = self.features(y)
-        if z.numel() > single(y).numel():
+        z = single(features)
+        step, linearise, own = type(self).step, type(self).linearise, type(self).features
+        if self.regularizer is not None or (step, linearise, own) != _CLOSED_FORM or z.numel() > single(y).numel():
             return None
         inside = self.block.preactivation(z)
         with torch.no_grad():
-            local = self._linearised(y, inside.detach())
-        return TapedLinearisation(local, lambda: self.penalty.prox(inside))
+            reduction = self._linearised(y, inside.detach()).reduction
+        assert reduction is not None
+        return TapedLinearisation(
+            reduction, lambda: self.penalty.prox(inside), lambda: self.block.recalled_back(single(y), z)
+        )
 
     def _linearised(self, y: State, inside: Tensor) -> SymmetricLinearisation:
-        block, local = self.block, self.penalty.linearise(inside)
+        block, mu, local = self.block, self.mu, self.penalty.linearise(inside)
+
+        def expand(u: State) -> Tensor:
+            carried = block.W(single(u))
+            return carried if mu == 1 else carried / mu
+
         reduction = Reduction(
             product=lambda u: block.back(local.derivative(block.W(single(u)))),
-            restrict=lambda g: block.back(local.derivative(single(g))),
-            expand=lambda u: block.W(single(u)),
+            restrict=lambda g: block.W.adjoint(local.derivative(single(g))),
+            expand=expand,
         )
         return SymmetricLinearisation(
             self.curvature_at(y),

@@ -42,6 +42,11 @@ class BoundParallel(BoundMap):
         """The least of the parts'."""
         return _least([part.damping for part in self.parts])
 
+    @property
+    def reads_out_aside(self) -> bool:  # type: ignore[override]
+        """Whether there is a fusion, here or in a part."""
+        return self.fusion is not None or any(part.reads_out_aside for part in self.parts)
+
     def start(self) -> State:
         """Where every part begins."""
         return self._join(self._starts)
