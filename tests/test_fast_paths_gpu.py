@@ -202,7 +202,7 @@ def test_two_layers_interleaved() -> None:
 @pytest.mark.parametrize("name", ["opteq-relu", "opteq-conv", "deep", "mopteq-four"])
 def test_a_settled_solve_is_one_graph(name: str) -> None:
     """Once a solve has ended at the same step for a while; a batch that ends elsewhere is served all the same."""
-    (case,) = by_name(name)
+    (case,) = (case for case in CASES if case.name == name)
     dtype = torch.float64
     layer = opteq.Equilibrium(case.problem(dtype).cuda(), solver_for(dtype), on_failure="ignore")
     twin = copy.deepcopy(layer)  # shares graphs and buffers with the other one

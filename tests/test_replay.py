@@ -183,6 +183,30 @@ def test_gradients_of_state_and_features(looked_at: str, mu: float, monkeypatch:
         torch.testing.assert_close(found(), wanted, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.usefixtures("replays")
+def test_a_system_is_solved_in_the_layout_of_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the gradient of a mean over channels-last pictures has another one."""
+    W, U = opteq.operators.Conv2d(3, 5, 3, bound=0.9), torch.nn.Conv2d(3, 5, 3, padding=1)
+    problem = opteq.OptEq(W, U).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    layouts = []
+    own = adjoint.Layout.of
+
+    def noting(state: State, coupled: bool = False) -> adjoint.Layout:
+        layouts.append(single(state).is_contiguous(memory_format=torch.channels_last))
+        return own(state, coupled)
+
+    x = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    with opteq.fast_paths(fused=False):
+        features = single(opteq.Equilibrium(problem)(x))
+    features.retain_grad()
+    monkeypatch.setattr(adjoint.Layout, "of", noting)
+    features.square().mean().backward()  # type: ignore[no-untyped-call]
+    assert features.grad is not None
+    assert not features.grad.is_contiguous(memory_format=torch.channels_last)
+    assert layouts
+    assert all(layouts)
+
+
 @pytest.mark.parametrize("tol", [0.3, 0.01, 1e-4])
 def test_a_system_that_was_solved_loosely_gives_its_tolerance(tol: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system for the features has another right side than that for the state: they agree to the tolerance."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from opteq.solvers.graphs import staged, usable
 from opteq.solvers.linear import CG, MINRES, LinearSolver
 from opteq.solvers.linear.base import LinearSession
 from opteq.solvers.loop import Run, drive
-from opteq.states import Layout, State, blocks, like, map_state
+from opteq.states import Layout, State, blocks, in_layout_of, like, map_state
 
 Answer = tuple[list[Tensor], object]
 """Tensors, and what is known about them without looking at a number."""
@@ -98,9 +98,8 @@ class AdjointSystem:
                     solve = self._open(self.local, incoming.state, _handed_out)
                 else:
                     features = None if replayed is None else replayed.features
-                    solve = self._opened(
-                        self.frozen, _Given(self.frozen.tensors, self.state, features, incoming), replayed
-                    )
+                    given = _Given(self.frozen.tensors, self.state, features, incoming)
+                    solve = self._opened(self.frozen, given.arranged(), replayed)
                 drive(solve.run)
                 tensors = solve.tensors()  # which learns the facts
                 answer = tensors, solve.facts
@@ -133,7 +132,7 @@ class AdjointSystem:
         given = _Given(frozen.tensors, self.state, features, incoming)
 
         def open_solve(tensors: list[Tensor]) -> _AdjointSolve:
-            return self._opened(frozen, given.with_tensors(tensors), replayed)
+            return self._opened(frozen, given.with_tensors(tensors).arranged(), replayed)
 
         arrived = incoming.state is None, incoming.features is None
         key = (
@@ -242,6 +241,17 @@ class _Given:
         )
         assert state is not None
         return _Given(tensors[: len(self.held)], state, features, Incoming(at_state, at_features))
+
+    def arranged(self) -> _Given:
+        """The same with gradients in the layout of what they arrive at: a solve would turn them around at every step.
+
+        A mean over channels-last pictures, for one, has a gradient that is not.
+        """
+        at_state, at_features = (
+            None if gradient is None or value is None else in_layout_of(gradient, value)
+            for gradient, value in ((self.incoming.state, self.state), (self.incoming.features, self.features))
+        )
+        return replace(self, incoming=Incoming(at_state, at_features))
 
     def _states(self) -> tuple[State | None, ...]:
         return self.state, self.features, self.incoming.state, self.incoming.features

@@ -139,7 +139,7 @@ class BoundMap(ABC):
         return FeatureForm(self.step, self.start(), lambda z: z)
 
     def compact_form(self) -> FeatureForm | None:
-        """The feature form where features have fewer entries than the state, and the same equilibria: less to move."""
+        """The feature form where features have no more entries than the state, and the same equilibria."""
         return None
 
     def expansion(self) -> Expansion | None:

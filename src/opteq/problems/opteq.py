@@ -261,16 +261,16 @@ class BoundOptEq(Hidden):
         return one.new_zeros(len(c), height, width, channels).movedim(-1, 1)
 
     def compact_form(self) -> FeatureForm | None:
-        """The paper's variable, where it is the smaller one.
+        """The paper's variable, where it is not the larger one.
 
-        Only where a step contracts: ``y = sigma(W z + c)`` then moves by at most ``L |W| |T(z) - z|`` in a step, and
-        ``|z| <= |W| |y| / mu``, so that the relative residual of y is at most ``L |W|^2 / mu < 1`` times that of z,
-        which is reported.
+        It begins with half a step less, and its state is half a step further. Only where a step contracts:
+        ``y = sigma(W z + c)`` then moves by at most ``L |W| |T(z) - z|`` in a step, and ``|z| <= |W| |y| / mu``, so that
+        the relative residual of y is at most ``L |W|^2 / mu < 1`` times that of z, which is reported.
         """
         if not self.contracts:
             return None
         form = self.feature_form()
-        return form if single(form.start).numel() < self.block.c.numel() else None
+        return form if single(form.start).numel() <= self.block.c.numel() else None
 
     def expansion(self) -> Expansion | None:
         """The paper's variable again, on a CPU: where a step contracts, and features are not larger than the state."""
