@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from opteq.kernels import rows_fused
 from opteq.kernels.base import Kernel, Product, Similarity
 from opteq.operators import Dense, LinearMap, Patches
 from opteq.states import sum_over_sample, working_dtype
@@ -158,11 +159,16 @@ class GaussianSimilarity(Similarity):
 
     def gradient(self, y: Tensor) -> Tensor:
         """``W' R' [e_i q_i W_h']``."""
-        return self.gradient_and_value(y)[0]
+        return self._pulled(y)[0]
 
     def gradient_and_value(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        q, weights = self._compare(y)
-        return self.W.adjoint(self.view.adjoint(_scale(weights, q))), self._total(weights)
+        gradient, weights = self._pulled(y)
+        return gradient, self._total(weights)
+
+    def _pulled(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        q = self._projected(y)
+        weights, weighed = rows_fused.weigh(q, self.gamma) or _weighed(q, self.gamma)
+        return self.W.adjoint(self.view.adjoint(weighed)), weights
 
     def curvature_at(self, y: Tensor) -> Product:
         """``v -> -W' R' [e_i (a_i - 2 gamma q_i <q_i, a_i>) W_h']`` with ``a_i`` patch i of ``W v``, projected."""
@@ -171,15 +177,21 @@ class GaussianSimilarity(Similarity):
 
         def product(v: Tensor) -> Tensor:
             a = self.view(self.W(v))
-            along = (q.to(pull.dtype) * a).sum(dim=-1)
-            return self.W.adjoint(self.view.adjoint(_scale(pull * along, q) - _scale(weights, a)))
+            bent = rows_fused.bend(q, a, self.gamma, weights)
+            if bent is None:
+                along = (q.to(pull.dtype) * a).sum(dim=-1)
+                bent = _scale(pull * along, q) - _scale(weights, a)
+            return self.W.adjoint(self.view.adjoint(bent))
 
         return product
 
     def _compare(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The projected patches q ``(B, *grid, d)`` and their weights ``(B, *grid)``, in float32 or better."""
-        q = self.view(self.c - self.W(y))
+        q = self._projected(y)
         return q, torch.exp(-self.gamma * squares(q))
+
+    def _projected(self, y: Tensor) -> Tensor:
+        return self.view(self.c - self.W(y))
 
     def _total(self, weights: Tensor) -> Tensor:
         return sum_over_sample(weights / (2 * self.gamma))
@@ -211,6 +223,12 @@ class _View(LinearMap):
 
     def adjoint(self, u: Tensor) -> Tensor:
         return self.cut.adjoint(u if self.project is None else self.project.adjoint(u))
+
+
+def _weighed(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of projected patches, and the patches times theirs."""
+    weights = torch.exp(-gamma * squares(q))
+    return weights, _scale(weights, q)
 
 
 def squares(q: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.operators.base import LinearMap, Operator, checked_size, wrong_shape
+from opteq.states import is_channels_last
 
 
 class PatchesMap(LinearMap):
@@ -16,6 +17,8 @@ class PatchesMap(LinearMap):
     def __init__(self, split: int, patch: int) -> None:
         self.split = split
         self.patch = patch
+        # Whether the last picture was channels last: convolutions want one back that is, too.
+        self._channels_last = False
 
     def grid(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """How the patches of a picture lie: channel groups, rows and columns.
@@ -40,6 +43,7 @@ class PatchesMap(LinearMap):
         if v.ndim != 4:
             raise wrong_shape("Patches", "(batch, channels, height, width)", v)
         groups, rows, columns = self.grid(v.shape)
+        self._channels_last = is_channels_last(v)
         cut = v.reshape(len(v), groups, self.split, rows, self.patch, columns, self.patch)
         return cut.permute(0, 1, 3, 5, 2, 4, 6).reshape(len(v), groups, rows, columns, self.split * self.patch**2)
 
@@ -50,6 +54,9 @@ class PatchesMap(LinearMap):
             raise wrong_shape("the adjoint of Patches", f"(batch, groups, rows, columns, {size})", u)
         batch, groups, rows, columns, _ = u.shape
         cut = u.reshape(batch, groups, rows, columns, self.split, self.patch, self.patch)
+        if self._channels_last:
+            pixels = cut.permute(0, 2, 5, 3, 6, 1, 4)
+            return pixels.reshape(batch, rows * self.patch, columns * self.patch, groups * self.split).movedim(-1, 1)
         return cut.permute(0, 1, 4, 2, 5, 3, 6).reshape(
             batch, groups * self.split, rows * self.patch, columns * self.patch
         )

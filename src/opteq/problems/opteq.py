@@ -264,7 +264,7 @@ class BoundOptEq(Hidden):
         """The paper's variable, where it is not the larger one.
 
         It begins with half a step less, and its state is half a step further. Only where a step contracts:
-        ``y = sigma(W z + c)`` then moves by at most ``L |W| |T(z) - z|`` in a step, and ``|z| <= |W| |y| / mu``, so that
+        ``y = sigma(W z + c)`` then moves by at most ``L |W| |T(z) - z|`` in a step, and ``|z| <= |W| |y| / mu``. So
         the relative residual of y is at most ``L |W|^2 / mu < 1`` times that of z, which is reported.
         """
         if not self.contracts:
