@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers import staged
+from opteq.solvers.answers import Answers
 from opteq.solvers.buffers import Buffer, SharedBuffers, fill
 from opteq.solvers.loop import Rule
 from opteq.solvers.staged import StagedSolve, _chunks, _Stage
@@ -59,7 +60,8 @@ class Event:
 
     def query(self) -> bool:
         if self.chance is None:  # the device is far behind
-            return False
+            self.device.work(1)
+            return self.reached == self.recorded
         self.device.work(self.chance.choice([0, 0, 1, 3]))
         return self.reached == self.recorded
 
@@ -79,6 +81,7 @@ class Solve:
         self.taken = list(range(most + 1)) if looks else [0, most]
         made: StagedSolve = object.__new__(StagedSolve)
         made.looks, made.device, made.coarse = looks, torch.device("cpu"), False
+        made.alone = False
         made.expected = made.trusted = made.unread = made.noted = made.steps = 0
         made.written = Event(self.device, chance)
         made.inputs, made.whole, made.workshop = [], OrderedDict(), self  # type: ignore[assignment]
@@ -257,6 +260,31 @@ def test_a_buffer_is_filled_where_it_does_not_hold_the_values_already(monkeypatc
     assert torch.equal(first[1].tensor, unseen)
     first[0].note(None)
     assert not first[0].holds(weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_answers_are_written_and_copied_out(dtype: torch.dtype) -> None:
+    rows, longest = 3, 6
+    answers = None
+    lot = SharedBuffers().lot()
+    for taken in (0, 2, 5):
+        state, features = torch.randn(rows, 2, 2).mT, torch.randn(rows, 4, dtype=torch.bfloat16)
+        residual, steps = torch.rand(rows, dtype=dtype), torch.randint(0, 9, (rows,))
+        history = torch.rand(taken + 1, rows, dtype=dtype)
+        answers = answers or Answers(lot, [state, features, residual, steps, history], longest)
+        answers.write([state, features, residual, steps, history])
+        first, second = answers.copies(), answers.copies()
+        for copies in (first, second):
+            assert [copy.dtype for copy in copies] == [torch.float32, torch.bfloat16, dtype, torch.int64, dtype]
+            for copy, wanted in zip(copies[:-1], (state, features, residual, steps), strict=True):
+                assert torch.equal(copy, wanted)
+            assert copies[-1].shape == (longest, rows)
+            assert torch.equal(copies[-1][: taken + 1], history)
+        first[0].add_(1)  # a copy, and no one else's
+        assert torch.equal(second[0], state)
+    assert answers is not None
+    assert answers._alone[0].holds(second[0])  # as a backward pass may want to know
+    assert not answers._alone[0].holds(first[0])
 
 
 def test_solves_share_buffers_of_a_form_and_none_of_their_own_twice() -> None:

@@ -18,7 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from opteq.solvers.buffers import Buffer, fill
+from opteq.solvers.answers import Answers
+from opteq.solvers.buffers import fill
 from opteq.solvers.capture import HostSlots, Workshop
 from opteq.solvers.loop import Rule, Run
 
@@ -32,6 +33,8 @@ _SETTLED = 6
 _MOST_WHOLE = 3
 # After so many solves to the last step the host waits for one, to see whether that was needed.
 _PATIENCE = 8
+# What the host writes where it waits for the device to write which rows are left, 1 or 0 each.
+_UNKNOWN = -1
 
 
 class Capturable(Protocol):
@@ -92,10 +95,11 @@ class StagedSolve(Generic[Solve]):
         self.lot = self.workshop.buffers.lot()
         self.stages: list[_Stage] = []
         self.whole: OrderedDict[int, Any] = OrderedDict()  # by the place of its end: all of a solve in one graph
-        self.answer: list[Buffer] = []
+        self.answer: Answers | None = None
         self.left: list[Tensor] = []  # of every stage: which rows go on, in memory of the host
         self.written: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.unread = 0  # solves to the last step since the host has looked
+        self.alone = False  # whether nothing is under way that could write to memory of the host
         self.noted = 0  # how many of the stages before the last one that ran have written which rows were left
         self.expected = self.trusted = self.steps = 0
         # As many bytes as any number of rows may take that these inputs can stand for.
@@ -112,7 +116,7 @@ class StagedSolve(Generic[Solve]):
         if self.unread and (self.written.query() or self.unread >= _PATIENCE):
             self.written.synchronize()
             self._expect(self._end(last))
-            self.unread = 0
+            self.unread, self.alone = 0, True
         place = self.expected if self.looks else last
         whole = self._in_one(place, open_solve)
         self._launch(0, place, whole)
@@ -131,6 +135,7 @@ class StagedSolve(Generic[Solve]):
         answer = answer or self._read_out(place, whole)
         # Whether the last stage was needed is not worth waiting for: the next solve finds out.
         self.unread = self.unread + 1 if sure and self.looks else 0
+        self.alone = self.alone and not sure
         end = place if sure else self._end(place)
         self.trusted += 1
         self._expect(end)
@@ -151,6 +156,8 @@ class StagedSolve(Generic[Solve]):
             self.expected, self.trusted = end, 0
 
     def _launch(self, begin: int, place: int, whole: Any) -> None:
+        if self.looks and self.alone:
+            self.left[place].fill_(_UNKNOWN)
         if whole is None:
             for stage in self.stages[begin : place + 1]:
                 stage.steps.replay()
@@ -160,20 +167,21 @@ class StagedSolve(Generic[Solve]):
             self.noted = min(place, 1)
 
     def _read_out(self, place: int, whole: Any) -> list[Tensor]:
+        assert self.answer is not None
         if whole is None:
             self.stages[place].finish.replay()
-        return self._copies()
-
-    def _copies(self) -> list[Tensor]:
-        """What the answer's buffers hold. A backward pass that soon asks for such a copy will find it there."""
-        copies = [buffer.tensor.clone() for buffer in self.answer]
-        for buffer, copy in zip(self.answer, copies, strict=True):
-            buffer.note(copy)
-        return copies
+        return self.answer.copies()
 
     def _goes_on(self, place: int) -> bool:
-        self.written.synchronize()
-        return bool(self.left[place].any())
+        """Whether a row is left after this stage: known before its answer is, which the device works on meanwhile."""
+        left = self.left[place]
+        if self.alone:
+            while not self.written.query() and bool((left == _UNKNOWN).any()):
+                pass
+        else:
+            self.written.synchronize()
+            self.alone = True
+        return bool(left.any())
 
     def _end(self, place: int) -> int:
         """The first stage known to have left no row, or else the last one that ran, which is ``place``."""
@@ -198,14 +206,12 @@ class StagedSolve(Generic[Solve]):
 
     def _all_of_it(self, place: int, open_solve: OpenSolve[Solve]) -> None:
         solve = self._begun(open_solve)
-        taken = 0
         for number, chunk in enumerate(self.chunks[:place]):
             if number == place - 1:  # so that a solve that might have ended earlier is noticed
                 self._note(solve.run, number)
             self._advance(solve.run, chunk)
-            taken += chunk
         self._note(solve.run, place)
-        self._read(solve, taken)
+        self._read(solve)
 
     def _capture(self, open_solve: OpenSolve[Solve]) -> object:
         self.slots.prepare()
@@ -213,7 +219,7 @@ class StagedSolve(Generic[Solve]):
         self.chunks = _chunks(solve.run.rule, self.coarse or not self.looks)
         taken = 0
         for chunk in (*self.chunks, None):
-            finish, _ = self.workshop.record(partial(self._read, solve, taken))
+            finish, _ = self.workshop.record(partial(self._read, solve))
             self.stages.append(_Stage(steps, finish, taken + 1))
             if chunk is not None:
                 self.slots.prepare()
@@ -245,18 +251,16 @@ class StagedSolve(Generic[Solve]):
         """Write down, where the host can read it, which rows go on after this stage."""
         if self.looks:
             rows = run.unfinished()
+            rows = rows.view(torch.int8) if rows.dtype == torch.bool else rows  # which can be unknown, too
             if place == len(self.left):
                 self.left.append(self.slots.next(rows))
             self.left[place].copy_(rows, non_blocking=True)
 
-    def _read(self, solve: Solve, taken: int) -> None:
-        *fixed, history = solve.tensors()
-        if not self.answer:
-            longest = history.new_empty(solve.run.rule.max_steps + 1, *history.shape[1:])
-            self.answer = [self.lot.take(tensor) for tensor in (*fixed, longest)]
-        for own, tensor in zip(self.answer[:-1], fixed, strict=True):
-            own.tensor.copy_(tensor)
-        self.answer[-1].tensor[: taken + 1].copy_(history)
+    def _read(self, solve: Solve) -> None:
+        tensors = solve.tensors()
+        if self.answer is None:
+            self.answer = Answers(self.lot, tensors, solve.run.rule.max_steps + 1)
+        self.answer.write(tensors)
 
 
 def _chunks(rule: Rule, several: bool) -> list[int]:

@@ -1,0 +1,62 @@
+"""Where captured solves leave their answers: buffers that are copied out in a few launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opteq.solvers.buffers import Buffer, Lot
+
+# What is told about a solve is numbers of eight bytes: they are handed out together.
+_NUMBERS = (torch.float64, torch.int64)
+
+
+class Answers:
+    """Buffers for a list of tensors with fixed shapes, but for the first dimension of the last, the history.
+
+    Args:
+        lot: where buffers are taken from.
+        tensors: an answer, for its form.
+        longest: as many entries as the history can have.
+    """
+
+    def __init__(self, lot: Lot, tensors: Sequence[Tensor], longest: int) -> None:
+        *fixed, history = tensors
+        self._shapes = [*(tensor.shape for tensor in fixed), torch.Size((longest, *history.shape[1:]))]
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._packed = [place for place, dtype in enumerate(self._dtypes) if dtype in _NUMBERS]
+        self._alone = {
+            place: lot.take(tensor.new_empty(longest, *tensor.shape[1:]) if tensor is history else tensor)
+            for place, tensor in enumerate(tensors)
+            if place not in self._packed
+        }
+        room = sum(math.prod(self._shapes[place]) for place in self._packed)
+        self._numbers: Buffer | None = lot.take(history.new_empty(room, dtype=torch.int64)) if room else None
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        """Bring an answer to the buffers; its history may be shorter than they allow."""
+        for place, buffer in self._alone.items():
+            tensor = tensors[place]
+            own = buffer.tensor
+            (own[: len(tensor)] if own.shape != tensor.shape else own).copy_(tensor)
+        if self._numbers is not None:
+            flat = [tensors[place].reshape(-1).view(torch.int64) for place in self._packed]
+            joined = torch.cat(flat)
+            self._numbers.tensor[: len(joined)].copy_(joined)
+
+    def copies(self) -> list[Tensor]:
+        """What the buffers hold. A backward pass that soon asks for such a copy will find it there."""
+        made = {place: buffer.tensor.clone() for place, buffer in self._alone.items()}
+        for place, buffer in self._alone.items():
+            buffer.note(made[place])
+        if self._numbers is not None:
+            self._numbers.note(None)
+            rest = self._numbers.tensor.clone()
+            for place in self._packed:
+                size = math.prod(self._shapes[place])
+                made[place] = rest[:size].view(self._dtypes[place]).view(self._shapes[place])
+                rest = rest[size:]
+        return [made[place] for place in range(len(self._shapes))]
