@@ -82,7 +82,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
         hidden = self.problem(x)
-        layout = Layout.of(hidden.start())
+        layout = Layout.of(hidden.template())
         for part in blocks(x):
             if layout.batch != part.shape[0]:
                 raise ValueError(

@@ -93,6 +93,10 @@ class BoundMap(ABC):
     def start(self) -> State:
         """Where solvers begin."""
 
+    def template(self) -> State:
+        """Tensors with shapes and dtypes of a state, whose values mean nothing; for problems that have some at hand."""
+        return self.start()
+
     @abstractmethod
     def step(self, y: State) -> State:
         """One application of the map."""

@@ -178,6 +178,10 @@ class BoundMOptEq(Hidden):
         """Zeros."""
         return tuple(torch.zeros_like(c) for c in self.injections)
 
+    def template(self) -> Tensors:
+        """The input terms."""
+        return tuple(self.injections)
+
     def features(self, y: State) -> Features:
         """``z_i = W_i' y_i``."""
         return tuple(W.adjoint(part) for W, part in zip(self.maps, blocks(y), strict=True))

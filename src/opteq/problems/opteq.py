@@ -143,6 +143,10 @@ class BoundOptEq(Hidden):
         """Zeros."""
         return torch.zeros_like(self.block.c)
 
+    def template(self) -> Tensor:
+        """The input term."""
+        return self.block.c
+
     def features(self, y: State) -> Tensor:
         """``z = W'y / mu``."""
         return self.block.back(single(y))
