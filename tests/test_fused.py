@@ -380,6 +380,28 @@ def test_max_steps_and_an_even_number_of_pieces() -> None:
         assert plain.codes.tolist() == [Status.MAX_STEPS] * 2
 
 
+@pytest.fixture
+def poisoned():
+    """Memory that is allocated without a value holds NaN, or the largest whole number."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("solver", [opteq.Picard(tol=1e-3), opteq.Anderson(tol=1e-3, max_steps=8)], ids=["plain", "a"])
+def test_nothing_is_read_before_it_is_written(solver: Solver, dtype: torch.dtype) -> None:
+    """Of the rows, one starts at its fixed point, one is not finite there."""
+    assert torch.empty(1).isnan().all()
+    slopes = torch.tensor([[0.5], [0.0], [torch.nan]], dtype=dtype)
+    start = torch.ones(3, 4, dtype=dtype)
+    start[0] = 9
+    for damping in (1.0, 0.75):
+        plain, fused = both(solver, lambda y: slopes * y + (1 - slopes), start, damping=damping)
+        same(plain, fused, lambda y: slopes * y + (1 - slopes), exact=dtype == torch.float64, near=NEAR[dtype])
+
+
 # ------------------------------------------------------------------------------- what problems add: merit, projection
 
 
@@ -706,6 +728,14 @@ def test_long_right_sides() -> None:
     torch.testing.assert_close(points[1], rhs / (1 - slopes), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_linear_systems_read_nothing_before_it_is_written() -> None:
+    rhs = random_rhs(3, 4)
+    rhs[1] = 0
+    rhs[2] = torch.nan
+    same_linear(solve_linear(spectrum(*[torch.linspace(0.2, 1.8, 4, dtype=torch.float64)] * 3), rhs), near=1e-9)
+
+
 # -------------------------------------------------------------------------------------------------- whole layers
 
 
@@ -825,13 +855,15 @@ for wide, state, column, half in (
 ):
     common = {"WIDE": wide, "HALF": half, "DAMPED": half, "CLAMPED": half, "MERITED": half, "M": 5, "MP": 8, "P": 8}
     for kernel, warps, more in (
-        (k.judge, 1, {"NON_FINITE": 2, "START": not half}),
-        (k.judge, 1, {"NON_FINITE": 2, "START": half}),
-        (k.judge, 1, {"NON_FINITE": 2, "START": half, "M": 0, "MP": 1, "HALF": False, "MERITED": False}),
-        (k.judge, 1, {"NON_FINITE": 2, "START": False, "M": 1, "MP": 1}),
+        (k.judge, 1, {"NON_FINITE": 2}),
+        (k.judge, 1, {"NON_FINITE": 2, "M": 0, "MP": 1, "HALF": False, "MERITED": False}),
+        (k.judge, 1, {"NON_FINITE": 2, "M": 1, "MP": 1}),
+        (k.judge_start, 1, {"NON_FINITE": 2, "K": 14}),
+        (k.judge_start, 1, {"NON_FINITE": 2, "K": 2, "M": 0, "MP": 1, "HALF": False, "MERITED": False}),
         (k.anderson_observe, 2, {"PIECE": 4096, "BLOCK": 512}),
         (k.anderson_mix, 2, {"BLOCK": 1024}),
-        (k.plain_observe, 8, {"K": 2, "BLOCK": 4096}),
+        (k.plain_observe, 8, {"K": 14, "BLOCK": 4096, "START": True}),
+        (k.plain_observe, 8, {"K": 2, "BLOCK": 4096, "START": False}),
         (k.keep, 8, {"BLOCK": 4096}),
         (k.cg_begin, 8, {"BLOCK": 4096, "NON_FINITE": 2, "FIRST": True}),
         (k.cg_curvature, 8, {"BLOCK": 4096}),

@@ -27,6 +27,8 @@ MIXERS = 2
 class FusedPlain:
     """``y <- (1 - damping) y + damping T(y)``: one pass over memory beside the map."""
 
+    memory, padded, half, root = 0, 1, False, 0.0
+
     def __init__(self, task: StateTask, layout: Blocks, rule: Rule, floor: float) -> None:
         self.task = task
         self.rule = rule
@@ -37,12 +39,12 @@ class FusedPlain:
         self.point = layout.arranged(blocks(task.start))
         self.image = layout.arranged(blocks(task.known[0]))
         self.before = self.point
-        self.book.best = [part.clone() for part in self.point]
+        self.book.best = [torch.empty_like(part) for part in self.point]
 
     def begin(self) -> None:
         """Measure the start."""
-        self._observe(self.before)
-        self._judge(start=True, merit=self.task.known[1])
+        self._observe(self.before, start=True)
+        self._judge_start(None)
 
     def advance(self) -> None:
         """A step and its judgement."""
@@ -51,7 +53,7 @@ class FusedPlain:
         self.image, merit = self._evaluate(self.point)
         self.book.step += 1
         self._observe(older)
-        self._judge(start=False, merit=merit)
+        self._judge(merit)
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
@@ -79,23 +81,37 @@ class FusedPlain:
             made.append(torch.lerp(old, new.to(old.dtype), share))
         return made
 
-    def _observe(self, older: Sequence[Tensor]) -> None:
+    def _observe(self, older: Sequence[Tensor], start: bool = False) -> None:
         # The judgement before this one may have asked for copies: of the point before, or of one older.
         book = self.book
         for i, width in enumerate(book.blocks.widths):
             kernels.plain_observe[book.grid(i)](
                 self.point[i], self.image[i], self.before[i], older[i], book.best[i], book.flags, book.sums,
                 book.blocks.rows, width, book.blocks.firsts[i], book.blocks.parts,
-                K=self._sums(), WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+                START=start, K=self._sums(), WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
 
-    def _judge(self, start: bool, merit: Tensor | None) -> None:  # noqa: ARG002 - plain steps need no guard
+    def _judge_start(self, merit: Tensor | None) -> None:
+        book = self.book
+        nothing = book.flags
+        kernels.judge_start[(book.blocks.rows,)](
+            book.sums, book.blocks.parts, nothing if merit is None else merit.contiguous(), book.flags, book.numbers,
+            *self._memory(), book.trace, book.blocks.rows, book.tol, self.floor, self.root, NON_FINITE=NON_FINITE,
+            MERITED=merit is not None, HALF=self.half, M=self.memory, MP=self.padded, K=self._sums(),
+            P=book.width_of_sums, num_warps=book.judges,
+        )  # fmt: skip
+
+    def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the columns of every row: which of them count, their cosines, their lengths, their weights."""
+        return (self.book.flags,) * 4
+
+    def _judge(self, merit: Tensor | None, slot: int = 0) -> None:  # noqa: ARG002 - plain steps need no guard
         book = self.book
         nothing = book.flags
         kernels.judge[(book.blocks.rows,)](
             book.sums, book.blocks.parts, nothing, book.flags, book.numbers, nothing, nothing, nothing, nothing,
             book.trace, book.step, book.blocks.rows, 0, book.tol, self.floor, 0.0, 0.0, 0.0, 0.0,
-            NON_FINITE=NON_FINITE, START=start, MERITED=False, HALF=False, M=0, MP=1,
+            NON_FINITE=NON_FINITE, MERITED=False, HALF=False, M=0, MP=1,
             P=book.width_of_sums, num_warps=book.judges,
         )  # fmt: skip
 
@@ -141,21 +157,19 @@ class FusedAnderson(FusedPlain):
         kept = torch.float16 if self.half else task.wide
         self.residuals = layout.new(kept, memory)
         self.moves = layout.new(kept, memory)
-        self.used = torch.zeros(rows, self.padded, dtype=torch.int32, device=device)
-        self.gram = torch.zeros(rows, self.padded, self.padded, dtype=torch.float64, device=device)
-        self.scale = torch.ones(rows, self.padded, dtype=torch.float64, device=device)
-        self.weights = torch.zeros(rows, self.padded, dtype=torch.float64, device=device)
+        self.used = torch.empty(rows, self.padded, dtype=torch.int32, device=device)
+        self.gram = torch.empty(rows, self.padded, self.padded, dtype=torch.float64, device=device)
+        self.scale = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
+        self.weights = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
         # Three points in turn: a refused proposal leaves the one before it in force while the next one is tried.
-        # (Rows that are finished from the start leave the other two as they are, and nobody reads those.)
-        self.ring = [[part.clone() for part in self.point]]
-        self.ring += [[torch.empty_like(part) for part in self.point] for _ in range(2)]
-        self.point = self.before = self.ring[0]
+        # (Rows that have finished leave them as they are, and nobody looks at what the map makes of those.)
+        self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(3)]
         self.image_before = self.older_image = self.image
 
     def begin(self) -> None:
         """Measure the start, and propose the first step, which is plain."""
-        super()._observe(self.before)
-        self._judge(start=True, merit=self.task.known[1])
+        self._observe(self.before, start=True)
+        self._judge_start(self.task.known[1])
         self._mix(self.ring[1])
 
     def advance(self) -> None:
@@ -175,7 +189,7 @@ class FusedAnderson(FusedPlain):
                 M=self.memory, MP=self.padded, DAMPED=self.damping is not None, HALF=self.half, WIDE=book.wide_type,
                 PIECE=BLOCK, BLOCK=at_a_time, num_warps=1,
             )  # fmt: skip
-        self._judge(start=False, merit=merit, slot=slot)
+        self._judge(merit, slot)
         self._mix(self.ring[(book.step + 1) % 3])
 
     def _sums(self) -> int:
@@ -184,12 +198,15 @@ class FusedAnderson(FusedPlain):
     def _damping(self) -> Tensor:
         return self.book.numbers if self.damping is None else self.damping
 
-    def _judge(self, start: bool, merit: Tensor | None, slot: int = 0) -> None:
+    def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.used, self.gram, self.scale, self.weights
+
+    def _judge(self, merit: Tensor | None, slot: int = 0) -> None:
         book = self.book
         kernels.judge[(book.blocks.rows,)](
             book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
-            self.used, self.gram, self.scale, self.weights, book.trace, book.step, book.blocks.rows, slot, book.tol,
-            self.floor, self.growth, 64 * self.task.eps, self.ridge, self.root, NON_FINITE=NON_FINITE, START=start,
+            *self._memory(), book.trace, book.step, book.blocks.rows, slot, book.tol,
+            self.floor, self.growth, 64 * self.task.eps, self.ridge, self.root, NON_FINITE=NON_FINITE,
             MERITED=merit is not None, HALF=self.half, M=self.memory, MP=self.padded,
             P=book.width_of_sums, num_warps=book.judges,
         )  # fmt: skip

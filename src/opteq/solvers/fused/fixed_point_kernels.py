@@ -14,13 +14,17 @@ from opteq.solvers.fused.rows import ACTIVE, LATE, UNIT, entries, save_best
 
 @triton.jit
 def plain_observe(
-    point, image, newest, before, best, flags, sums, rows, width, first, parts, K: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    point, image, newest, before, best, flags, sums, rows, width, first, parts, START: tl.constexpr,
+    K: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``|T(y) - y|^2`` and ``|T(y)|^2``; and the copies that the last judgement asked for."""
+    """``|T(y) - y|^2`` and ``|T(y)|^2``; and, but for the ``START``, the copies that the last judgement asked for."""
     part, row, _, inside, at = entries(width, BLOCK)
-    save_best(newest, before, best, flags, rows, row, at, inside)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
+    if START:
+        active = 1
+    else:
+        save_best(newest, before, best, flags, rows, row, at, inside)
+        active = tl.load(flags + ACTIVE * rows + row)
+    if active != 0:
         y = tl.load(point + at, mask=inside, other=0.0).to(WIDE)
         f = tl.load(image + at, mask=inside, other=0.0).to(WIDE)
         g = f - y

@@ -9,7 +9,6 @@ import triton.language as tl
 from opteq.solvers.fused.rows import (
     ACTIVE,
     BEST,
-    DEAD,
     LATE,
     LEAST,
     MERIT,
@@ -19,24 +18,46 @@ from opteq.solvers.fused.rows import (
     SAVE,
     STEPS,
     UNIT,
+    open_flags,
     record,
+    total,
 )
 from opteq.solvers.fused.weighing import add_up, enter_newest, load_columns, load_products, store_columns, weigh
 
 
 @triton.jit
-def begin_row(
-    flags, numbers, rows, row, gap, residual, merit, finite, tol, NON_FINITE: tl.constexpr, MERITED: tl.constexpr
+def judge_start(
+    sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, rows, tol, floor, root,
+    NON_FINITE: tl.constexpr, MERITED: tl.constexpr, HALF: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Enter the first point, which is the best one; its copy is there already."""
+    """Open a row: judge its first point, which is the best one, and write all that later steps read.
+
+    ``M`` is the size of the memory, 0 for plain iteration.
+    """
+    row = tl.program_id(0)
+    mine = sums + row * K * parts
+    gap = tl.sqrt(total(mine, parts, P))
+    residual = gap / tl.maximum(tl.sqrt(total(mine + parts, parts, P)), floor)
+    finite = residual < float("inf")  # false for NaN
     best = tl.where(finite, residual, float("inf"))
     still = (best > tol) & finite
+    open_flags(flags, rows, row, still, tl.where(finite, 0, NON_FINITE))
     tl.store(numbers + BEST * rows + row, best)
     tl.store(numbers + LEAST * rows + row, gap)
+    tl.store(numbers + RESIDUAL * rows + row, residual)
+    tl.store(trace + row, residual)
     if MERITED:
-        tl.store(numbers + MERIT * rows + row, merit)
-    tl.store(flags + DEAD * rows + row, tl.where(finite, 0, NON_FINITE))
-    tl.store(flags + ACTIVE * rows + row, still.to(tl.int32))
+        tl.store(numbers + MERIT * rows + row, tl.load(merits + row).to(tl.float64))
+    if HALF:
+        tl.store(numbers + UNIT * rows + row, tl.where(finite & (gap > 0), root / gap, 1.0))
+    if M > 0:
+        line = tl.arange(0, MP)
+        store_columns(
+            used, scale, gram, row, tl.zeros((MP,), tl.int32), tl.full((MP,), 1.0, tl.float64),
+            tl.zeros((MP, MP), tl.float64), MP,
+        )  # fmt: skip
+        tl.store(weights + row * MP + line, tl.zeros((MP,), tl.float64))
 
 
 @triton.jit
@@ -52,12 +73,12 @@ def is_harmless(gap, least, merit, known, growth, rounding, MERITED: tl.constexp
 @triton.jit(do_not_specialize=["slot", "step"])
 def judge(
     sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, step, rows, slot, tol, floor, growth,
-    rounding, ridge, root, NON_FINITE: tl.constexpr, START: tl.constexpr, MERITED: tl.constexpr, HALF: tl.constexpr,
+    rounding, ridge, root, NON_FINITE: tl.constexpr, MERITED: tl.constexpr, HALF: tl.constexpr,
     M: tl.constexpr, MP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Judge the newest point of one row: is it taken, is it the best, is the row finished; and weigh the columns.
 
-    With ``M = 0`` there is no memory and every finite step is taken: plain iteration. ``START`` is the first point.
+    With ``M = 0`` there is no memory and every finite step is taken: plain iteration.
     All is loaded before anything is computed: a program that waits for one number after the other is mostly waiting.
     """
     row = tl.program_id(0)
@@ -88,24 +109,20 @@ def judge(
         residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
         finite = residual < float("inf")  # false for NaN
         tl.store(numbers + RESIDUAL * rows + row, residual)
-        if START:
-            taken = finite
-            begin_row(flags, numbers, rows, row, gap, residual, merit, finite, tol, NON_FINITE, MERITED)
-        else:
-            taken = finite & (plain | is_harmless(gap, least, merit, known, growth, rounding, MERITED))
-            if MERITED:
-                tl.store(numbers + MERIT * rows + row, tl.where(taken, merit, known))
-            tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
-            ends = tl.where(finite, 0, tl.where(plain, NON_FINITE, 0))
-            record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
-            if M > 0:
-                tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
-                length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
-                in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
-                found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
-                tl.store(weights + row * MP + tl.arange(0, MP), found)
-                store_columns(used, scale, gram, row, in_use, lengths, cosines, MP)
-                tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))
+        taken = finite & (plain | is_harmless(gap, least, merit, known, growth, rounding, MERITED))
+        if MERITED:
+            tl.store(numbers + MERIT * rows + row, tl.where(taken, merit, known))
+        tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
+        ends = tl.where(finite, 0, tl.where(plain, NON_FINITE, 0))
+        record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
+        if M > 0:
+            tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
+            length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
+            in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
+            found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
+            tl.store(weights + row * MP + tl.arange(0, MP), found)
+            store_columns(used, scale, gram, row, in_use, lengths, cosines, MP)
+            tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))
         if HALF:
             # The next difference is about as long as the residual of the point it starts from: after a refusal, of the
             # one before.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from opteq.solvers.fused.cg_kernels import cg_begin, cg_curvature, cg_direction, cg_judge, cg_update
 from opteq.solvers.fused.fixed_point_kernels import anderson_mix, anderson_observe, plain_observe
-from opteq.solvers.fused.judgement import judge
+from opteq.solvers.fused.judgement import judge, judge_start
 from opteq.solvers.fused.rows import (
     ACTIVE,
     BEST,
@@ -52,6 +52,7 @@ __all__ = [
     "cg_judge",
     "cg_update",
     "judge",
+    "judge_start",
     "keep",
     "plain_observe",
 ]

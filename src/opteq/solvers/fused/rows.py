@@ -44,6 +44,18 @@ def total(sums, parts, P: tl.constexpr):
 
 
 @triton.jit
+def open_flags(flags, rows, row, still, dead):
+    """The flags of a row at its first point: to be copied to ``best`` now if it ends there, else when it must be."""
+    tl.store(flags + ACTIVE * rows + row, still.to(tl.int32))
+    tl.store(flags + DEAD * rows + row, dead)
+    tl.store(flags + STEPS * rows + row, 0)
+    tl.store(flags + LATE * rows + row, 0)
+    tl.store(flags + PENDING * rows + row, still.to(tl.int32))
+    tl.store(flags + SAVE * rows + row, tl.where(still, 0, 1))
+    tl.store(flags + PLAIN * rows + row, 1)
+
+
+@triton.jit
 def record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol):
     """Enter a step: whether it is the best so far, whether the row goes on, and what has to be copied for that.
 
