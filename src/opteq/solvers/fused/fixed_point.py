@@ -40,6 +40,8 @@ class FusedPlain:
         self.image = layout.arranged(blocks(task.known[0]))
         self.before = self.point
         self.book.best = [torch.empty_like(part) for part in self.point]
+        # Points in turn. Rows that have finished leave them as they are; what the map makes of those is not looked at.
+        self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(self._buffers())]
 
     def begin(self) -> None:
         """Measure the start."""
@@ -48,12 +50,10 @@ class FusedPlain:
 
     def advance(self) -> None:
         """A step and its judgement."""
-        older, self.before = self.before, self.point
-        self.point = self._following()
-        self.image, merit = self._evaluate(self.point)
+        older, self.before, self.point = self.before, self.point, self._next()
+        self.image, _ = self._evaluate(self.point)
         self.book.step += 1
         self._observe(older)
-        self._judge(merit)
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
@@ -71,25 +71,32 @@ class FusedPlain:
         image, merit = self.task.evaluate(like(self.task.start, tuple(point)))
         return self.book.blocks.arranged(blocks(image)), merit
 
-    def _following(self) -> list[Tensor]:
-        dtypes = [part.dtype for part in self.point]
-        if self.damping is None:
-            return [part.to(dtype) for part, dtype in zip(self.image, dtypes, strict=True)]
-        made = []
-        for old, new in zip(self.point, self.image, strict=True):
-            share = self.damping.to(old.dtype).reshape(-1, *[1] * (old.ndim - 1))
-            made.append(torch.lerp(old, new.to(old.dtype), share))
-        return made
+    def _buffers(self) -> int:
+        # A pass may copy both of the last two points while it reads one and writes the next.
+        return 0 if self.damping is None else 4
+
+    def _next(self) -> list[Tensor]:
+        """Where the next point is; before the observation of this one, where it will be."""
+        if self.ring:
+            return self.ring[(self.book.step + 1) % len(self.ring)]
+        return [part.to(own.dtype) for part, own in zip(self.image, self.point, strict=True)]
 
     def _observe(self, older: Sequence[Tensor], start: bool = False) -> None:
         # The judgement before this one may have asked for copies: of the point before, or of one older.
         book = self.book
+        damped = self.damping is not None and self.memory == 0
+        following = self._next() if damped else self.image
         for i, width in enumerate(book.blocks.widths):
             kernels.plain_observe[book.grid(i)](
-                self.point[i], self.image[i], self.before[i], older[i], book.best[i], book.flags, book.sums,
-                book.blocks.rows, width, book.blocks.firsts[i], book.blocks.parts,
-                START=start, K=self._sums(), WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+                self.point[i], self.image[i], self.before[i], older[i], book.best[i], following[i], self._damping(),
+                book.flags, book.numbers, book.sums, book.trace, book.step, book.blocks.rows, width,
+                book.blocks.firsts[i], book.blocks.parts, book.tol, self.floor, START=start, DAMPED=damped,
+                NON_FINITE=NON_FINITE, K=self._sums(), P=book.width_of_sums, WIDE=book.wide_type, BLOCK=BLOCK,
+                num_warps=WARPS,
             )  # fmt: skip
+
+    def _damping(self) -> Tensor:
+        return self.book.numbers if self.damping is None else self.damping
 
     def _judge_start(self, merit: Tensor | None) -> None:
         book = self.book
@@ -104,16 +111,6 @@ class FusedPlain:
     def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the columns of every row: which of them count, their cosines, their lengths, their weights."""
         return (self.book.flags,) * 4
-
-    def _judge(self, merit: Tensor | None, slot: int = 0) -> None:  # noqa: ARG002 - plain steps need no guard
-        book = self.book
-        nothing = book.flags
-        kernels.judge[(book.blocks.rows,)](
-            book.sums, book.blocks.parts, nothing, book.flags, book.numbers, nothing, nothing, nothing, nothing,
-            book.trace, book.step, book.blocks.rows, 0, book.tol, self.floor, 0.0, 0.0, 0.0, 0.0,
-            NON_FINITE=NON_FINITE, MERITED=False, HALF=False, M=0, MP=1,
-            P=book.width_of_sums, num_warps=book.judges,
-        )  # fmt: skip
 
 
 class FusedAnderson(FusedPlain):
@@ -161,9 +158,6 @@ class FusedAnderson(FusedPlain):
         self.gram = torch.empty(rows, self.padded, self.padded, dtype=torch.float64, device=device)
         self.scale = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
         self.weights = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
-        # Three points in turn: a refused proposal leaves the one before it in force while the next one is tried.
-        # (Rows that have finished leave them as they are, and nobody looks at what the map makes of those.)
-        self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(3)]
         self.image_before = self.older_image = self.image
 
     def begin(self) -> None:
@@ -195,8 +189,9 @@ class FusedAnderson(FusedPlain):
     def _sums(self) -> int:
         return 4 + 2 * self.memory
 
-    def _damping(self) -> Tensor:
-        return self.book.numbers if self.damping is None else self.damping
+    def _buffers(self) -> int:
+        # A refused proposal leaves the point before it in force while the next one is tried.
+        return 3
 
     def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.used, self.gram, self.scale, self.weights

@@ -1,4 +1,4 @@
-"""The judgement of a step of fixed-point iteration: one small program a row, between two passes over memory."""
+"""The judgement of a start, and of a step with memory: one small program a row, between two passes over memory."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
 from __future__ import annotations
@@ -78,12 +78,10 @@ def judge(
 ):  # fmt: skip
     """Judge the newest point of one row: is it taken, is it the best, is the row finished; and weigh the columns.
 
-    With ``M = 0`` there is no memory and every finite step is taken: plain iteration.
     All is loaded before anything is computed: a program that waits for one number after the other is mostly waiting.
     """
     row = tl.program_id(0)
-    K: tl.constexpr = 4 + 2 * M if M > 0 else 2
-    mine = sums + row * K * parts
+    mine = sums + row * (4 + 2 * M) * parts
     piece = tl.arange(0, P)
     active = tl.load(flags + ACTIVE * rows + row)
     residual = tl.load(numbers + RESIDUAL * rows + row)
@@ -91,17 +89,16 @@ def judge(
     least = tl.load(numbers + LEAST * rows + row)
     known = tl.load(numbers + MERIT * rows + row)
     steps = tl.load(flags + STEPS * rows + row)
-    plain = tl.load(flags + PLAIN * rows + row) != 0  # stays set where there is no memory
+    plain = tl.load(flags + PLAIN * rows + row) != 0
     was_pending = tl.load(flags + PENDING * rows + row) != 0
     gaps = tl.load(mine + piece, mask=piece < parts, other=0.0)
     sizes = tl.load(mine + parts + piece, mask=piece < parts, other=0.0)
     merit = known
     if MERITED:
         merit = tl.load(merits + row).to(tl.float64)
-    if M > 0:
-        turns, across, along, target = load_products(mine, parts, M, MP, P)
-        in_use, lengths, cosines = load_columns(used, scale, gram, row, MP)
-        unit = tl.load(numbers + UNIT * rows + row)
+    turns, across, along, target = load_products(mine, parts, M, MP, P)
+    in_use, lengths, cosines = load_columns(used, scale, gram, row, MP)
+    unit = tl.load(numbers + UNIT * rows + row)
     if active == 0:
         tl.store(flags + SAVE * rows + row, 0)
     else:
@@ -115,14 +112,13 @@ def judge(
         tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
         ends = tl.where(finite, 0, tl.where(plain, NON_FINITE, 0))
         record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
-        if M > 0:
-            tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
-            length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
-            in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
-            found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
-            tl.store(weights + row * MP + tl.arange(0, MP), found)
-            store_columns(used, scale, gram, row, in_use, lengths, cosines, MP)
-            tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))
+        tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
+        length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
+        in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
+        found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
+        tl.store(weights + row * MP + tl.arange(0, MP), found)
+        store_columns(used, scale, gram, row, in_use, lengths, cosines, MP)
+        tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))
         if HALF:
             # The next difference is about as long as the residual of the point it starts from: after a refusal, of the
             # one before.
