@@ -151,20 +151,24 @@ class FusedAnderson(FusedPlain):
         ends = task.interval or ()
         exact = task.wide == torch.float32 or all(abs(end) == float32_below(abs(end)) for end in ends)
         self.interval = task.interval if exact else None
-        kept = torch.float16 if self.half else task.wide
-        self.residuals = layout.new(kept, memory)
-        self.moves = layout.new(kept, memory)
         self.used = torch.empty(rows, self.padded, dtype=torch.int32, device=device)
         self.gram = torch.empty(rows, self.padded, self.padded, dtype=torch.float64, device=device)
         self.scale = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
-        self.weights = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
+        self._remember(layout)
+
+    def _remember(self, layout: Blocks) -> None:
+        kept = torch.float16 if self.half else self.task.wide
+        self.residuals = layout.new(kept, self.memory)
+        self.moves = layout.new(kept, self.memory)
+        self.weights = torch.empty_like(self.scale)
         self.image_before = self.older_image = self.image
 
     def begin(self) -> None:
         """Measure the start, and propose the first step, which is plain."""
         self._observe(self.before, start=True)
         self._judge_start(self.task.known[1])
-        self._mix(self.ring[1])
+        self._open(self.ring[1])
+        self._project(self.ring[1])
 
     def advance(self) -> None:
         """Evaluate the proposal, judge it, make the next one."""
@@ -173,18 +177,11 @@ class FusedAnderson(FusedPlain):
         older, self.before, self.point = self.before, self.point, self.ring[book.step % 3]
         self.older_image, self.image_before = self.image_before, self.image
         self.image, merit = self._evaluate(self.point)
-        slot = (book.step - 1) % self.memory
-        at_a_time = 256 if book.blocks.parts * book.blocks.rows >= _MANY_PROGRAMS else 512
-        for i, width in enumerate(book.blocks.widths):
-            kernels.anderson_observe[book.grid(i)](
-                self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
-                self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
-                book.blocks.rows, width, slot, book.blocks.firsts[i], book.blocks.parts, book.blocks.rows * width,
-                M=self.memory, MP=self.padded, DAMPED=self.damping is not None, HALF=self.half, WIDE=book.wide_type,
-                PIECE=BLOCK, BLOCK=at_a_time, num_warps=1,
-            )  # fmt: skip
-        self._judge(merit, slot)
-        self._mix(self.ring[(book.step + 1) % 3])
+        self._compare(older)
+        self._judge(merit)
+        following = self.ring[(book.step + 1) % 3]
+        self._mix(following)
+        self._project(following)
 
     def _sums(self) -> int:
         return 4 + 2 * self.memory
@@ -196,27 +193,54 @@ class FusedAnderson(FusedPlain):
     def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.used, self.gram, self.scale, self.weights
 
-    def _judge(self, merit: Tensor | None, slot: int = 0) -> None:
+    def _slot(self) -> int:
+        """Where the newest difference is."""
+        return (self.book.step - 1) % self.memory
+
+    def _at_a_time(self) -> int:
+        layout = self.book.blocks
+        return 256 if layout.parts * layout.rows >= _MANY_PROGRAMS else 512
+
+    def _open(self, following: Sequence[Tensor]) -> None:
+        self._mix(following)
+
+    def _compare(self, older: Sequence[Tensor]) -> None:
+        book = self.book
+        for i, width in enumerate(book.blocks.widths):
+            kernels.anderson_observe[book.grid(i)](
+                self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
+                self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
+                book.blocks.rows, width, self._slot(), book.blocks.firsts[i], book.blocks.parts,
+                book.blocks.rows * width, M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
+                HALF=self.half, WIDE=book.wide_type, PIECE=BLOCK, BLOCK=self._at_a_time(), num_warps=1,
+            )  # fmt: skip
+
+    def _judge(self, merit: Tensor | None) -> None:
         book = self.book
         kernels.judge[(book.blocks.rows,)](
             book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
-            *self._memory(), book.trace, book.step, book.blocks.rows, slot, book.tol,
+            *self._memory(), book.trace, book.step, book.blocks.rows, self._slot(), book.tol,
             self.floor, self.growth, 64 * self.task.eps, self.ridge, self.root, NON_FINITE=NON_FINITE,
             MERITED=merit is not None, HALF=self.half, M=self.memory, MP=self.padded,
             P=book.width_of_sums, num_warps=book.judges,
         )  # fmt: skip
 
     def _mix(self, following: Sequence[Tensor]) -> None:
-        book, interval = self.book, self.interval
-        low, high = (0.0, 0.0) if interval is None else interval
+        book = self.book
         for i, width in enumerate(book.blocks.widths):
             kernels.anderson_mix[(-(-width // MIXED), book.blocks.rows)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
                 self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
-                book.blocks.rows * width, low, high, M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
-                CLAMPED=interval is not None, WIDE=book.wide_type, BLOCK=MIXED, num_warps=MIXERS,
+                book.blocks.rows * width, *self._ends(), M=self.memory, MP=self.padded,
+                DAMPED=self.damping is not None, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=MIXED,
+                num_warps=MIXERS,
             )  # fmt: skip
-        if self.task.project is not None and interval is None:
+
+    def _ends(self) -> tuple[float, float]:
+        return (0.0, 0.0) if self.interval is None else self.interval
+
+    def _project(self, following: Sequence[Tensor]) -> None:
+        if self.task.project is not None and self.interval is None:
             projected = self.task.project(like(self.task.start, tuple(following)))
             for own, new in zip(following, blocks(projected), strict=True):
                 own.copy_(new)

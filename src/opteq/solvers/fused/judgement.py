@@ -26,6 +26,15 @@ from opteq.solvers.fused.weighing import add_up, enter_newest, load_columns, loa
 
 
 @triton.jit
+def unit_for(gap, root):
+    """What brings the entries of a vector of length ``gap`` to a size about one: ``root`` is the root of their number.
+
+    A power of two, so that a number is rounded alike whatever the unit.
+    """
+    return ((root / gap).to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def judge_start(
     sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, rows, tol, floor, root,
     NON_FINITE: tl.constexpr, MERITED: tl.constexpr, HALF: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
@@ -50,7 +59,7 @@ def judge_start(
     if MERITED:
         tl.store(numbers + MERIT * rows + row, tl.load(merits + row).to(tl.float64))
     if HALF:
-        tl.store(numbers + UNIT * rows + row, tl.where(finite & (gap > 0), root / gap, 1.0))
+        tl.store(numbers + UNIT * rows + row, tl.where(finite & (gap > 0), unit_for(gap, root), 1.0))
     if M > 0:
         line = tl.arange(0, MP)
         store_columns(
@@ -68,6 +77,26 @@ def is_harmless(gap, least, merit, known, growth, rounding, MERITED: tl.constexp
     else:
         harmless = gap <= growth * least
     return harmless
+
+
+@triton.jit
+def enter_point(
+    flags, numbers, rows, row, gaps, sizes, merit, known, least, best, steps, plain, was_pending, tol, floor, growth,
+    rounding, NON_FINITE: tl.constexpr, MERITED: tl.constexpr,
+):  # fmt: skip
+    """Judge the newest point by its norms and its merit: ``|T(y) - y|``, its residual, and whether it is taken."""
+    gap = tl.sqrt(tl.sum(gaps.to(tl.float64), axis=0))
+    residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
+    finite = residual < float("inf")  # false for NaN
+    tl.store(numbers + RESIDUAL * rows + row, residual)
+    taken = finite & (plain | is_harmless(gap, least, merit, known, growth, rounding, MERITED))
+    if MERITED:
+        tl.store(numbers + MERIT * rows + row, tl.where(taken, merit, known))
+    tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
+    ends = tl.where(finite, 0, tl.where(plain, NON_FINITE, 0))
+    record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
+    tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
+    return gap, residual, taken
 
 
 @triton.jit(do_not_specialize=["slot", "step"])
@@ -102,17 +131,10 @@ def judge(
     if active == 0:
         tl.store(flags + SAVE * rows + row, 0)
     else:
-        gap = tl.sqrt(tl.sum(gaps.to(tl.float64), axis=0))
-        residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
-        finite = residual < float("inf")  # false for NaN
-        tl.store(numbers + RESIDUAL * rows + row, residual)
-        taken = finite & (plain | is_harmless(gap, least, merit, known, growth, rounding, MERITED))
-        if MERITED:
-            tl.store(numbers + MERIT * rows + row, tl.where(taken, merit, known))
-        tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
-        ends = tl.where(finite, 0, tl.where(plain, NON_FINITE, 0))
-        record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
-        tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
+        gap, residual, taken = enter_point(
+            flags, numbers, rows, row, gaps, sizes, merit, known, least, best, steps, plain, was_pending, tol, floor,
+            growth, rounding, NON_FINITE, MERITED,
+        )  # fmt: skip
         length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
         in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
         found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
@@ -122,5 +144,5 @@ def judge(
         if HALF:
             # The next difference is about as long as the residual of the point it starts from: after a refusal, of the
             # one before.
-            tl.store(numbers + UNIT * rows + row, tl.where(taken & (gap > 0), root / gap, unit))
+            tl.store(numbers + UNIT * rows + row, tl.where(taken & (gap > 0), unit_for(gap, root), unit))
     tl.store(trace + step * rows + row, residual)

@@ -12,7 +12,8 @@ numbers. What kernels call inside stays in their modules:
 * :mod:`opteq.solvers.fused.plain_kernels`: the pass of plain iteration;
 * :mod:`opteq.solvers.fused.anderson_kernels`: the passes of Anderson-accelerated iteration;
 * :mod:`opteq.solvers.fused.judgement`: the judgement of a start, and that between these passes;
-* :mod:`opteq.solvers.fused.weighing`: Anderson's weights, which are part of it;
+* :mod:`opteq.solvers.fused.image_kernels`, :mod:`opteq.solvers.fused.image_judgement`: the same for states of 16 bits;
+* :mod:`opteq.solvers.fused.weighing`: Anderson's weights, which are part of both;
 * :mod:`opteq.solvers.fused.cg_kernels`: the passes and the judgement of conjugate gradients.
 """
 
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 from opteq.solvers.fused.anderson_kernels import anderson_mix, anderson_observe
 from opteq.solvers.fused.cg_kernels import cg_begin, cg_curvature, cg_direction, cg_judge, cg_update
+from opteq.solvers.fused.image_judgement import images_judge
+from opteq.solvers.fused.image_kernels import images_begin, images_mix, images_observe
 from opteq.solvers.fused.judgement import judge, judge_start
 from opteq.solvers.fused.plain_kernels import plain_observe
 from opteq.solvers.fused.rows import (
@@ -54,6 +57,10 @@ __all__ = [
     "cg_direction",
     "cg_judge",
     "cg_update",
+    "images_begin",
+    "images_judge",
+    "images_mix",
+    "images_observe",
     "judge",
     "judge_start",
     "keep",

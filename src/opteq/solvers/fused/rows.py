@@ -1,6 +1,6 @@
 """The bookkeeping of a row: how its flags and numbers lie in memory, and what kernels of every method do with them.
 
-``flags (8, rows)`` are int32, ``numbers (5, rows)`` float64, by the indices below.
+``flags (8, rows)`` are int32, ``numbers (6, rows)`` float64, by the indices below.
 
 * ACTIVE, DEAD (a status code), STEPS;
 * LATE: the last proposal was refused, so the point that counts is the one before it;
@@ -33,6 +33,7 @@ LEAST = tl.constexpr(1)
 MERIT = tl.constexpr(2)
 RESIDUAL = tl.constexpr(3)
 UNIT = tl.constexpr(4)  # what the next differences are multiplied by
+ANCHOR = tl.constexpr(5)  # the square of the residual that the next one is compared with
 SQUARE = tl.constexpr(4)
 BETA = tl.constexpr(1)  # conjugate gradients have no use for LEAST and MERIT
 SIZE = tl.constexpr(2)
