@@ -572,8 +572,8 @@ def test_compiled_kernels_on_widths_around_a_piece(width: int, dtype: torch.dtyp
         return slopes * (blocks(y)[0] + phases).cos()
 
     solver = kind(tol=1e-6 if dtype == torch.float64 else 1e-3, max_steps=60)
-    damping = torch.tensor([0.6, 0.7, 0.8, 0.9, 1.0], device="cuda")
-    for coupled in (False, True):
+    own = torch.tensor([0.6, 0.7, 0.8, 0.9, 1.0], device="cuda")
+    for coupled, damping in ((False, own), (True, own), (False, 1.0), (True, 1.0)):
         with torch.no_grad():
             options = {"damping": damping, "coupled": coupled, "interval": (-0.9, 0.9)}
             project = {"project": lambda y: blocks(y)[0].clamp(-0.9, 0.9)}
@@ -584,3 +584,24 @@ def test_compiled_kernels_on_widths_around_a_piece(width: int, dtype: torch.dtyp
         assert (found.steps - wanted.steps).abs().max() <= (0 if dtype == torch.float64 else 2)
         near = {torch.float64: 1e-9, torch.float32: 3e-3}.get(dtype, 0.05)
         torch.testing.assert_close(blocks(found.state)[0], blocks(wanted.state)[0], rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("kind", [opteq.Picard, opteq.Anderson])
+@pytest.mark.parametrize("damping", [1.0, 0.8])
+def test_compiled_kernels_give_the_same_digits_every_time(damping: float, kind: type[Solver]) -> None:
+    """Whichever program of a row is the last one adds up all sums, in one order, and after all of them are written."""
+    generator = torch.Generator().manual_seed(0)
+    widths = (20_000, 3_000)
+    slopes = [(0.9 * torch.rand(width, generator=generator)).to("cuda", torch.bfloat16) for width in widths]
+    start = tuple(torch.zeros(96, width, dtype=torch.bfloat16, device="cuda") for width in widths)
+    ends = torch.linspace(0, 3, 96, device="cuda", dtype=torch.bfloat16)[:, None]  # rows end at different steps
+
+    def step(y: State) -> State:
+        return tuple(slope * (part + ends).cos() for slope, part in zip(slopes, blocks(y), strict=True))
+
+    solver = kind(tol=0.01, max_steps=40)
+    with torch.no_grad():
+        first, *others = (solver.solve(step, start, damping=damping, keep_inverse=False) for _ in range(50))
+    for other in others:
+        assert torch.equal(other.trace, first.trace)
+        assert all(torch.equal(a, b) for a, b in zip(blocks(other.state), blocks(first.state), strict=True))

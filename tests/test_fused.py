@@ -35,9 +35,10 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_fast_paths_gpu.py", allow_module_level=True)
 
-from opteq.solvers.fused import conjugate_gradients, fixed_point, kernels, ledger
+from opteq.solvers.fused import conjugate_gradients, fixed_point, image_anderson, kernels, ledger
 from opteq.solvers.fused.conjugate_gradients import FusedConjugateGradients
 from opteq.solvers.fused.fixed_point import FusedAnderson, FusedPlain
+from opteq.solvers.fused.image_anderson import FusedImageAnderson
 
 # Rows overflow here on purpose, and the interpreter computes with numpy, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -51,7 +52,7 @@ PIECE = 512
 def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "interpreted", True)
-        for module in (ledger, fixed_point, conjugate_gradients):
+        for module in (ledger, fixed_point, image_anderson, conjugate_gradients):
             patch.setattr(module, "BLOCK", PIECE)
         yield
 
@@ -215,6 +216,10 @@ def test_rows_that_end_at_different_steps(kind: type[Solver]) -> None:
     start = torch.zeros(5, 6, dtype=torch.float64)
     start[0] = 1
     solver = kind(tol=1e-8, max_steps=7)
+    if kind is opteq.Picard:  # points of finished rows are not written any more, but their copies are still due
+        plain, fused = both(solver, step, start, damping=torch.tensor([0.9, 1.0, 0.8, 0.3, 0.9]))
+        same(plain, fused, step, exact=True, near=1e-9)
+        assert (fused.state[0] == 1).all()
     plain, fused = both(solver, step, start)
     same(plain, fused, step, exact=True, near=1e-9)
     assert plain.steps[0] == 0
@@ -378,6 +383,219 @@ def test_max_steps_and_an_even_number_of_pieces() -> None:
         plain, fused = both(solver, step, torch.zeros(2, 2 * PIECE, dtype=torch.float64))
         same(plain, fused, step, exact=True, near=1e-9)
         assert plain.codes.tolist() == [Status.MAX_STEPS] * 2
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that is allocated without a value holds NaN, or the largest whole number."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("solver", [opteq.Picard(tol=1e-3), opteq.Anderson(tol=1e-3, max_steps=8)], ids=["plain", "a"])
+def test_nothing_is_read_before_it_is_written(solver: Solver, dtype: torch.dtype) -> None:
+    """Of the rows, one starts at its fixed point, one is not finite there."""
+    assert torch.empty(1).isnan().all()
+    slopes = torch.tensor([[0.5], [0.0], [torch.nan]], dtype=dtype)
+    start = torch.ones(3, 4, dtype=dtype)
+    start[0] = 9
+    for damping in (1.0, 0.75):
+        plain, fused = both(solver, lambda y: slopes * y + (1 - slopes), start, damping=damping)
+        same(plain, fused, lambda y: slopes * y + (1 - slopes), exact=dtype == torch.float64, near=NEAR[dtype])
+
+
+# --------------------------------------------------------------------------------------- states of 16 bits
+
+
+SHORT = [torch.bfloat16, torch.float16]
+
+
+def both_short(
+    solver: opteq.Anderson,
+    step: Callable[[State], State],
+    start: State,
+    watch: Callable[[FusedPlain], None] | None = None,
+    **options: object,
+) -> tuple[Outcome, Outcome]:
+    """As ``both``, for a solve that keeps images."""
+
+    def watched(run: FusedPlain) -> None:
+        assert isinstance(run, FusedImageAnderson)
+        if watch is not None:
+            watch(run)
+
+    return both(solver, step, start, watched, **options)
+
+
+def rounded(step: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A map that is computed in float64, and rounded once."""
+    return lambda y: step(y.double()).to(dtype)
+
+
+@pytest.mark.parametrize("memory", [1, 2, *(pytest.param(m, marks=pytest.mark.slow) for m in (3, 4, 6, 7)), 5, 8])
+def test_images_with_every_memory(memory: int) -> None:
+    """Long enough for residuals and images to go round more than twice."""
+    shape, dtype = (2, 24), SHORT[memory % 2]
+    step = rounded(tanh_map(shape, torch.float64, slope=0.98, seed=memory), dtype)
+    solver = opteq.Anderson(tol=0.02 if dtype == torch.bfloat16 else 1e-3, max_steps=2 * memory + 6, memory=memory)
+    plain, fused = both_short(solver, step, torch.zeros(shape, dtype=dtype))
+    same(plain, fused, step, exact=False, near=NEAR[dtype])
+
+
+@pytest.mark.parametrize("history", ["auto", "half", "full"])
+def test_images_are_kept_for_undamped_states_of_16_bits(history: str) -> None:
+    def kind(dtype: torch.dtype, damping: float | Tensor = 1.0) -> type[Run]:
+        with torch.no_grad():
+            solver = opteq.Anderson(tol=1e-4, history=history)
+            return type(solver.open(torch.cos, torch.zeros(2, 3, dtype=dtype), damping=damping, keep_inverse=False).run)
+
+    for dtype in SHORT:
+        assert kind(dtype) is (FusedAnderson if history == "full" else FusedImageAnderson)
+        assert kind(dtype, 0.9) is kind(dtype, torch.tensor([1.0, 0.5])) is FusedAnderson
+    assert kind(torch.float32) is FusedAnderson
+
+
+def test_images_follow_the_steps_of_differences() -> None:
+    """On a map whose steps are not at the level of rounding, the same points up to that of the residuals' columns."""
+    torch.manual_seed(0)
+    step = rounded(cosine_map((3, 40), torch.float64, slope=0.95), torch.float16)
+    start = torch.zeros(3, 40, dtype=torch.float16)
+    with torch.no_grad():
+        traces = [
+            opteq.Anderson(tol=2e-3, history=history).solve(step, start, keep_inverse=False).trace
+            for history in ("half", "full")
+        ]
+    assert abs(len(traces[0]) - len(traces[1])) <= 1
+    common = min(len(traces[0]), len(traces[1]))
+    torch.testing.assert_close(traces[0][:common], traces[1][:common], rtol=0.05, atol=5e-4)
+
+
+@pytest.mark.parametrize(("memory", "dtype"), [(1, torch.bfloat16), (2, torch.float16), (5, torch.bfloat16)])
+@pytest.mark.parametrize("merit", [None, with_merit], ids=["residual", "merit"])
+def test_images_and_a_refused_proposal(merit: Callable[..., object] | None, memory: int, dtype: torch.dtype) -> None:
+    start = torch.tensor([[3.0, 4.0, 5.0], [0.2, 0.3, 0.2]], dtype=dtype)
+    refused = torch.zeros(2, dtype=torch.bool)
+    learned = torch.zeros(2, dtype=torch.bool)
+
+    def watch(run: FusedPlain) -> None:
+        assert isinstance(run, FusedImageAnderson)
+        late = run.book.flags[kernels.LATE.value] != 0
+        active = run.unfinished() != 0
+        # The step after a refusal is plain, and the one after that knows a difference across the gap.
+        learned.logical_or_(refused & active & (run.used[:, : run.memory].sum(1) > 0))
+        refused.logical_or_(late & active)
+        for row in torch.nonzero(late & active).flatten():
+            expected = torch.zeros(run.places)
+            expected[(run.book.step - 1) % run.places] = 1
+            assert run.weights[row, : run.places].tolist() == expected.tolist()
+            assert torch.equal(run.ring[(run.book.step + 1) % 3][0][row], run.images[int(expected.argmax())][0][row])
+
+    solver = opteq.Anderson(tol=1e-3, max_steps=7, memory=memory)
+    _, fused = both_short(solver, flat_then_steep, start, watch, measured=merit)
+    # After a few such jumps a last digit decides where they lead: the steps to compare with are those of differences.
+    _, other = both(replace(solver, history="full"), flat_then_steep, start, measured=merit)
+    same(other, fused, flat_then_steep, exact=True, near=NEAR[dtype])
+    assert refused.any()
+    assert learned.any()
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_images_of_rows_that_end_at_different_steps(dtype: torch.dtype) -> None:
+    slopes = torch.tensor([0.5, 0.0, 0.3, 0.8, 0.95], dtype=torch.float64)[:, None]
+    turns = torch.linspace(0.2, 1.0, 6, dtype=torch.float64)
+    step = rounded(lambda y: slopes * turns * y + (1 - slopes * turns), dtype)
+    start = torch.zeros(5, 6, dtype=dtype)
+    start[0] = 1
+    solver = opteq.Anderson(tol=0.02, max_steps=9, memory=2)
+    _, fused = both_short(solver, step, start)
+    _, other = both(replace(solver, history="full"), step, start)
+    same(other, fused, step, exact=True, near=NEAR[dtype])
+    assert fused.steps[0] == 0
+    assert len(set(fused.steps.tolist())) >= 3
+    assert (fused.state[0] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_images_of_rows_that_overflow_or_turn_nan(dtype: torch.dtype) -> None:
+    start = torch.linspace(1.0, 1.5, 5).to(dtype).repeat(4, 1)
+    plain, fused = both_short(opteq.Anderson(tol=1e-2, max_steps=14), blowing_up, start)
+    for outcome in (plain, fused):
+        assert outcome.codes[[0, 3]].tolist() == [Status.CONVERGED, Status.NON_FINITE]
+        assert outcome.codes[1] != Status.CONVERGED
+        assert torch.isfinite(outcome.state).all()
+        assert outcome.residual[3] == torch.inf
+        assert torch.equal(outcome.state[3], start[3])
+
+
+@pytest.mark.parametrize("coupled", [False, True], ids=["samples", "coupled"])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 3, (torch.float16, torch.bfloat16, torch.float16)], ids=str)
+def test_images_of_tuples(dtypes: tuple[torch.dtype, ...], coupled: bool) -> None:
+    shapes = [(2, 5), (2,), (2, 3, 2, 2)]
+    maps = [rounded(cosine_map(s, torch.float64), dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
+    start = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+
+    def step(y: State) -> State:
+        return tuple(one(part) for one, part in zip(maps, blocks(y), strict=True))
+
+    plain, fused = both_short(opteq.Anderson(tol=4e-3, memory=3), step, start, coupled=coupled)
+    same(plain, fused, step, exact=False, near=0.02, coupled=coupled)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-12, 1e12])
+def test_images_of_any_size(size: float) -> None:
+    """Residuals are brought to the range of float16, and differences to that of one."""
+    inner = tanh_map((2, 12), torch.float64, slope=0.6)
+    step = rounded(lambda y: size * inner(y / size), torch.bfloat16)
+    plain, fused = both_short(opteq.Anderson(tol=0.02, floor=1e-37), step, torch.zeros(2, 12, dtype=torch.bfloat16))
+    assert (fused.codes == Status.CONVERGED).all()
+    assert (fused.steps - plain.steps).abs().max() <= 1
+    torch.testing.assert_close(fused.state / size, plain.state / size, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_images_whose_differences_are_dependent(dtype: torch.dtype) -> None:
+    """All residuals are multiples of one vector: of their differences only the newest may count."""
+    direction = torch.linspace(0.5, 1.0, 8, dtype=torch.float64)
+
+    def exact(y: Tensor) -> Tensor:
+        along = (y * direction).sum(1, keepdim=True) / direction.square().sum()
+        return (0.7 * along.cos() + 0.2 * along) * direction
+
+    step = rounded(exact, dtype)
+    most = [0]
+
+    def watch(run: FusedPlain) -> None:
+        assert isinstance(run, FusedImageAnderson)
+        most[0] = max(most[0], int(run.used[:, : run.memory].sum(1).max()))
+
+    start = torch.stack([direction, 0 * direction]).to(dtype)
+    plain, fused = both_short(opteq.Anderson(tol=2e-3, memory=4, max_steps=12), step, start, watch)
+    assert most[0] >= 1
+    assert (fused.codes == plain.codes).all()
+    assert (fused.steps - plain.steps).abs().max() <= 2
+    torch.testing.assert_close(fused.state, plain.state, rtol=0.02, atol=0.02)
+
+
+def test_images_of_a_map_that_hands_back_its_argument() -> None:
+    """A row that stays where it is: its image is its point, in the same memory; and one map that does so in part."""
+    drift = torch.tensor([[0.5], [0.0]], dtype=torch.bfloat16)
+    calls = [0]
+
+    def step(y: Tensor) -> Tensor:
+        calls[0] += 1
+        return y.mul_(1) if calls[0] % 2 else drift * y + 1
+
+    with torch.no_grad():
+        run = opteq.Anderson(tol=1e-6, max_steps=6).open(step, torch.ones(2, 3).bfloat16(), keep_inverse=False).run
+    assert isinstance(run, FusedImageAnderson)
+    run.begin()
+    for _ in range(4):
+        run.advance()
+        kept = {image[0].data_ptr() for image in run.images}
+        assert not kept & {point[0].data_ptr() for point in run.ring}
 
 
 # ------------------------------------------------------------------------------- what problems add: merit, projection
@@ -706,6 +924,14 @@ def test_long_right_sides() -> None:
     torch.testing.assert_close(points[1], rhs / (1 - slopes), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_linear_systems_read_nothing_before_it_is_written() -> None:
+    rhs = random_rhs(3, 4)
+    rhs[1] = 0
+    rhs[2] = torch.nan
+    same_linear(solve_linear(spectrum(*[torch.linspace(0.2, 1.8, 4, dtype=torch.float64)] * 3), rhs), near=1e-9)
+
+
 # -------------------------------------------------------------------------------------------------- whole layers
 
 
@@ -804,15 +1030,16 @@ from compiling import ptx
 from opteq.solvers.fused import kernels as k
 
 NUMBERS = "tol floor growth rounding ridge root low high eps".split()
-BOOKS = dict.fromkeys("numbers gram scale weights trace lengths".split(), "*fp64") | {"flags": "*i32", "used": "*i32"}
+BOOKS = dict.fromkeys("numbers gram scale weights targets units trace lengths".split(), "*fp64")
+BOOKS |= dict.fromkeys("flags used held newer older".split(), "*i32")
 ENDS = {"NON_FINITE": 2, "INDEFINITE": 3, "SINGULAR": 6}
 
 
 def build(kernel, capability, wide, state, column, warps, constants):
     wide_pointer = "*fp64" if wide == tl.float64 else "*fp32"
     types = BOOKS | {"sums": wide_pointer, "merits": wide_pointer, "damping": wide_pointer}
-    types |= {"residuals": column, "moves": column, "parts": "i32", "column": "i64"}
-    types |= dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys("rows width slot first step".split(), "i32")
+    types |= {"residuals": column, "moves": column, "columns": column, "parts": "i32", "column": "i64"}
+    types |= dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys("rows width slot place first step".split(), "i32")
     if kernel.__name__.startswith("cg_"):
         state = wide_pointer
     ptx(kernel, capability, dict.fromkeys(kernel.arg_names, state) | types, constants, num_warps=warps)
@@ -824,14 +1051,24 @@ for wide, state, column, half in (
     (tl.float64, "*fp64", "*fp64", False),
 ):
     common = {"WIDE": wide, "HALF": half, "DAMPED": half, "CLAMPED": half, "MERITED": half, "M": 5, "MP": 8, "P": 8}
+    common |= {"R": 7, "RP": 8}
     for kernel, warps, more in (
-        (k.judge, 1, {"NON_FINITE": 2, "START": not half}),
-        (k.judge, 1, {"NON_FINITE": 2, "START": half}),
-        (k.judge, 1, {"NON_FINITE": 2, "START": half, "M": 0, "MP": 1, "HALF": False, "MERITED": False}),
-        (k.judge, 1, {"NON_FINITE": 2, "START": False, "M": 1, "MP": 1}),
+        (k.judge, 1, {"NON_FINITE": 2}),
+        (k.judge, 1, {"NON_FINITE": 2, "M": 1, "MP": 1}),
+        (k.judge_start, 1, {"NON_FINITE": 2, "K": 14}),
+        (k.judge_start, 1, {"NON_FINITE": 2, "K": 2, "M": 0, "MP": 1, "HALF": False, "MERITED": False}),
         (k.anderson_observe, 2, {"PIECE": 4096, "BLOCK": 512}),
         (k.anderson_mix, 2, {"BLOCK": 1024}),
-        (k.plain_observe, 8, {"K": 2, "BLOCK": 4096}),
+        (k.images_begin, 4, {"BLOCK": 2048, "FIRST": True}),
+        (k.images_observe, 1, {"PIECE": 2048, "BLOCK": 512}),
+        (k.images_observe, 1, {"PIECE": 2048, "BLOCK": 256, "R": 10, "RP": 16}),
+        (k.images_judge, 1, {"NON_FINITE": 2}),
+        (k.images_judge, 4, {"NON_FINITE": 2, "M": 8, "MP": 8, "R": 10, "RP": 16, "P": 1024, "MERITED": False}),
+        (k.images_judge, 1, {"NON_FINITE": 2, "M": 1, "MP": 1, "R": 3, "RP": 4}),
+        (k.images_mix, 2, {"BLOCK": 1024}),
+        (k.images_mix, 2, {"BLOCK": 1024, "R": 10, "RP": 16}),
+        (k.plain_observe, 8, {"K": 14, "BLOCK": 4096, "NON_FINITE": 2, "START": True, "DAMPED": False}),
+        (k.plain_observe, 8, {"K": 2, "BLOCK": 4096, "NON_FINITE": 2, "START": False}),
         (k.keep, 8, {"BLOCK": 4096}),
         (k.cg_begin, 8, {"BLOCK": 4096, "NON_FINITE": 2, "FIRST": True}),
         (k.cg_curvature, 8, {"BLOCK": 4096}),

@@ -61,6 +61,7 @@ class Anderson(Solver):
         if self.memory > MOST_COLUMNS or not supports(blocks(task.start)):
             return None
         from opteq.solvers.fused.fixed_point import FusedAnderson
+        from opteq.solvers.fused.image_anderson import FusedImageAnderson, keeps_images
         from opteq.solvers.fused.ledger import Blocks
 
         layout = Blocks(blocks(task.known[0]), task.layout.rows)
@@ -69,7 +70,8 @@ class Anderson(Solver):
         task = task if self.damping is None else replace(task, damping=self.damping)
         half = self.history == "half" or (self.history == "auto" and rule.tol >= _LEAST_TOL_FOR_HALF)
         lift = ridge(task.wide, task.eps)
-        return FusedAnderson(task, layout, rule, self.floor, self.memory, Method.growth, lift, half)
+        kind = FusedImageAnderson if half and keeps_images(task) else FusedAnderson
+        return kind(task, layout, rule, self.floor, self.memory, Method.growth, lift, half)
 
 
 def ridge(dtype: torch.dtype, eps: float) -> float:

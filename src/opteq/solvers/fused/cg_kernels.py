@@ -15,7 +15,6 @@ from opteq.solvers.fused.rows import (
     ACTIVE,
     BEST,
     BETA,
-    DEAD,
     PENDING,
     RESIDUAL,
     SAVE,
@@ -23,6 +22,7 @@ from opteq.solvers.fused.rows import (
     SQUARE,
     STEPS,
     entries,
+    open_flags,
     record,
     save_best,
     total,
@@ -31,7 +31,7 @@ from opteq.solvers.fused.rows import (
 
 @triton.jit
 def cg_begin(
-    rhs, lengths, residual, direction, flags, numbers, trace, rows, width, tol, NON_FINITE: tl.constexpr,
+    rhs, lengths, residual, direction, point, flags, numbers, trace, rows, width, tol, NON_FINITE: tl.constexpr,
     FIRST: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Residual and direction of the answer zero: the right side, of length one or zero. ``FIRST`` enters the row."""
@@ -42,14 +42,14 @@ def cg_begin(
     r = (tl.load(rhs + at, mask=inside, other=0.0).to(tl.float64) / tl.where(some, length, 1.0)).to(WIDE)
     tl.store(residual + at, r, mask=inside)
     tl.store(direction + at, r, mask=inside)
+    tl.store(point + at, tl.zeros_like(r), mask=inside)
     if FIRST and part == 0:
         size = tl.where(finite, tl.where(some, 1.0, 0.0).to(tl.float64), length)
         tl.store(numbers + SQUARE * rows + row, size)
         tl.store(numbers + RESIDUAL * rows + row, size)
         tl.store(numbers + BEST * rows + row, tl.where(finite, size, float("inf")))
         tl.store(numbers + SIZE * rows + row, 0.0)
-        tl.store(flags + DEAD * rows + row, tl.where(finite, 0, NON_FINITE))
-        tl.store(flags + ACTIVE * rows + row, (finite & (size > tol)).to(tl.int32))
+        open_flags(flags, rows, row, finite & (size > tol), tl.where(finite, 0, NON_FINITE))
         tl.store(trace + row, size)
 
 

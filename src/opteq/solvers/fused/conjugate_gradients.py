@@ -42,10 +42,8 @@ class FusedConjugateGradients:
         self.rule = rule
         self.eps = torch.finfo(wide).eps
         self.book = Ledger(layout, 3, rule, wide)
-        self.residual, self.direction, unused = (layout.new(wide) for _ in range(3))
-        # A point is written before it is read, but for the first one.
-        self.ring = [[torch.zeros_like(part) for part in unused], unused]
-        self.book.best = [torch.zeros_like(part) for part in unused]
+        self.residual, self.direction, self.book.best = (layout.new(wide) for _ in range(3))
+        self.ring = [layout.new(wide) for _ in range(2)]
 
     def begin(self) -> None:
         """The answer zero, whose residual is the right side."""
@@ -53,9 +51,9 @@ class FusedConjugateGradients:
         parts = book.blocks.arranged(blocks(self.form))
         for i, width in enumerate(book.blocks.widths):
             kernels.cg_begin[book.grid(i)](
-                parts[i], self.lengths, self.residual[i], self.direction[i], book.flags, book.numbers, book.trace,
-                book.blocks.rows, width, book.tol, NON_FINITE=NON_FINITE, FIRST=i == 0, WIDE=book.wide_type,
-                BLOCK=BLOCK, num_warps=WARPS,
+                parts[i], self.lengths, self.residual[i], self.direction[i], self.ring[0][i], book.flags, book.numbers,
+                book.trace, book.blocks.rows, width, book.tol, NON_FINITE=NON_FINITE, FIRST=i == 0,
+                WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
 
     def advance(self) -> None:

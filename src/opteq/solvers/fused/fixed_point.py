@@ -27,6 +27,8 @@ MIXERS = 2
 class FusedPlain:
     """``y <- (1 - damping) y + damping T(y)``: one pass over memory beside the map."""
 
+    memory, padded, half, root = 0, 1, False, 0.0
+
     def __init__(self, task: StateTask, layout: Blocks, rule: Rule, floor: float) -> None:
         self.task = task
         self.rule = rule
@@ -37,21 +39,21 @@ class FusedPlain:
         self.point = layout.arranged(blocks(task.start))
         self.image = layout.arranged(blocks(task.known[0]))
         self.before = self.point
-        self.book.best = [part.clone() for part in self.point]
+        self.book.best = [torch.empty_like(part) for part in self.point]
+        # Points in turn. Rows that have finished leave them as they are; what the map makes of those is not looked at.
+        self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(self._buffers())]
 
     def begin(self) -> None:
         """Measure the start."""
-        self._observe(self.before)
-        self._judge(start=True, merit=self.task.known[1])
+        self._observe(self.before, start=True)
+        self._judge_start(None)
 
     def advance(self) -> None:
         """A step and its judgement."""
-        older, self.before = self.before, self.point
-        self.point = self._following()
-        self.image, merit = self._evaluate(self.point)
+        older, self.before, self.point = self.before, self.point, self._next()
+        self.image, _ = self._evaluate(self.point)
         self.book.step += 1
         self._observe(older)
-        self._judge(start=False, merit=merit)
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
@@ -69,35 +71,46 @@ class FusedPlain:
         image, merit = self.task.evaluate(like(self.task.start, tuple(point)))
         return self.book.blocks.arranged(blocks(image)), merit
 
-    def _following(self) -> list[Tensor]:
-        dtypes = [part.dtype for part in self.point]
-        if self.damping is None:
-            return [part.to(dtype) for part, dtype in zip(self.image, dtypes, strict=True)]
-        made = []
-        for old, new in zip(self.point, self.image, strict=True):
-            share = self.damping.to(old.dtype).reshape(-1, *[1] * (old.ndim - 1))
-            made.append(torch.lerp(old, new.to(old.dtype), share))
-        return made
+    def _buffers(self) -> int:
+        # A pass may copy both of the last two points while it reads one and writes the next.
+        return 0 if self.damping is None else 4
 
-    def _observe(self, older: Sequence[Tensor]) -> None:
+    def _next(self) -> list[Tensor]:
+        """Where the next point is; before the observation of this one, where it will be."""
+        if self.ring:
+            return self.ring[(self.book.step + 1) % len(self.ring)]
+        return [part.to(own.dtype) for part, own in zip(self.image, self.point, strict=True)]
+
+    def _observe(self, older: Sequence[Tensor], start: bool = False) -> None:
         # The judgement before this one may have asked for copies: of the point before, or of one older.
         book = self.book
+        damped = self.damping is not None and self.memory == 0
+        following = self._next() if damped else self.image
         for i, width in enumerate(book.blocks.widths):
             kernels.plain_observe[book.grid(i)](
-                self.point[i], self.image[i], self.before[i], older[i], book.best[i], book.flags, book.sums,
-                book.blocks.rows, width, book.blocks.firsts[i], book.blocks.parts,
-                K=self._sums(), WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+                self.point[i], self.image[i], self.before[i], older[i], book.best[i], following[i], self._damping(),
+                book.flags, book.numbers, book.sums, book.trace, book.step, book.blocks.rows, width,
+                book.blocks.firsts[i], book.blocks.parts, book.tol, self.floor, START=start, DAMPED=damped,
+                NON_FINITE=NON_FINITE, K=self._sums(), P=book.width_of_sums, WIDE=book.wide_type, BLOCK=BLOCK,
+                num_warps=WARPS,
             )  # fmt: skip
 
-    def _judge(self, start: bool, merit: Tensor | None) -> None:  # noqa: ARG002 - plain steps need no guard
+    def _damping(self) -> Tensor:
+        return self.book.numbers if self.damping is None else self.damping
+
+    def _judge_start(self, merit: Tensor | None) -> None:
         book = self.book
         nothing = book.flags
-        kernels.judge[(book.blocks.rows,)](
-            book.sums, book.blocks.parts, nothing, book.flags, book.numbers, nothing, nothing, nothing, nothing,
-            book.trace, book.step, book.blocks.rows, 0, book.tol, self.floor, 0.0, 0.0, 0.0, 0.0,
-            NON_FINITE=NON_FINITE, START=start, MERITED=False, HALF=False, M=0, MP=1,
+        kernels.judge_start[(book.blocks.rows,)](
+            book.sums, book.blocks.parts, nothing if merit is None else merit.contiguous(), book.flags, book.numbers,
+            *self._memory(), book.trace, book.blocks.rows, book.tol, self.floor, self.root, NON_FINITE=NON_FINITE,
+            MERITED=merit is not None, HALF=self.half, M=self.memory, MP=self.padded, K=self._sums(),
             P=book.width_of_sums, num_warps=book.judges,
         )  # fmt: skip
+
+    def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the columns of every row: which of them count, their cosines, their lengths, their weights."""
+        return (self.book.flags,) * 4
 
 
 class FusedAnderson(FusedPlain):
@@ -138,25 +151,24 @@ class FusedAnderson(FusedPlain):
         ends = task.interval or ()
         exact = task.wide == torch.float32 or all(abs(end) == float32_below(abs(end)) for end in ends)
         self.interval = task.interval if exact else None
-        kept = torch.float16 if self.half else task.wide
-        self.residuals = layout.new(kept, memory)
-        self.moves = layout.new(kept, memory)
-        self.used = torch.zeros(rows, self.padded, dtype=torch.int32, device=device)
-        self.gram = torch.zeros(rows, self.padded, self.padded, dtype=torch.float64, device=device)
-        self.scale = torch.ones(rows, self.padded, dtype=torch.float64, device=device)
-        self.weights = torch.zeros(rows, self.padded, dtype=torch.float64, device=device)
-        # Three points in turn: a refused proposal leaves the one before it in force while the next one is tried.
-        # (Rows that are finished from the start leave the other two as they are, and nobody reads those.)
-        self.ring = [[part.clone() for part in self.point]]
-        self.ring += [[torch.empty_like(part) for part in self.point] for _ in range(2)]
-        self.point = self.before = self.ring[0]
+        self.used = torch.empty(rows, self.padded, dtype=torch.int32, device=device)
+        self.gram = torch.empty(rows, self.padded, self.padded, dtype=torch.float64, device=device)
+        self.scale = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
+        self._remember(layout)
+
+    def _remember(self, layout: Blocks) -> None:
+        kept = torch.float16 if self.half else self.task.wide
+        self.residuals = layout.new(kept, self.memory)
+        self.moves = layout.new(kept, self.memory)
+        self.weights = torch.empty_like(self.scale)
         self.image_before = self.older_image = self.image
 
     def begin(self) -> None:
         """Measure the start, and propose the first step, which is plain."""
-        super()._observe(self.before)
-        self._judge(start=True, merit=self.task.known[1])
-        self._mix(self.ring[1])
+        self._observe(self.before, start=True)
+        self._judge_start(self.task.known[1])
+        self._open(self.ring[1])
+        self._project(self.ring[1])
 
     def advance(self) -> None:
         """Evaluate the proposal, judge it, make the next one."""
@@ -165,46 +177,70 @@ class FusedAnderson(FusedPlain):
         older, self.before, self.point = self.before, self.point, self.ring[book.step % 3]
         self.older_image, self.image_before = self.image_before, self.image
         self.image, merit = self._evaluate(self.point)
-        slot = (book.step - 1) % self.memory
-        at_a_time = 256 if book.blocks.parts * book.blocks.rows >= _MANY_PROGRAMS else 512
-        for i, width in enumerate(book.blocks.widths):
-            kernels.anderson_observe[book.grid(i)](
-                self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
-                self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
-                book.blocks.rows, width, slot, book.blocks.firsts[i], book.blocks.parts, book.blocks.rows * width,
-                M=self.memory, MP=self.padded, DAMPED=self.damping is not None, HALF=self.half, WIDE=book.wide_type,
-                PIECE=BLOCK, BLOCK=at_a_time, num_warps=1,
-            )  # fmt: skip
-        self._judge(start=False, merit=merit, slot=slot)
-        self._mix(self.ring[(book.step + 1) % 3])
+        self._compare(older)
+        self._judge(merit)
+        following = self.ring[(book.step + 1) % 3]
+        self._mix(following)
+        self._project(following)
 
     def _sums(self) -> int:
         return 4 + 2 * self.memory
 
-    def _damping(self) -> Tensor:
-        return self.book.numbers if self.damping is None else self.damping
+    def _buffers(self) -> int:
+        # A refused proposal leaves the point before it in force while the next one is tried.
+        return 3
 
-    def _judge(self, start: bool, merit: Tensor | None, slot: int = 0) -> None:
+    def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.used, self.gram, self.scale, self.weights
+
+    def _slot(self) -> int:
+        """Where the newest difference is."""
+        return (self.book.step - 1) % self.memory
+
+    def _at_a_time(self) -> int:
+        layout = self.book.blocks
+        return 256 if layout.parts * layout.rows >= _MANY_PROGRAMS else 512
+
+    def _open(self, following: Sequence[Tensor]) -> None:
+        self._mix(following)
+
+    def _compare(self, older: Sequence[Tensor]) -> None:
+        book = self.book
+        for i, width in enumerate(book.blocks.widths):
+            kernels.anderson_observe[book.grid(i)](
+                self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
+                self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
+                book.blocks.rows, width, self._slot(), book.blocks.firsts[i], book.blocks.parts,
+                book.blocks.rows * width, M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
+                HALF=self.half, WIDE=book.wide_type, PIECE=BLOCK, BLOCK=self._at_a_time(), num_warps=1,
+            )  # fmt: skip
+
+    def _judge(self, merit: Tensor | None) -> None:
         book = self.book
         kernels.judge[(book.blocks.rows,)](
             book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
-            self.used, self.gram, self.scale, self.weights, book.trace, book.step, book.blocks.rows, slot, book.tol,
-            self.floor, self.growth, 64 * self.task.eps, self.ridge, self.root, NON_FINITE=NON_FINITE, START=start,
+            *self._memory(), book.trace, book.step, book.blocks.rows, self._slot(), book.tol,
+            self.floor, self.growth, 64 * self.task.eps, self.ridge, self.root, NON_FINITE=NON_FINITE,
             MERITED=merit is not None, HALF=self.half, M=self.memory, MP=self.padded,
             P=book.width_of_sums, num_warps=book.judges,
         )  # fmt: skip
 
     def _mix(self, following: Sequence[Tensor]) -> None:
-        book, interval = self.book, self.interval
-        low, high = (0.0, 0.0) if interval is None else interval
+        book = self.book
         for i, width in enumerate(book.blocks.widths):
             kernels.anderson_mix[(-(-width // MIXED), book.blocks.rows)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
                 self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
-                book.blocks.rows * width, low, high, M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
-                CLAMPED=interval is not None, WIDE=book.wide_type, BLOCK=MIXED, num_warps=MIXERS,
+                book.blocks.rows * width, *self._ends(), M=self.memory, MP=self.padded,
+                DAMPED=self.damping is not None, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=MIXED,
+                num_warps=MIXERS,
             )  # fmt: skip
-        if self.task.project is not None and interval is None:
+
+    def _ends(self) -> tuple[float, float]:
+        return (0.0, 0.0) if self.interval is None else self.interval
+
+    def _project(self, following: Sequence[Tensor]) -> None:
+        if self.task.project is not None and self.interval is None:
             projected = self.task.project(like(self.task.start, tuple(following)))
             for own, new in zip(following, blocks(projected), strict=True):
                 own.copy_(new)

@@ -1,4 +1,4 @@
-"""The judgement of a step of fixed-point iteration: one small program a row, between two passes over memory."""
+"""The judgement of a start, and of a step with memory: one small program a row, between two passes over memory."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
 from __future__ import annotations
@@ -9,7 +9,6 @@ import triton.language as tl
 from opteq.solvers.fused.rows import (
     ACTIVE,
     BEST,
-    DEAD,
     LATE,
     LEAST,
     MERIT,
@@ -19,24 +18,55 @@ from opteq.solvers.fused.rows import (
     SAVE,
     STEPS,
     UNIT,
+    open_flags,
     record,
+    total,
 )
 from opteq.solvers.fused.weighing import add_up, enter_newest, load_columns, load_products, store_columns, weigh
 
 
 @triton.jit
-def begin_row(
-    flags, numbers, rows, row, gap, residual, merit, finite, tol, NON_FINITE: tl.constexpr, MERITED: tl.constexpr
+def unit_for(gap, root):
+    """What brings the entries of a vector of length ``gap`` to a size about one: ``root`` is the root of their number.
+
+    A power of two, so that a number is rounded alike whatever the unit.
+    """
+    return ((root / gap).to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def judge_start(
+    sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, rows, tol, floor, root,
+    NON_FINITE: tl.constexpr, MERITED: tl.constexpr, HALF: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Enter the first point, which is the best one; its copy is there already."""
+    """Open a row: judge its first point, which is the best one, and write all that later steps read.
+
+    ``M`` is the size of the memory, 0 for plain iteration.
+    """
+    row = tl.program_id(0)
+    mine = sums + row * K * parts
+    gap = tl.sqrt(total(mine, parts, P))
+    residual = gap / tl.maximum(tl.sqrt(total(mine + parts, parts, P)), floor)
+    finite = residual < float("inf")  # false for NaN
     best = tl.where(finite, residual, float("inf"))
     still = (best > tol) & finite
+    open_flags(flags, rows, row, still, tl.where(finite, 0, NON_FINITE))
     tl.store(numbers + BEST * rows + row, best)
     tl.store(numbers + LEAST * rows + row, gap)
+    tl.store(numbers + RESIDUAL * rows + row, residual)
+    tl.store(trace + row, residual)
     if MERITED:
-        tl.store(numbers + MERIT * rows + row, merit)
-    tl.store(flags + DEAD * rows + row, tl.where(finite, 0, NON_FINITE))
-    tl.store(flags + ACTIVE * rows + row, still.to(tl.int32))
+        tl.store(numbers + MERIT * rows + row, tl.load(merits + row).to(tl.float64))
+    if HALF:
+        tl.store(numbers + UNIT * rows + row, tl.where(finite & (gap > 0), unit_for(gap, root), 1.0))
+    if M > 0:
+        line = tl.arange(0, MP)
+        store_columns(
+            used, scale, gram, row, tl.zeros((MP,), tl.int32), tl.full((MP,), 1.0, tl.float64),
+            tl.zeros((MP, MP), tl.float64), MP,
+        )  # fmt: skip
+        tl.store(weights + row * MP + line, tl.zeros((MP,), tl.float64))
 
 
 @triton.jit
@@ -49,20 +79,38 @@ def is_harmless(gap, least, merit, known, growth, rounding, MERITED: tl.constexp
     return harmless
 
 
+@triton.jit
+def enter_point(
+    flags, numbers, rows, row, gaps, sizes, merit, known, least, best, steps, plain, was_pending, tol, floor, growth,
+    rounding, NON_FINITE: tl.constexpr, MERITED: tl.constexpr,
+):  # fmt: skip
+    """Judge the newest point by its norms and its merit: ``|T(y) - y|``, its residual, and whether it is taken."""
+    gap = tl.sqrt(tl.sum(gaps.to(tl.float64), axis=0))
+    residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
+    finite = residual < float("inf")  # false for NaN
+    tl.store(numbers + RESIDUAL * rows + row, residual)
+    taken = finite & (plain | is_harmless(gap, least, merit, known, growth, rounding, MERITED))
+    if MERITED:
+        tl.store(numbers + MERIT * rows + row, tl.where(taken, merit, known))
+    tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
+    ends = tl.where(finite, 0, tl.where(plain, NON_FINITE, 0))
+    record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
+    tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
+    return gap, residual, taken
+
+
 @triton.jit(do_not_specialize=["slot", "step"])
 def judge(
     sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, step, rows, slot, tol, floor, growth,
-    rounding, ridge, root, NON_FINITE: tl.constexpr, START: tl.constexpr, MERITED: tl.constexpr, HALF: tl.constexpr,
+    rounding, ridge, root, NON_FINITE: tl.constexpr, MERITED: tl.constexpr, HALF: tl.constexpr,
     M: tl.constexpr, MP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Judge the newest point of one row: is it taken, is it the best, is the row finished; and weigh the columns.
 
-    With ``M = 0`` there is no memory and every finite step is taken: plain iteration. ``START`` is the first point.
     All is loaded before anything is computed: a program that waits for one number after the other is mostly waiting.
     """
     row = tl.program_id(0)
-    K: tl.constexpr = 4 + 2 * M if M > 0 else 2
-    mine = sums + row * K * parts
+    mine = sums + row * (4 + 2 * M) * parts
     piece = tl.arange(0, P)
     active = tl.load(flags + ACTIVE * rows + row)
     residual = tl.load(numbers + RESIDUAL * rows + row)
@@ -70,44 +118,31 @@ def judge(
     least = tl.load(numbers + LEAST * rows + row)
     known = tl.load(numbers + MERIT * rows + row)
     steps = tl.load(flags + STEPS * rows + row)
-    plain = tl.load(flags + PLAIN * rows + row) != 0  # stays set where there is no memory
+    plain = tl.load(flags + PLAIN * rows + row) != 0
     was_pending = tl.load(flags + PENDING * rows + row) != 0
     gaps = tl.load(mine + piece, mask=piece < parts, other=0.0)
     sizes = tl.load(mine + parts + piece, mask=piece < parts, other=0.0)
     merit = known
     if MERITED:
         merit = tl.load(merits + row).to(tl.float64)
-    if M > 0:
-        turns, across, along, target = load_products(mine, parts, M, MP, P)
-        in_use, lengths, cosines = load_columns(used, scale, gram, row, MP)
-        unit = tl.load(numbers + UNIT * rows + row)
+    turns, across, along, target = load_products(mine, parts, M, MP, P)
+    in_use, lengths, cosines = load_columns(used, scale, gram, row, MP)
+    unit = tl.load(numbers + UNIT * rows + row)
     if active == 0:
         tl.store(flags + SAVE * rows + row, 0)
     else:
-        gap = tl.sqrt(tl.sum(gaps.to(tl.float64), axis=0))
-        residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
-        finite = residual < float("inf")  # false for NaN
-        tl.store(numbers + RESIDUAL * rows + row, residual)
-        if START:
-            taken = finite
-            begin_row(flags, numbers, rows, row, gap, residual, merit, finite, tol, NON_FINITE, MERITED)
-        else:
-            taken = finite & (plain | is_harmless(gap, least, merit, known, growth, rounding, MERITED))
-            if MERITED:
-                tl.store(numbers + MERIT * rows + row, tl.where(taken, merit, known))
-            tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
-            ends = tl.where(finite, 0, tl.where(plain, NON_FINITE, 0))
-            record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
-            if M > 0:
-                tl.store(flags + LATE * rows + row, tl.where(taken, 0, 1))
-                length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
-                in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
-                found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
-                tl.store(weights + row * MP + tl.arange(0, MP), found)
-                store_columns(used, scale, gram, row, in_use, lengths, cosines, MP)
-                tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))
+        gap, residual, taken = enter_point(
+            flags, numbers, rows, row, gaps, sizes, merit, known, least, best, steps, plain, was_pending, tol, floor,
+            growth, rounding, NON_FINITE, MERITED,
+        )  # fmt: skip
+        length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
+        in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
+        found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
+        tl.store(weights + row * MP + tl.arange(0, MP), found)
+        store_columns(used, scale, gram, row, in_use, lengths, cosines, MP)
+        tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))
         if HALF:
             # The next difference is about as long as the residual of the point it starts from: after a refusal, of the
             # one before.
-            tl.store(numbers + UNIT * rows + row, tl.where(taken & (gap > 0), root / gap, unit))
+            tl.store(numbers + UNIT * rows + row, tl.where(taken & (gap > 0), unit_for(gap, root), unit))
     tl.store(trace + step * rows + row, residual)

@@ -2,23 +2,29 @@
 
 A state is a set of blocks, each a matrix ``(rows, width)`` in memory; one program takes ``BLOCK`` entries of one row.
 Sums over a row are left as one number a program in ``sums (rows, K, parts)``, and one program a row adds them up and
-judges the step (``judge``, ``cg_judge``). Rows that have finished are left alone, so they cost no bandwidth.
+judges the step (``judge``, ``cg_judge``, or the last program of ``plain_observe``). Rows that have finished are left
+alone, so they cost no bandwidth.
 
 This module has the names that a host program needs: the kernels that it launches, and the indices of a row's flags and
 numbers. What kernels call inside stays in their modules:
 
 * :mod:`opteq.solvers.fused.rows`: the bookkeeping of a row, and the copies of its best point;
-* :mod:`opteq.solvers.fused.fixed_point_kernels`: the passes of plain and Anderson-accelerated iteration;
-* :mod:`opteq.solvers.fused.judgement`: the judgement between them;
-* :mod:`opteq.solvers.fused.weighing`: Anderson's weights, which are part of it;
+* :mod:`opteq.solvers.fused.plain_kernels`: the pass of plain iteration;
+* :mod:`opteq.solvers.fused.anderson_kernels`: the passes of Anderson-accelerated iteration;
+* :mod:`opteq.solvers.fused.judgement`: the judgement of a start, and that between these passes;
+* :mod:`opteq.solvers.fused.image_kernels`, :mod:`opteq.solvers.fused.image_judgement`: the same for states of 16 bits;
+* :mod:`opteq.solvers.fused.weighing`: Anderson's weights, which are part of both;
 * :mod:`opteq.solvers.fused.cg_kernels`: the passes and the judgement of conjugate gradients.
 """
 
 from __future__ import annotations
 
+from opteq.solvers.fused.anderson_kernels import anderson_mix, anderson_observe
 from opteq.solvers.fused.cg_kernels import cg_begin, cg_curvature, cg_direction, cg_judge, cg_update
-from opteq.solvers.fused.fixed_point_kernels import anderson_mix, anderson_observe, plain_observe
-from opteq.solvers.fused.judgement import judge
+from opteq.solvers.fused.image_judgement import images_judge
+from opteq.solvers.fused.image_kernels import images_begin, images_mix, images_observe
+from opteq.solvers.fused.judgement import judge, judge_start
+from opteq.solvers.fused.plain_kernels import plain_observe
 from opteq.solvers.fused.rows import (
     ACTIVE,
     BEST,
@@ -51,7 +57,12 @@ __all__ = [
     "cg_direction",
     "cg_judge",
     "cg_update",
+    "images_begin",
+    "images_judge",
+    "images_mix",
+    "images_observe",
     "judge",
+    "judge_start",
     "keep",
     "plain_observe",
 ]

@@ -89,12 +89,11 @@ class Ledger:
         self.rule = rule
         self.tol = float32_below(rule.tol)  # the kernels and the status of a row agree on it to the last digit
         self.wide = wide
-        self.flags = torch.zeros(7, blocks.rows, dtype=torch.int32, device=device)
-        self.flags[kernels.ACTIVE.value] = 1
-        self.flags[kernels.PLAIN.value] = 1
-        self.numbers = torch.ones(5, blocks.rows, dtype=torch.float64, device=device)
-        self.sums = torch.zeros(blocks.rows, sums, blocks.parts, dtype=wide, device=device)
-        self.trace = torch.zeros(rule.max_steps + 1, blocks.rows, dtype=torch.float64, device=device)
+        # The judgement of the start writes all of these that a later step reads: a launch each would be most of it.
+        self.flags = torch.empty(8, blocks.rows, dtype=torch.int32, device=device)
+        self.numbers = torch.empty(6, blocks.rows, dtype=torch.float64, device=device)
+        self.sums = torch.empty(blocks.rows, sums, blocks.parts, dtype=wide, device=device)
+        self.trace = torch.empty(rule.max_steps + 1, blocks.rows, dtype=torch.float64, device=device)
         self.step = 0
         self.wide_type = tl.float64 if wide == torch.float64 else tl.float32
         self.width_of_sums = power_of_two(blocks.parts)

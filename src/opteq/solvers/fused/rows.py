@@ -1,12 +1,13 @@
 """The bookkeeping of a row: how its flags and numbers lie in memory, and what kernels of every method do with them.
 
-``flags (7, rows)`` are int32, ``numbers (5, rows)`` float64, by the indices below.
+``flags (8, rows)`` are int32, ``numbers (6, rows)`` float64, by the indices below.
 
 * ACTIVE, DEAD (a status code), STEPS;
 * LATE: the last proposal was refused, so the point that counts is the one before it;
 * PENDING: the best point so far is the newest one, which is still in its own buffer;
 * SAVE: what has to be copied to ``best`` before its buffer is used again: 1 the newest point, 2 the one before it;
-* PLAIN: the last proposal was a plain step.
+* PLAIN: the last proposal was a plain step;
+* COUNT: programs that have finished their part of a step, where the last of them judges it.
 
 The best point is thus copied only when a worse one follows it, or at the end: a row that converges monotonically is
 copied once.
@@ -25,12 +26,14 @@ LATE = tl.constexpr(3)
 PENDING = tl.constexpr(4)
 SAVE = tl.constexpr(5)
 PLAIN = tl.constexpr(6)
+COUNT = tl.constexpr(7)
 
 BEST = tl.constexpr(0)
 LEAST = tl.constexpr(1)
 MERIT = tl.constexpr(2)
 RESIDUAL = tl.constexpr(3)
 UNIT = tl.constexpr(4)  # what the next differences are multiplied by
+ANCHOR = tl.constexpr(5)  # the square of the residual that the next one is compared with
 SQUARE = tl.constexpr(4)
 BETA = tl.constexpr(1)  # conjugate gradients have no use for LEAST and MERIT
 SIZE = tl.constexpr(2)
@@ -41,6 +44,19 @@ def total(sums, parts, P: tl.constexpr):
     """What the programs of a row have left, added up."""
     index = tl.arange(0, P)
     return tl.sum(tl.load(sums + index, mask=index < parts, other=0.0).to(tl.float64), axis=0)
+
+
+@triton.jit
+def open_flags(flags, rows, row, still, dead):
+    """The flags of a row at its first point: to be copied to ``best`` now if it ends there, else when it must be."""
+    tl.store(flags + ACTIVE * rows + row, still.to(tl.int32))
+    tl.store(flags + DEAD * rows + row, dead)
+    tl.store(flags + STEPS * rows + row, 0)
+    tl.store(flags + LATE * rows + row, 0)
+    tl.store(flags + PENDING * rows + row, still.to(tl.int32))
+    tl.store(flags + SAVE * rows + row, tl.where(still, 0, 1))
+    tl.store(flags + PLAIN * rows + row, 1)
+    tl.store(flags + COUNT * rows + row, 0)
 
 
 @triton.jit

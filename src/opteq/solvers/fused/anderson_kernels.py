@@ -1,4 +1,4 @@
-"""Passes over memory of plain and Anderson-accelerated iteration: measure a point, propose the next one.
+"""Passes over memory of Anderson-accelerated iteration: measure a point, propose the next one.
 
 Between the two, :mod:`opteq.solvers.fused.judgement` judges the point by the sums that the first has left.
 """
@@ -10,23 +10,6 @@ import triton
 import triton.language as tl
 
 from opteq.solvers.fused.rows import ACTIVE, LATE, UNIT, entries, save_best
-
-
-@triton.jit
-def plain_observe(
-    point, image, newest, before, best, flags, sums, rows, width, first, parts, K: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``|T(y) - y|^2`` and ``|T(y)|^2``; and the copies that the last judgement asked for."""
-    part, row, _, inside, at = entries(width, BLOCK)
-    save_best(newest, before, best, flags, rows, row, at, inside)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
-        y = tl.load(point + at, mask=inside, other=0.0).to(WIDE)
-        f = tl.load(image + at, mask=inside, other=0.0).to(WIDE)
-        g = f - y
-        out = sums + row * K * parts + first + part
-        tl.store(out, tl.sum(g * g, axis=0))
-        tl.store(out + parts, tl.sum(f * f, axis=0))
 
 
 @triton.jit(do_not_specialize=["slot"])
