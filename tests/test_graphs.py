@@ -81,7 +81,7 @@ class Solve:
         self.taken = list(range(most + 1)) if looks else [0, most]
         made: StagedSolve = object.__new__(StagedSolve)
         made.looks, made.device, made.coarse = looks, torch.device("cpu"), False
-        made.alone = False
+        made.alone, made.patience, made.tell = False, staged._PATIENCE, None
         made.expected = made.trusted = made.unread = made.noted = made.steps = 0
         made.written = Event(self.device, chance)
         made.inputs, made.whole, made.workshop = [], OrderedDict(), self  # type: ignore[assignment]

@@ -71,7 +71,7 @@ def run(
         },
     }
     console = console or _console()
-    clock = Clock(place, repeats, warm_up=4 if on_gpu else 1)
+    clock = Clock(place, repeats, warm_up=16 if on_gpu else 1)
     _introduce(console, found)
     found |= _measure(list(_jobs(layers, chosen, models, batch, clock, found["machine"]["device"])), clock, console)
     _print(console, found)

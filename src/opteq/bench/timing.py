@@ -15,8 +15,11 @@ from opteq.solvers import graphs
 
 Work = Callable[[], object]
 
-# A turn lasts at least this long, by as many calls as that takes: one short call would measure the looking.
-_LEAST_SECONDS = 0.005
+# A turn lasts at least this long, by as many calls as that takes: one short call would measure the looking. A GPU is idle
+# at the beginning of a turn, and waits for its first launches; in a short turn that would be a good part of it.
+_LEAST_SECONDS, _LEAST_SECONDS_ON_GPU = 0.005, 0.1
+# Warming up ends early once it has taken so long, but not before so many calls.
+_MOST_SECONDS, _LEAST_CALLS = 0.5, 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Clock:
     Args:
         device: where the work runs.
         repeats: turns a variant.
-        warm_up: calls before the first turn.
+        warm_up: calls before the first turn, fewer where they take long.
     """
 
     def __init__(self, device: torch.device, repeats: int, warm_up: int) -> None:
@@ -109,12 +112,16 @@ class Clock:
     def _warmed(self, work: Work) -> int | str:
         """Calls that fill a turn; or why there cannot be any."""
         try:
-            for _ in range(self.warm_up):
+            begun = time.perf_counter()
+            for call in range(self.warm_up):
                 work()
+                if call + 1 >= _LEAST_CALLS and time.perf_counter() - begun > _MOST_SECONDS:
+                    break
             spent = self._seconds(work, 1)
         except Exception as error:  # a rival may fail in any way; the others are still worth timing
             return reason(error)
-        return max(1, math.ceil(_LEAST_SECONDS / max(spent, 1e-6)))
+        least = _LEAST_SECONDS_ON_GPU if self.device.type == "cuda" else _LEAST_SECONDS
+        return max(1, math.ceil(least / max(spent, 1e-6)))
 
     def _seconds(self, work: Work, calls: int) -> float:
         self.wait()

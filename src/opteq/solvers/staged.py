@@ -9,6 +9,7 @@ the memory of a graph.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from opteq._fast import has_triton, settings
 from opteq.solvers.answers import Answers
 from opteq.solvers.buffers import fill
 from opteq.solvers.capture import HostSlots, Workshop
@@ -31,8 +33,9 @@ _TRUSTED = 3
 _SETTLED = 6
 # Ends that have one, for a form of solve.
 _MOST_WHOLE = 3
-# After so many solves to the last step the host waits for one, to see whether that was needed.
-_PATIENCE = 8
+# After so many solves to the last step the host waits for one, to see whether that was needed; where it was, it is twice
+# as patient from then on.
+_PATIENCE, _MOST_PATIENCE = 8, 1024
 # What the host writes where it waits for the device to write which rows are left, 1 or 0 each.
 _UNKNOWN = -1
 
@@ -99,12 +102,14 @@ class StagedSolve(Generic[Solve]):
         self.left: list[Tensor] = []  # of every stage: which rows go on, in memory of the host
         self.written: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.unread = 0  # solves to the last step since the host has looked
+        self.patience = _PATIENCE
         self.alone = False  # whether nothing is under way that could write to memory of the host
         self.noted = 0  # how many of the stages before the last one that ran have written which rows were left
         self.expected = self.trusted = self.steps = 0
         # As many bytes as any number of rows may take that these inputs can stand for.
         largest = max(max(tensor.shape, default=1) for tensor in inputs)
         self.slots = HostSlots(8 * largest, torch.cuda.current_stream(self.device).cuda_stream)
+        self.tell = _teller(self.device) if settings.fused and has_triton() else None
         self.inputs = self.lot.filled(inputs)
         with self.workshop.entered():
             self.facts = self._capture(open_solve)
@@ -113,9 +118,11 @@ class StagedSolve(Generic[Solve]):
         """The answer for ``inputs``, as tensors of its own."""
         fill(self.inputs, inputs)
         last = len(self.stages) - 1
-        if self.unread and (self.written.query() or self.unread >= _PATIENCE):
+        if self.unread and (self.written.query() or self.unread >= self.patience):
             self.written.synchronize()
-            self._expect(self._end(last))
+            end = self._end(last)
+            self.patience = min(2 * self.patience, _MOST_PATIENCE) if end == last else _PATIENCE
+            self._expect(end)
             self.unread, self.alone = 0, True
         place = self.expected if self.looks else last
         whole = self._in_one(place, open_solve)
@@ -254,13 +261,29 @@ class StagedSolve(Generic[Solve]):
             rows = rows.view(torch.int8) if rows.dtype == torch.bool else rows  # which can be unknown, too
             if place == len(self.left):
                 self.left.append(self.slots.next(rows))
-            self.left[place].copy_(rows, non_blocking=True)
+            if self.tell is not None and rows.dtype == torch.int32:
+                self.tell(rows, self.left[place])
+            else:
+                self.left[place].copy_(rows, non_blocking=True)
 
     def _read(self, solve: Solve) -> None:
         tensors = solve.tensors()
         if self.answer is None:
             self.answer = Answers(self.lot, tensors, solve.run.rule.max_steps + 1)
         self.answer.write(tensors)
+
+
+@functools.cache
+def _teller(device: torch.device) -> Callable[[Tensor, Tensor], None] | None:
+    """What writes int32 flags into memory of the host, ready to be captured; None where a copy has to do."""
+    from opteq.solvers.fused.telling import tell
+
+    # Kernels are compiled and loaded at their first launch, which a capture may forbid.
+    told = torch.ones(1, dtype=torch.int32, pin_memory=True)
+    with torch.cuda.device(device):
+        tell(torch.zeros(1, dtype=torch.int32, device=device), told)
+        torch.cuda.current_stream(device).synchronize()
+    return tell if told.item() == 0 else None
 
 
 def _chunks(rule: Rule, several: bool) -> list[int]:
