@@ -15,8 +15,8 @@ from opteq.solvers import graphs
 
 Work = Callable[[], object]
 
-# A turn lasts at least this long, by as many calls as that takes: one short call would measure the looking. A GPU is idle
-# at the beginning of a turn, and waits for its first launches; in a short turn that would be a good part of it.
+# A turn lasts at least this long, by as many calls as that takes: one short call would measure the looking. A GPU is
+# idle at the beginning of a turn, and waits for its first launches; in a short turn that would be a good part of it.
 _LEAST_SECONDS, _LEAST_SECONDS_ON_GPU = 0.005, 0.1
 # Warming up ends early once it has taken so long, but not before so many calls.
 _MOST_SECONDS, _LEAST_CALLS = 0.5, 4

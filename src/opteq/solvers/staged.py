@@ -33,8 +33,8 @@ _TRUSTED = 3
 _SETTLED = 6
 # Ends that have one, for a form of solve.
 _MOST_WHOLE = 3
-# After so many solves to the last step the host waits for one, to see whether that was needed; where it was, it is twice
-# as patient from then on.
+# After so many solves to the last step the host waits for one, to see whether that was needed. Where it was, it is
+# twice as patient from then on.
 _PATIENCE, _MOST_PATIENCE = 8, 1024
 # What the host writes where it waits for the device to write which rows are left, 1 or 0 each.
 _UNKNOWN = -1
