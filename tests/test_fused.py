@@ -35,7 +35,7 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_fast_paths_gpu.py", allow_module_level=True)
 
-from opteq.solvers.fused import conjugate_gradients, fixed_point, image_anderson, kernels, ledger
+from opteq.solvers.fused import kernels, ledger
 from opteq.solvers.fused.conjugate_gradients import FusedConjugateGradients
 from opteq.solvers.fused.fixed_point import FusedAnderson, FusedPlain
 from opteq.solvers.fused.image_anderson import FusedImageAnderson
@@ -52,8 +52,7 @@ PIECE = 512
 def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "interpreted", True)
-        for module in (ledger, fixed_point, image_anderson, conjugate_gradients):
-            patch.setattr(module, "BLOCK", PIECE)
+        patch.setattr(ledger, "BLOCK", PIECE)
         yield
 
 
@@ -369,8 +368,7 @@ def test_widths_around_a_piece(width: int) -> None:
 
 
 def test_several_thousand_entries_in_pieces_as_long_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ledger, fixed_point):
-        monkeypatch.setattr(module, "BLOCK", 4096)
+    monkeypatch.setattr(ledger, "BLOCK", 4096)
     step = cosine_map((1, 5003), torch.float32)
     solver = opteq.Anderson(tol=1e-4, memory=3, max_steps=5)
     plain, fused = both(solver, step, torch.zeros(1, 5003))
@@ -1070,6 +1068,7 @@ for wide, state, column, half in (
         (k.plain_observe, 8, {"K": 14, "BLOCK": 4096, "NON_FINITE": 2, "START": True, "DAMPED": False}),
         (k.plain_observe, 8, {"K": 2, "BLOCK": 4096, "NON_FINITE": 2, "START": False}),
         (k.keep, 8, {"BLOCK": 4096}),
+        (k.summarise, 1, {"BLOCK": 128, "CONVERGED": 0, "MAX_STEPS": 1}),
         (k.cg_begin, 8, {"BLOCK": 4096, "NON_FINITE": 2, "FIRST": True}),
         (k.cg_curvature, 8, {"BLOCK": 4096}),
         (k.cg_update, 8, {"BLOCK": 4096}),

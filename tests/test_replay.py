@@ -160,12 +160,15 @@ def test_one_linearisation_serves_the_system_and_the_weights(
     assert taken[0] is not None
 
 
+@pytest.mark.parametrize("activation", ["relu", "elu"])
 @pytest.mark.parametrize("mu", [1.0, 1.7])
 @pytest.mark.parametrize("looked_at", ["state", "features", "both"])
-def test_gradients_of_state_and_features(looked_at: str, mu: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_state_and_features(
+    looked_at: str, mu: float, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Either, or both, may be what a loss looks at; the system has one right side for them."""
     torch.manual_seed(1)
-    problem = opteq.OptEq(opteq.operators.Conv2d(2, 3, 3, bound=0.9), None, "elu", mu).double()
+    problem = opteq.OptEq(opteq.operators.Conv2d(2, 3, 3, bound=0.9), None, activation, mu).double()
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True)
     layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=300), opteq.Implicit(tol=1e-12))
 

@@ -13,7 +13,7 @@ from opteq.operators.conv import ConvMap
 
 def recalled(linear: ConvMap, v: Tensor, c: Tensor, value: Tensor) -> Tensor:
     """``A v + c``, which is ``value``, with the derivatives by v, by c and by the weight of A."""
-    known: Tensor = _Recalled.apply(linear, v, linear.weight, c, value)  # type: ignore[no-untyped-call]
+    known: Tensor = _Recalled.apply(linear, v, linear.acting, c, value)  # type: ignore[no-untyped-call]
     return known
 
 
@@ -47,12 +47,12 @@ class _Recalled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        v, _ = ctx.saved_tensors  # the weight too, for autograd to notice one that was changed in between
+        v, weight = ctx.saved_tensors
         _, want_v, want_weight, want_c, _ = ctx.needs_input_grad
         return (
             None,
             ctx.linear.adjoint(gradient) if want_v else None,
-            by_weight(ctx.linear, v, gradient) if want_weight else None,
+            by_weight(ctx.linear, v.to(weight.dtype), gradient.to(weight.dtype), weight) if want_weight else None,
             gradient if want_c else None,
             None,
         )

@@ -65,6 +65,10 @@ class Penalty(metaclass=NamedOptions):
     def linearise(self, t: Tensor) -> Linearised:
         """The derivative of the prox at t, computed once for many products."""
 
+    def linearise_at_image(self, y: Tensor) -> Linearised | None:  # noqa: ARG002
+        """The same from ``y = prox(t)``, where that tells it, and y is its own prox; None where it does not."""
+        return None
+
     def project(self, y: Tensor) -> Tensor:
         """The nearest point at which the penalty is finite; y itself where it is finite everywhere."""
         return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opteq import _validate
-from opteq.penalties.base import ElementwisePenalty
+from opteq.penalties.base import ElementwisePenalty, Linearised
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,18 @@ class ReLU(ElementwisePenalty):
 
     def derivative(self, t: Tensor) -> Tensor:
         return (t > 0).to(t.dtype)
+
+    def linearise(self, t: Tensor) -> Linearised:
+        if type(self) is not ReLU:  # whose slope may be another one
+            return super().linearise(t)
+        slope = self.derivative(t)  # its own square root
+        return _same(lambda v: slope * v)
+
+    def linearise_at_image(self, y: Tensor) -> Linearised | None:
+        if type(self) is not ReLU:
+            return None
+        # One operation, and no mask to be made before.
+        return _same(lambda v: torch.ops.aten.threshold_backward(v, y.to(v.dtype), 0))
 
     def _antiderivative(self, t: Tensor) -> Tensor:
         return F.relu(t).square() / 2
@@ -174,3 +187,8 @@ class HardTanh(ElementwisePenalty):
 def _zero(y: Tensor) -> Tensor:
     """0 with y in its graph, so that the derivative of a constant can be asked for; a NaN stays one."""
     return torch.where(y.isnan(), y, 0.0)
+
+
+def _same(scale: Callable[[Tensor], Tensor]) -> Linearised:
+    """Multiplication by zeros and ones, which is its own root and its own adjoint."""
+    return Linearised(factor=scale, factor_adjoint=scale, derivative=scale)

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.operators import Operator, module_norm
+from opteq.operators.conv import ConvMap
+from opteq.operators.recalled import recalled
 from opteq.penalties import Penalty
+from opteq.penalties.base import Linearised
 from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
 from opteq.problems.branch import check_injection, check_operator, check_positive, inject
@@ -209,31 +212,40 @@ class BoundOptEq(Hidden):
         step, linearise, own = type(self).step, type(self).linearise, type(self).features
         if self.regularizer is not None or (step, linearise, own) != _CLOSED_FORM or z.numel() > single(y).numel():
             return None
-        inside = self.block.preactivation(z)
-        with torch.no_grad():
-            reduction = self._linearised(y, inside.detach()).reduction
-        assert reduction is not None
+        # At an equilibrium y is sigma(W z + c), and may be all that a tape has to know of it.
+        local = self.penalty.linearise_at_image(single(y)) if isinstance(self.block.W, ConvMap) else None
+        if local is not None and isinstance(self.block.W, ConvMap):
+            inside = recalled(self.block.W, z, self.block.c, single(y))
+        else:
+            inside = self.block.preactivation(z)
+            with torch.no_grad():
+                local = self.penalty.linearise(inside.detach())
         return TapedLinearisation(
-            reduction, lambda: self.penalty.prox(inside), lambda: self.block.recalled_back(single(y), z)
+            self._reduction(local),
+            lambda: self.penalty.prox(inside),
+            lambda: self.block.recalled_back(single(y), z),
         )
 
     def _linearised(self, y: State, inside: Tensor) -> SymmetricLinearisation:
-        block, mu, local = self.block, self.mu, self.penalty.linearise(inside)
+        local = self.penalty.linearise(inside)
+        return SymmetricLinearisation(
+            self.curvature_at(y),
+            lambda w: local.factor(single(w)),
+            lambda v: local.factor_adjoint(single(v)),
+            self._reduction(local),
+        )
+
+    def _reduction(self, local: Linearised) -> Reduction:
+        block, mu = self.block, self.mu
 
         def expand(u: State) -> Tensor:
             carried = block.W(single(u))
             return carried if mu == 1 else carried / mu
 
-        reduction = Reduction(
+        return Reduction(
             product=lambda u: block.back(local.derivative(block.W(single(u)))),
             restrict=lambda g: block.W.adjoint(local.derivative(single(g))),
             expand=expand,
-        )
-        return SymmetricLinearisation(
-            self.curvature_at(y),
-            lambda w: local.factor(single(w)),
-            lambda v: local.factor_adjoint(single(v)),
-            reduction,
         )
 
     def feature_form(self) -> FeatureForm:
@@ -253,8 +265,12 @@ class BoundOptEq(Hidden):
         )
 
     def _no_features(self) -> Tensor:
+        c, W = self.block.c, self.block.W
+        if isinstance(W, ConvMap) and c.ndim == 4 and c.shape[1] == W.weight.shape[0]:  # known without a product
+            size = (len(c), W.weight.shape[1], *c.shape[2:])
+            none = torch.empty(size, dtype=W.acting.dtype, device=c.device, memory_format=_format(c, W.weight))
+            return none.zero_()
         # What features look like is told by those of one sample; what is wrong with an input, by all of it.
-        c = self.block.c
         try:
             one = self.features(torch.zeros_like(c[:1]))
         except ValueError:
@@ -297,6 +313,11 @@ class BoundOptEq(Hidden):
 
 # What has to be as it is here for the tape of a linearisation to be that of a step.
 _CLOSED_FORM = BoundOptEq.step, BoundOptEq.linearise, BoundOptEq.features
+
+
+def _format(*tensors: Tensor) -> torch.memory_format:
+    """That of a convolution's output, by its operands."""
+    return torch.channels_last if any(is_channels_last(tensor) for tensor in tensors) else torch.contiguous_format
 
 
 def _name(regularizer: Regularizer | None) -> str:

@@ -60,11 +60,11 @@ class Anderson(Solver):
     def _fused(self, task: StateTask, rule: Rule) -> Run | None:
         if self.memory > MOST_COLUMNS or not supports(blocks(task.start)):
             return None
-        from opteq.solvers.fused.fixed_point import FusedAnderson
+        from opteq.solvers.fused.fixed_point import MANY_PROGRAMS, FusedAnderson
         from opteq.solvers.fused.image_anderson import FusedImageAnderson, keeps_images
         from opteq.solvers.fused.ledger import Blocks
 
-        layout = Blocks(blocks(task.known[0]), task.layout.rows)
+        layout = Blocks(blocks(task.known[0]), task.layout.rows, many=MANY_PROGRAMS)
         if not layout.fits:
             return None
         task = task if self.damping is None else replace(task, damping=self.damping)

@@ -26,14 +26,16 @@ def anderson_observe(
     """
     part = tl.program_id(0)
     row = tl.program_id(1)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
-        line = tl.arange(0, MP)
+    line = tl.arange(0, MP)
+    # All numbers of the row under way at once, before any is looked at.
+    active = tl.load(flags + ACTIVE * rows + row)
+    late = tl.load(flags + LATE * rows + row) != 0
+    unit = tl.load(numbers + UNIT * rows + row).to(WIDE)
+    in_use = tl.load(used + row * MP + line, mask=line < M, other=0)
+    if active != 0:
         begin = row.to(tl.int64) * width
-        late = tl.load(flags + LATE * rows + row) != 0
         before_point = tl.where(late, older_point, last_point)
         before_image = tl.where(late, older_image, last_image)
-        unit = tl.load(numbers + UNIT * rows + row).to(WIDE)
-        in_use = tl.load(used + row * MP + line, mask=line < M, other=0)
         reach = tl.where(line == slot, 0, in_use) * width
         along = tl.zeros((MP,), dtype=WIDE)
         target = tl.zeros((MP,), dtype=WIDE)
@@ -89,8 +91,8 @@ def anderson_mix(
 ):  # fmt: skip
     """The next proposal, ``y + damping g - moves w``; and the copies that the judgement asked for."""
     _, row, offsets, inside, at = entries(width, BLOCK)
-    save_best(point, last_point, best, flags, rows, row, at, inside)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
+    active = save_best(point, last_point, best, flags, rows, row, at, inside)
+    if active != 0:
         # Only one of two points is read: for the other no offset is below the limit.
         late = tl.load(flags + LATE * rows + row) != 0
         value = tl.load(tl.where(late, last_image, image) + at, mask=inside, other=0.0).to(WIDE)

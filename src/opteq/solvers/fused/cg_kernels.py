@@ -70,8 +70,8 @@ def cg_update(
 ):  # fmt: skip
     """``x + a d`` and ``r - a (d - S d)`` with their norms, and the copies that the last judgement asked for."""
     part, row, _, inside, at = entries(width, BLOCK)
-    save_best(point, before, best, flags, rows, row, at, inside)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
+    active = save_best(point, before, best, flags, rows, row, at, inside)
+    if active != 0:
         mine = sums + row * 3 * parts
         curvature = total(mine, parts, P)
         square = tl.load(numbers + SQUARE * rows + row)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.fused import kernels
-from opteq.solvers.fused.ledger import BLOCK, NON_FINITE, WARPS, Blocks, Ledger
+from opteq.solvers.fused.ledger import NON_FINITE, WARPS, Blocks, Ledger
 from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.status import Status
 from opteq.states import State, blocks, like
@@ -53,7 +53,7 @@ class FusedConjugateGradients:
             kernels.cg_begin[book.grid(i)](
                 parts[i], self.lengths, self.residual[i], self.direction[i], self.ring[0][i], book.flags, book.numbers,
                 book.trace, book.blocks.rows, width, book.tol, NON_FINITE=NON_FINITE, FIRST=i == 0,
-                WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+                WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def advance(self) -> None:
@@ -66,14 +66,14 @@ class FusedConjugateGradients:
         for i, width in enumerate(layout.widths):
             kernels.cg_curvature[book.grid(i)](
                 self.direction[i], images[i], book.flags, book.sums, rows, width, layout.firsts[i], layout.parts,
-                WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+                WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
         for i, width in enumerate(layout.widths):
             # `following` still holds the point before `point`: its copy, if one is due, is made before it is written.
             kernels.cg_update[book.grid(i)](
                 self.direction[i], images[i], self.residual[i], point[i], following[i], following[i], book.best[i],
                 book.flags, book.numbers, book.sums, rows, width, layout.firsts[i], layout.parts,
-                P=book.width_of_sums, WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+                P=book.width_of_sums, WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
         kernels.cg_judge[(rows,)](
             book.sums, layout.parts, book.flags, book.numbers, book.trace, book.step, rows, book.tol, self.eps,
@@ -82,7 +82,7 @@ class FusedConjugateGradients:
         for i, width in enumerate(layout.widths):
             kernels.cg_direction[book.grid(i)](
                 self.residual[i], self.direction[i], book.flags, book.numbers, rows, width,
-                WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+                WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def unfinished(self) -> Tensor:

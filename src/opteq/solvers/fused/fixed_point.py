@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.fused import kernels
-from opteq.solvers.fused.ledger import BLOCK, NON_FINITE, WARPS, Blocks, Ledger, float32_below, power_of_two
+from opteq.solvers.fused.ledger import NON_FINITE, WARPS, Blocks, Ledger, float32_below, power_of_two
 from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.method import StateTask
 from opteq.states import blocks, like
 
 # A program of Anderson's first pass is one warp, which adds up without a barrier. Where there are too few of them to
-# fill a GPU, each has more under way at a time.
-_MANY_PROGRAMS = 2048
+# fill a GPU, each has a smaller piece, and more of it under way at a time.
+MANY_PROGRAMS = 2048
 
 # Below this a sum of squares in float32 is zero, and so would be a floor.
 _LEAST_FLOOR = torch.finfo(torch.float32).tiny
@@ -91,8 +91,8 @@ class FusedPlain:
                 self.point[i], self.image[i], self.before[i], older[i], book.best[i], following[i], self._damping(),
                 book.flags, book.numbers, book.sums, book.trace, book.step, book.blocks.rows, width,
                 book.blocks.firsts[i], book.blocks.parts, book.tol, self.floor, START=start, DAMPED=damped,
-                NON_FINITE=NON_FINITE, K=self._sums(), P=book.width_of_sums, WIDE=book.wide_type, BLOCK=BLOCK,
-                num_warps=WARPS,
+                NON_FINITE=NON_FINITE, K=self._sums(), P=book.width_of_sums, WIDE=book.wide_type,
+                BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def _damping(self) -> Tensor:
@@ -199,7 +199,7 @@ class FusedAnderson(FusedPlain):
 
     def _at_a_time(self) -> int:
         layout = self.book.blocks
-        return 256 if layout.parts * layout.rows >= _MANY_PROGRAMS else 512
+        return min(layout.piece, 256 if layout.parts * layout.rows >= MANY_PROGRAMS else 512)
 
     def _open(self, following: Sequence[Tensor]) -> None:
         self._mix(following)
@@ -212,7 +212,7 @@ class FusedAnderson(FusedPlain):
                 self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
                 book.blocks.rows, width, self._slot(), book.blocks.firsts[i], book.blocks.parts,
                 book.blocks.rows * width, M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
-                HALF=self.half, WIDE=book.wide_type, PIECE=BLOCK, BLOCK=self._at_a_time(), num_warps=1,
+                HALF=self.half, WIDE=book.wide_type, PIECE=book.blocks.piece, BLOCK=self._at_a_time(), num_warps=1,
             )  # fmt: skip
 
     def _judge(self, merit: Tensor | None) -> None:

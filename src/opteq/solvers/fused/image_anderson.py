@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.solvers.fused import kernels
 from opteq.solvers.fused.available import MOST_COLUMNS
 from opteq.solvers.fused.fixed_point import MIXED, MIXERS, FusedAnderson
-from opteq.solvers.fused.ledger import BLOCK, NON_FINITE, WARPS, Blocks, power_of_two
+from opteq.solvers.fused.ledger import NON_FINITE, WARPS, Blocks, power_of_two
 from opteq.solvers.method import StateTask
 from opteq.states import blocks
 
@@ -76,7 +76,7 @@ class FusedImageAnderson(FusedAnderson):
                 self.point[i], self.image[i], following[i], book.best[i], self.columns[i], book.flags, book.numbers,
                 self.held, self.units, book.sums, book.blocks.rows, width, book.blocks.firsts[i], book.blocks.parts,
                 *self._ends(), R=self.places, RP=self.padded_places, CLAMPED=self.interval is not None, FIRST=i == 0,
-                WIDE=book.wide_type, BLOCK=BLOCK, num_warps=WARPS,
+                WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def _compare(self, older: Sequence[Tensor]) -> None:  # noqa: ARG002 - what counts is in memory
@@ -86,9 +86,9 @@ class FusedImageAnderson(FusedAnderson):
             kernels.images_observe[book.grid(i)](
                 self.point[i], self.image[i], self.columns[i], book.flags, book.numbers, self.held, book.sums,
                 book.blocks.rows, width, self._place(), book.blocks.firsts[i], book.blocks.parts,
-                book.blocks.rows * width, R=self.places, RP=self.padded_places, WIDE=book.wide_type, PIECE=BLOCK,
+                book.blocks.rows * width, R=self.places, RP=self.padded_places, WIDE=book.wide_type,
                 # More columns than eight are a tile of twice the height.
-                BLOCK=min(self._at_a_time() * 8 // self.padded_places, 512), num_warps=1,
+                PIECE=book.blocks.piece, BLOCK=self._at_a_time() // max(1, self.padded_places // 8), num_warps=1,
             )  # fmt: skip
 
     def _judge(self, merit: Tensor | None) -> None:

@@ -107,7 +107,7 @@ def images_judge(
         with_newest = target - last_target
         target = tl.where(newest, own - with_anchor, target)
         in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, kept, slot, MP)
-        found, in_use = weigh(in_use, lengths, cosines, target, gap, slot, ridge, M, MP)
+        found, in_use = weigh(in_use, lengths, cosines, target, gap, slot, ridge, M, MP, tl.float32)
         front = tl.where(newest, place, front)
         back = tl.where(newest, anchor, back)
         signs = signs_of(front, back, RP)

@@ -22,9 +22,9 @@ def images_begin(
 ):  # fmt: skip
     """The first column, in place 0, and its square; the first step, which is plain; and copies of rows that ended."""
     part, row, _, inside, at = entries(width, BLOCK)
-    save_best(point, point, best, flags, rows, row, at, inside)
     unit = tl.load(numbers + UNIT * rows + row)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
+    active = save_best(point, point, best, flags, rows, row, at, inside)
+    if active != 0:
         y = tl.load(point + at, mask=inside, other=0.0).to(WIDE)
         f = tl.load(image + at, mask=inside, other=0.0).to(WIDE)
         column = ((f - y) * unit.to(WIDE)).to(columns.dtype.element_ty)
@@ -48,11 +48,14 @@ def images_observe(
     """The newest column, its inner products with those that are held and with itself, and the norms of the step."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
-        line = tl.arange(0, RP)
+    line = tl.arange(0, RP)
+    # All numbers of the row under way at once, before any is looked at.
+    active = tl.load(flags + ACTIVE * rows + row)
+    unit = tl.load(numbers + UNIT * rows + row).to(WIDE)
+    holds = tl.load(held + row * RP + line)
+    if active != 0:
         begin = row.to(tl.int64) * width
-        unit = tl.load(numbers + UNIT * rows + row).to(WIDE)
-        reach = tl.where(line == place, 0, tl.load(held + row * RP + line)) * width
+        reach = tl.where(line == place, 0, holds) * width
         along = tl.zeros((RP,), dtype=WIDE)
         gaps = tl.zeros((BLOCK,), dtype=WIDE)
         sizes = tl.zeros((BLOCK,), dtype=WIDE)
@@ -111,8 +114,8 @@ def images_mix(
     weight_7 = tl.load(mine + (7 if R > 7 else 0)).to(WIDE)
     weight_8 = tl.load(mine + (8 if R > 8 else 0)).to(WIDE)
     weight_9 = tl.load(mine + (9 if R > 9 else 0)).to(WIDE)
-    save_best(point, last_point, best, flags, rows, row, at, inside)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
+    active = save_best(point, last_point, best, flags, rows, row, at, inside)
+    if active != 0:
         value = tl.zeros((BLOCK,), dtype=WIDE)
         value = with_share(value, image_0, weight_0, at, offsets, width, WIDE)
         value = with_share(value, image_1, weight_1, at, offsets, width, WIDE)

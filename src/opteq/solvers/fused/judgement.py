@@ -137,7 +137,7 @@ def judge(
         )  # fmt: skip
         length, with_newest, with_residual = add_up(turns, across, along, target, slot, MP)
         in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, taken, slot, MP)
-        found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP)
+        found, in_use = weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M, MP, tl.float64)
         tl.store(weights + row * MP + tl.arange(0, MP), found)
         store_columns(used, scale, gram, row, in_use, lengths, cosines, MP)
         tl.store(flags + PLAIN * rows + row, tl.where(tl.sum(in_use, axis=0) > 0, 0, 1))

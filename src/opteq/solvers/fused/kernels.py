@@ -37,6 +37,7 @@ from opteq.solvers.fused.rows import (
     STEPS,
     UNIT,
     keep,
+    summarise,
 )
 
 __all__ = [
@@ -65,4 +66,5 @@ __all__ = [
     "judge_start",
     "keep",
     "plain_observe",
+    "summarise",
 ]

@@ -9,13 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from opteq.solvers.fused import kernels
-from opteq.solvers.loop import Rule, status_codes
+from opteq.solvers.loop import Rule
 from opteq.solvers.status import Status
 
 BLOCK = 2048
 MOST_PARTS = 1024
 WARPS = 4
 NON_FINITE = int(Status.NON_FINITE)
+_SUMMARISED = 128
 
 
 def power_of_two(number: int) -> int:
@@ -33,13 +34,20 @@ class Blocks:
     """How the parts of a state lie in memory: each as ``rows`` runs of ``width`` entries, one program a piece of a run.
 
     Every buffer of a solve has the strides of the first image, so that no kernel sees anything but runs of memory.
+
+    Args:
+        parts: of the first image.
+        rows: samples, or one where they are coupled.
+        many: a number of programs below which pieces are halved, for kernels that are busy for a while with theirs.
     """
 
-    def __init__(self, parts: Sequence[Tensor], rows: int) -> None:
+    def __init__(self, parts: Sequence[Tensor], rows: int, many: int = 0) -> None:
         self.like = [part if _dense(part) else part.contiguous() for part in parts]
         self.rows = rows
         self.widths = [part.numel() // rows for part in self.like]
-        self.counts = [-(-width // BLOCK) for width in self.widths]
+        programs = sum(-(-width // BLOCK) for width in self.widths)
+        self.piece = BLOCK // 2 if rows * programs < many and 2 * programs <= MOST_PARTS else BLOCK
+        self.counts = [-(-width // self.piece) for width in self.widths]
         self.firsts = [sum(self.counts[:i]) for i in range(len(self.counts))]
         self.parts = sum(self.counts)
 
@@ -113,13 +121,24 @@ class Ledger:
         """The best points, after those that were not copied yet have been."""
         for i, width in enumerate(self.blocks.widths):
             kernels.keep[self.grid(i)](
-                newest[i], before[i], self.best[i], self.flags, self.blocks.rows, width, BLOCK=BLOCK, num_warps=WARPS
+                newest[i],
+                before[i],
+                self.best[i],
+                self.flags,
+                self.blocks.rows,
+                width,
+                BLOCK=self.blocks.piece,
+                num_warps=WARPS,
             )
         return self.best
 
     def summary(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Residual, steps, status codes and trace."""
-        residual = self.numbers[kernels.BEST.value].clone()
-        steps = self.flags[kernels.STEPS.value].to(torch.int64)
-        dead = self.flags[kernels.DEAD.value].to(torch.int64)
-        return residual, steps, status_codes(residual <= self.tol, dead), self.trace[: self.step + 1].clone()
+        rows, device = self.blocks.rows, self.flags.device
+        residual = torch.empty(rows, dtype=torch.float64, device=device)
+        steps, codes = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+        kernels.summarise[(-(-rows // _SUMMARISED),)](
+            self.flags, self.numbers, residual, steps, codes, rows, self.tol, CONVERGED=int(Status.CONVERGED),
+            MAX_STEPS=int(Status.MAX_STEPS), BLOCK=_SUMMARISED, num_warps=1,
+        )  # fmt: skip
+        return residual, steps, codes, self.trace[: self.step + 1].clone()

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from opteq.solvers.fused.rows import (
-    ACTIVE,
     BEST,
     COUNT,
     PENDING,
@@ -35,8 +34,7 @@ def plain_observe(
     if START:
         active = 1
     else:
-        save_best(newest, before, best, flags, rows, row, at, inside)
-        active = tl.load(flags + ACTIVE * rows + row)
+        active = save_best(newest, before, best, flags, rows, row, at, inside)
     if active != 0:
         y = tl.load(point + at, mask=inside, other=0.0).to(WIDE)
         f = tl.load(image + at, mask=inside, other=0.0).to(WIDE)

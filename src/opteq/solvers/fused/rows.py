@@ -90,12 +90,14 @@ def entries(width, BLOCK: tl.constexpr):
 
 @triton.jit
 def save_best(newest, before, best, flags, rows, row, at, inside):
-    """Copy this program's entries of the point that ``SAVE`` names to ``best``."""
+    """Copy this program's entries of the point that ``SAVE`` names to ``best``; whether the row is ``ACTIVE``."""
     save = tl.load(flags + SAVE * rows + row)
+    active = tl.load(flags + ACTIVE * rows + row)  # both under way at once
     if save == 1:
         tl.store(best + at, tl.load(newest + at, mask=inside), mask=inside)
     if save == 2:
         tl.store(best + at, tl.load(before + at, mask=inside), mask=inside)
+    return active
 
 
 @triton.jit
@@ -105,3 +107,19 @@ def keep(newest, before, best, flags, rows, width, BLOCK: tl.constexpr):
     save_best(newest, before, best, flags, rows, row, at, inside)
     if tl.load(flags + PENDING * rows + row) != 0:
         tl.store(best + at, tl.load(newest + at, mask=inside), mask=inside)
+
+
+@triton.jit
+def summarise(
+    flags, numbers, residual, steps, codes, rows, tol, CONVERGED: tl.constexpr, MAX_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How every row ended: its best residual, its steps and its status."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    best = tl.load(numbers + BEST * rows + row, mask=inside, other=0.0)
+    dead = tl.load(flags + DEAD * rows + row, mask=inside, other=0)
+    code = tl.where(best <= tol, CONVERGED, tl.where(dead > 0, dead, MAX_STEPS))
+    tl.store(residual + row, best, mask=inside)
+    tl.store(steps + row, tl.load(flags + STEPS * rows + row, mask=inside, other=0).to(tl.int64), mask=inside)
+    tl.store(codes + row, code.to(tl.int64), mask=inside)

@@ -114,13 +114,18 @@ def eliminate(system, goal, least_pivot, M: tl.constexpr, MP: tl.constexpr):
 
 
 @triton.jit
-def weigh(in_use, lengths, cosines, with_residual, gap, slot, ridge, M: tl.constexpr, MP: tl.constexpr):
-    """The weights of the columns, and which of them stay: of dependent ones only the newest."""
-    system = ridged(in_use, cosines, ridge, MP)
+def weigh(
+    in_use, lengths, cosines, with_residual, gap, slot, ridge, M: tl.constexpr, MP: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The weights of the columns, and which of them stay: of dependent ones only the newest.
+
+    ``WIDE`` is what the system is solved in; where the ridge is far above the rounding of float32, that will do.
+    """
+    system = ridged(in_use, cosines, ridge, MP).to(WIDE)
     goal = with_residual / (lengths * tl.where(gap > 0, gap, 1.0))
     goal = tl.where((goal == goal) & (in_use != 0), goal, 0.0)
     single = goal / (1 + ridge)
-    solution, sound = eliminate(system, goal, 3 * ridge, M, MP)
+    solution, sound = eliminate(system, goal.to(WIDE), 3 * ridge, M, MP)
     in_use = in_use * tl.where(tl.arange(0, MP) == slot, 1, sound)
-    found = tl.where(sound != 0, solution, single) * gap / lengths
+    found = tl.where(sound != 0, solution.to(tl.float64), single) * gap / lengths
     return tl.where(in_use != 0, found, 0.0), in_use
