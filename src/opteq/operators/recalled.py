@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ from opteq.operators.conv import ConvMap
 def recalled(linear: ConvMap, v: Tensor, c: Tensor, value: Tensor) -> Tensor:
     """``A v + c``, which is ``value``, with the derivatives by v, by c and by the weight of A."""
     known: Tensor = _Recalled.apply(linear, v, linear.acting, c, value)  # type: ignore[no-untyped-call]
+    return known
+
+
+def recalled_image(linear: ConvMap, v: Tensor, c: Tensor, value: Tensor, slope: Callable[[Tensor], Tensor]) -> Tensor:
+    """``sigma(A v + c)`` for a constant v, which is ``value``; ``slope`` multiplies by sigma's derivative there."""
+    known: Tensor = _RecalledImage.apply(linear, v, linear.acting, c, value, slope)  # type: ignore[no-untyped-call]
     return known
 
 
@@ -72,3 +79,28 @@ class _RecalledAdjoint(torch.autograd.Function):
         # <A' u, g> = <A g, u>
         found = by_weight(ctx.linear, gradient.to(weight.dtype), u.to(weight.dtype), weight)
         return None, None, found, None
+
+
+class _RecalledImage(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        linear: ConvMap,
+        v: Tensor,
+        weight: Tensor,
+        c: Tensor,
+        value: Tensor,
+        slope: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.linear, ctx.slope, ctx.dtype = linear, slope, c.dtype
+        ctx.save_for_backward(v, weight)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        v, weight = ctx.saved_tensors
+        inside = ctx.slope(gradients[0])
+        found = None
+        if ctx.needs_input_grad[2]:
+            found = by_weight(ctx.linear, v.to(weight.dtype), inside.to(weight.dtype), weight)
+        return None, None, found, inside.to(ctx.dtype) if ctx.needs_input_grad[3] else None, None, None

@@ -65,9 +65,14 @@ class Penalty(metaclass=NamedOptions):
     def linearise(self, t: Tensor) -> Linearised:
         """The derivative of the prox at t, computed once for many products."""
 
-    def linearise_at_image(self, y: Tensor) -> Linearised | None:  # noqa: ARG002
-        """The same from ``y = prox(t)``, where that tells it, and y is its own prox; None where it does not."""
-        return None
+    @property
+    def tells_slope(self) -> bool:
+        """Whether the image of the prox tells its derivative: :meth:`linearise_at_image`."""
+        return False
+
+    def linearise_at_image(self, y: Tensor) -> Linearised:
+        """The same from ``y = prox(t)``."""
+        raise NotImplementedError(f"the image of {type(self).__name__} does not tell the derivative")
 
     def project(self, y: Tensor) -> Tensor:
         """The nearest point at which the penalty is finite; y itself where it is finite everywhere."""

@@ -67,9 +67,11 @@ class ReLU(ElementwisePenalty):
         slope = self.derivative(t)  # its own square root
         return _same(lambda v: slope * v)
 
-    def linearise_at_image(self, y: Tensor) -> Linearised | None:
-        if type(self) is not ReLU:
-            return None
+    @property
+    def tells_slope(self) -> bool:
+        return type(self) is ReLU
+
+    def linearise_at_image(self, y: Tensor) -> Linearised:
         # One operation, and no mask to be made before.
         return _same(lambda v: torch.ops.aten.threshold_backward(v, y.to(v.dtype), 0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from opteq import penalties
 from opteq.operators import Operator, module_norm
 from opteq.operators.conv import ConvMap
-from opteq.operators.recalled import recalled
+from opteq.operators.recalled import recalled_image
 from opteq.penalties import Penalty
 from opteq.penalties.base import Linearised
 from opteq.problems.base import Problem
@@ -212,19 +213,17 @@ class BoundOptEq(Hidden):
         step, linearise, own = type(self).step, type(self).linearise, type(self).features
         if self.regularizer is not None or (step, linearise, own) != _CLOSED_FORM or z.numel() > single(y).numel():
             return None
-        # At an equilibrium y is sigma(W z + c), and may be all that a tape has to know of it.
-        local = self.penalty.linearise_at_image(single(y)) if isinstance(self.block.W, ConvMap) else None
-        if local is not None and isinstance(self.block.W, ConvMap):
-            inside = recalled(self.block.W, z, self.block.c, single(y))
-        else:
-            inside = self.block.preactivation(z)
+        block, features_on_tape = self.block, partial(self.block.recalled_back, single(y), z)
+        if isinstance(block.W, ConvMap) and self.penalty.tells_slope:
             with torch.no_grad():
-                local = self.penalty.linearise(inside.detach())
-        return TapedLinearisation(
-            self._reduction(local),
-            lambda: self.penalty.prox(inside),
-            lambda: self.block.recalled_back(single(y), z),
-        )
+                image = block.activation(z)
+            local = self.penalty.linearise_at_image(image)
+            on_tape = partial(recalled_image, block.W, z, block.c, image, local.derivative)
+            return TapedLinearisation(self._reduction(local), on_tape, features_on_tape)
+        inside = block.preactivation(z)
+        with torch.no_grad():
+            local = self.penalty.linearise(inside.detach())
+        return TapedLinearisation(self._reduction(local), lambda: self.penalty.prox(inside), features_on_tape)
 
     def _linearised(self, y: State, inside: Tensor) -> SymmetricLinearisation:
         local = self.penalty.linearise(inside)

@@ -44,8 +44,7 @@ class Answers:
             (own[: len(tensor)] if own.shape != tensor.shape else own).copy_(tensor)
         if self._numbers is not None:
             flat = [tensors[place].reshape(-1).view(torch.int64) for place in self._packed]
-            joined = torch.cat(flat)
-            self._numbers.tensor[: len(joined)].copy_(joined)
+            torch.cat(flat, out=self._numbers.tensor[: sum(len(part) for part in flat)])
 
     def copies(self) -> list[Tensor]:
         """What the buffers hold. A backward pass that soon asks for such a copy will find it there."""

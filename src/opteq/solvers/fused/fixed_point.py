@@ -20,8 +20,8 @@ MANY_PROGRAMS = 2048
 # Below this a sum of squares in float32 is zero, and so would be a floor.
 _LEAST_FLOOR = torch.finfo(torch.float32).tiny
 
-MIXED = 1024
-MIXERS = 2
+# Entries a program of the second pass, and its warps: where there are few programs, each is a larger one.
+_MIXED, _MIXERS = (1024, 2048), (2, 4)
 
 
 class FusedPlain:
@@ -225,15 +225,22 @@ class FusedAnderson(FusedPlain):
             P=book.width_of_sums, num_warps=book.judges,
         )  # fmt: skip
 
+    def _mixers(self) -> tuple[int, int]:
+        """Entries a program of the second pass, and its warps."""
+        layout = self.book.blocks
+        few = layout.parts * layout.piece * layout.rows < MANY_PROGRAMS * 2048
+        return _MIXED[few], _MIXERS[few]
+
     def _mix(self, following: Sequence[Tensor]) -> None:
         book = self.book
+        mixed, mixers = self._mixers()
         for i, width in enumerate(book.blocks.widths):
-            kernels.anderson_mix[(-(-width // MIXED), book.blocks.rows)](
+            kernels.anderson_mix[(-(-width // mixed), book.blocks.rows)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
                 self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
                 book.blocks.rows * width, *self._ends(), M=self.memory, MP=self.padded,
-                DAMPED=self.damping is not None, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=MIXED,
-                num_warps=MIXERS,
+                DAMPED=self.damping is not None, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=mixed,
+                num_warps=mixers,
             )  # fmt: skip
 
     def _ends(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq.solvers.fused import kernels
 from opteq.solvers.fused.available import MOST_COLUMNS
-from opteq.solvers.fused.fixed_point import MIXED, MIXERS, FusedAnderson
+from opteq.solvers.fused.fixed_point import FusedAnderson
 from opteq.solvers.fused.ledger import NON_FINITE, WARPS, Blocks, power_of_two
 from opteq.solvers.method import StateTask
 from opteq.states import blocks
@@ -103,11 +103,12 @@ class FusedImageAnderson(FusedAnderson):
 
     def _mix(self, following: Sequence[Tensor]) -> None:
         book = self.book
+        mixed, mixers = self._mixers()
         images = [self.images[k % self.places] for k in range(_MOST_IMAGES)]
         for i, width in enumerate(book.blocks.widths):
-            kernels.images_mix[(-(-width // MIXED), book.blocks.rows)](
+            kernels.images_mix[(-(-width // mixed), book.blocks.rows)](
                 *[image[i] for image in images], self.point[i], self.before[i], following[i], self.weights,
                 book.best[i], book.flags, book.blocks.rows, width, *self._ends(), R=self.places,
-                RP=self.padded_places, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=MIXED,
-                num_warps=MIXERS,
+                RP=self.padded_places, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=mixed,
+                num_warps=mixers,
             )  # fmt: skip

@@ -141,4 +141,4 @@ class Ledger:
             self.flags, self.numbers, residual, steps, codes, rows, self.tol, CONVERGED=int(Status.CONVERGED),
             MAX_STEPS=int(Status.MAX_STEPS), BLOCK=_SUMMARISED, num_warps=1,
         )  # fmt: skip
-        return residual, steps, codes, self.trace[: self.step + 1].clone()
+        return residual, steps, codes, self.trace[: self.step + 1]
