@@ -125,6 +125,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def _refuse_forward_mode(self, x: State) -> None:
         # The solve takes no tangent along, so forward mode would see a constant where there is none.
+        if forward_ad._current_level < 0:  # nobody is in forward mode, and there is nothing to be unpacked
+            return
         duals = (forward_ad.unpack_dual(t) for t in (*blocks(x), *self.parameters()) if isinstance(t, Tensor))  # type: ignore[no-untyped-call]
         if any(dual.tangent is not None for dual in duals):
             raise RuntimeError(
