@@ -83,7 +83,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
     assert rows_fused.weigh(q, 1.0) is None  # a tape is wanted
 
 
-@pytest.mark.parametrize("options", [{}, {"patch": 2, "split": 4, "hidden": 6}, {"gamma": 0.05}], ids=str)
+@pytest.mark.parametrize("options", [{"patch": 2, "split": 4, "hidden": 6}, {"gamma": 0.05}], ids=str)
 def test_a_layer_with_and_without_them(options: dict[str, float]) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,6 +126,6 @@ for kernel in (row_kernels.weigh, row_kernels.bend):
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_they_compile_for_gpus_that_are_not_here(capability: int, tmp_path: Path) -> None:
     assert names_compiled(COMPILED.format(), capability, tmp_path) == {"weigh", "bend"}

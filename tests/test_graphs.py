@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,7 @@ class Solve:
         made.alone, made.patience, made.tell = False, staged._PATIENCE, None
         made.expected = made.trusted = made.unread = made.noted = made.steps = 0
         made.written = Event(self.device, chance)
+        made.answer = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
         made.inputs, made.whole, made.workshop = [], OrderedDict(), self  # type: ignore[assignment]
         made.left = [torch.ones(3, dtype=torch.int32) for _ in self.taken]
         made.stages = [
@@ -196,6 +198,28 @@ def test_a_whole_solve_that_has_not_ended_is_taken_up_by_stages() -> None:
     assert history == 7
 
 
+@pytest.mark.parametrize("settled", [2, 12])
+def test_a_solve_after_one_that_was_interrupted(settled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device still writes for the one is not taken for the other."""
+    for seed in range(20):
+        solve = Solve(20, True, random.Random(seed))
+        for _ in range(settled):
+            solve(torch.tensor([2, 2, 2]))
+        solve.device.work()
+
+        def interrupted(place: int, quiet: bool) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(solve.made, "_goes_on", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                solve(torch.tensor([1, 1, 1]))
+        answer, history, _ = solve(torch.tensor([9, 9, 9]))
+        solve.device.work()
+        assert answer.tolist() == [9, 9, 9, 9]
+        assert history == 10
+
+
 def test_whole_solves_are_few_and_one_that_could_not_be_captured_is_done_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -268,14 +292,14 @@ def test_answers_are_written_and_copied_out(dtype: torch.dtype) -> None:
     answers = None
     lot = SharedBuffers().lot()
     for taken in (0, 2, 5):
-        state, features = torch.randn(rows, 2, 2).mT, torch.randn(rows, 4, dtype=torch.bfloat16)
+        state, features = torch.randn(rows, 2, 2, dtype=dtype).mT, torch.randn(rows, 4, dtype=torch.bfloat16)
         residual, steps = torch.rand(rows, dtype=dtype), torch.randint(0, 9, (rows,))
         history = torch.rand(taken + 1, rows, dtype=dtype)
         answers = answers or Answers(lot, [state, features, residual, steps, history], longest)
         answers.write([state, features, residual, steps, history])
         first, second = answers.copies(), answers.copies()
         for copies in (first, second):
-            assert [copy.dtype for copy in copies] == [torch.float32, torch.bfloat16, dtype, torch.int64, dtype]
+            assert [copy.dtype for copy in copies] == [dtype, torch.bfloat16, dtype, torch.int64, dtype]
             for copy, wanted in zip(copies[:-1], (state, features, residual, steps), strict=True):
                 assert torch.equal(copy, wanted)
             assert copies[-1].shape == (longest, rows)
@@ -283,6 +307,13 @@ def test_answers_are_written_and_copied_out(dtype: torch.dtype) -> None:
         first[0].add_(1)  # a copy, and no one else's
         assert torch.equal(second[0], state)
     assert answers is not None
+    third = answers.copies()
+    third[2].add_(1)
+    assert third[0]._version == 0  # an answer changed in place changes no other that has a tape
+    assert answers._alone[0].holds(third[0])
+    answers.forget()
+    assert not answers._alone[0].holds(third[0])
+    second = answers.copies()
     assert answers._alone[0].holds(second[0])  # as a backward pass may want to know
     assert not answers._alone[0].holds(first[0])
 

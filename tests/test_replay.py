@@ -210,6 +210,39 @@ def test_a_system_is_solved_in_the_layout_of_the_features(monkeypatch: pytest.Mo
     assert all(layouts)
 
 
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("name", ["implicit", "phantom"])
+def test_outputs_that_nobody_wants_a_gradient_for(name: str) -> None:
+    class Blind(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, z: Tensor, b: Tensor) -> Tensor:
+            return 2 * b
+
+        @staticmethod
+        def backward(ctx: object, *gradients: Tensor) -> tuple[None, Tensor]:
+            return None, 2 * gradients[0]
+
+    (case,) = by_name("opteq-relu")
+    layer = opteq.Equilibrium(case.problem(), gradient=GRADIENTS[name])
+    b = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    Blind.apply(blocks(layer(case.input()))[0], b).sum().backward()  # type: ignore[no-untyped-call]
+    assert b.grad is not None
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_gradient_that_is_not_finite_is_seen() -> None:
+    (case,) = by_name("opteq-relu")
+    layer, x = opteq.Equilibrium(case.problem(), on_failure="ignore"), case.input().requires_grad_()
+    features = blocks(layer(x))[0]
+    weights = torch.ones_like(features)
+    weights[1, 0] = torch.inf
+    (weights * features).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert not torch.isfinite(x.grad[1]).all()
+    assert torch.isfinite(x.grad[0]).all()
+
+
 @pytest.mark.parametrize("tol", [0.3, 0.01, 1e-4])
 def test_a_system_that_was_solved_loosely_gives_its_tolerance(tol: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system for the features has another right side than that for the state: they agree to the tolerance."""

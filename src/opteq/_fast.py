@@ -38,8 +38,8 @@ def fast_paths(*, fused: bool | None = None, graphs: bool | None = None, bounds:
 
     All are on by default: ``fused`` kernels for solver steps, CUDA ``graphs``, kernels for the ``bounds`` of operators.
 
-    Answers agree to rounding with and without them, on a CPU to the tolerance, and so do gradients. Forbidding them helps
-    to find out where a difference comes from, and lets a debugger see every step.
+    Answers agree to rounding with and without them, on a CPU to the tolerance, and gradients to theirs. Forbidding them
+    helps to find out where a difference comes from, and lets a debugger see every step.
 
     >>> import opteq
     >>> with opteq.fast_paths(fused=False, graphs=False):

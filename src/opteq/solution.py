@@ -75,7 +75,8 @@ class Solution:
 
     Attributes:
         features: what the network hands on, with its gradient attached.
-        state: the equilibrium itself, with its gradient attached.
+        state: the equilibrium itself, with its gradient attached. Features need not hang on it: either may be
+            differentiated by inputs and weights, not one by the other.
         report: how the solve went; its fields can be read here directly.
     """
 

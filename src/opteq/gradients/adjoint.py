@@ -163,25 +163,25 @@ class AdjointSystem:
     def _open_on_features(
         self, taped: TapedLinearisation, incoming: Incoming, leaves: Sequence[Tensor]
     ) -> _AdjointSolve:
-        """The system for what the features get in all: their gradient is its right side as it comes."""
-        reduction, at_state, at_features = taped.reduction, incoming.state, incoming.features
-        target = None if at_state is None else self._in(reduction.restrict, at_state)
-        if target is None:
-            assert at_features is not None
-            target = at_features
-        elif at_features is not None:
-            target = map_state(torch.add, at_features, target)
+        """The system for what the state's part in them adds to the features' own gradient, in their variable."""
+        reduction, gradient, at_features = taped.reduction, incoming.state, incoming.features
+        if at_features is not None:
+            # Once with the gradient as it came: the answer is then an addition to it, solved to a tolerance of its own.
+            spread = self._in(reduction.expand, at_features)
+            gradient = spread if gradient is None else map_state(torch.add, gradient, spread)
+        assert gradient is not None
+        whole = gradient
 
         def conclude(u: State) -> Answer:
-            vector = self._in(reduction.expand, u)
-            if at_state is not None:
-                vector = map_state(torch.add, at_state, vector)
+            vector = map_state(torch.add, whole, self._in(reduction.expand, u))
+            total = u if at_features is None else map_state(torch.add, at_features, u)
             with torch.enable_grad(), self.autocast.entered():
                 ends = [*blocks(taped.image()), *blocks(taped.features())]
             # The tape is needed again: every stage of a captured solve ends with this.
-            pairs = list(zip(ends, [*blocks(vector), *blocks(u)], strict=True))
+            pairs = list(zip(ends, [*blocks(vector), *blocks(total)], strict=True))
             return packed(gradients_through(pairs, leaves, again=True))
 
+        target = self._in(reduction.restrict, whole)
         return self._session(reduction.product, target, conclude)
 
     def _open(

@@ -34,8 +34,8 @@ class Reduction:
     With ``u = C F w`` the system ``(I - F' M F) w = F' g`` becomes ``(I - C D B) u = C D g`` with ``v = g + B u``. It
     is symmetric where C is a multiple of ``B'``, and has the same eigenvalues but for ones.
 
-    Where the features of a state y are ``B' y`` and a gradient h arrives at them beside g, the right side is
-    ``h + C D g``: then ``v = g + B u`` as before, and u is what the features get in all, ``h + C D v``.
+    Where the features of a state y are ``B' y`` and a gradient h arrives at them, g gains ``B h``; and what the
+    features get in all is ``h + u``, since ``u = C D v``.
 
     Attributes:
         product: ``u -> C D B u``.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opteq.solvers.buffers import Buffer, Lot
 
-# What is told about a solve is numbers of eight bytes: they are handed out together.
+# What is told about a solve is numbers of eight bytes, one a sample: they are handed out together.
 _NUMBERS = (torch.float64, torch.int64)
 
 
@@ -27,7 +27,11 @@ class Answers:
         *fixed, history = tensors
         self._shapes = [*(tensor.shape for tensor in fixed), torch.Size((longest, *history.shape[1:]))]
         self._dtypes = [tensor.dtype for tensor in tensors]
-        self._packed = [place for place, dtype in enumerate(self._dtypes) if dtype in _NUMBERS]
+        self._packed = [
+            place
+            for place, tensor in enumerate(tensors)
+            if tensor.dtype in _NUMBERS and (tensor.ndim <= 1 or tensor is history)
+        ]
         self._alone = {
             place: lot.take(tensor.new_empty(longest, *tensor.shape[1:]) if tensor is history else tensor)
             for place, tensor in enumerate(tensors)
@@ -46,13 +50,17 @@ class Answers:
             flat = [tensors[place].reshape(-1).view(torch.int64) for place in self._packed]
             torch.cat(flat, out=self._numbers.tensor[: sum(len(part) for part in flat)])
 
+    def forget(self) -> None:
+        """To be called before anything is written: whatever happens then, nobody takes it for what was there."""
+        for buffer in self._alone.values():
+            buffer.note(None)
+
     def copies(self) -> list[Tensor]:
         """What the buffers hold. A backward pass that soon asks for such a copy will find it there."""
         made = {place: buffer.tensor.clone() for place, buffer in self._alone.items()}
         for place, buffer in self._alone.items():
             buffer.note(made[place])
         if self._numbers is not None:
-            self._numbers.note(None)
             rest = self._numbers.tensor.clone()
             for place in self._packed:
                 size = math.prod(self._shapes[place])

@@ -37,6 +37,8 @@ class Buffer:
 def fill(buffers: Sequence[Buffer], tensors: Sequence[Tensor]) -> None:
     """Bring the values of ``tensors`` to ``buffers``, in one launch for those that are not there."""
     absent = [(buffer, tensor) for buffer, tensor in zip(buffers, tensors, strict=True) if not buffer.holds(tensor)]
+    for buffer, _ in absent:
+        buffer.note(None)
     if absent:
         torch._foreach_copy_([buffer.tensor for buffer, _ in absent], [tensor for _, tensor in absent])
     for buffer, tensor in absent:

@@ -126,23 +126,25 @@ class StagedSolve(Generic[Solve]):
             self.unread, self.alone = 0, True
         place = self.expected if self.looks else last
         whole = self._in_one(place, open_solve)
-        self._launch(0, place, whole)
+        # Until the flags of a launch were seen, it may still write some: also where an exception ends this call.
+        quiet, self.alone = self.alone, False
+        self._launch(0, place, whole, quiet)
         answer: list[Tensor] = []
         while True:
             self.written.record(torch.cuda.current_stream(self.device))
             sure = place == last
             if sure or whole is not None or self.trusted >= _TRUSTED:
                 answer = self._read_out(place, whole)
-            if sure or not self._goes_on(place):
+            if sure or not self._goes_on(place, quiet):
                 break
             # What a whole solve has left is elsewhere in memory: it can't be continued.
-            begin = place + 1 if whole is None else 0
+            begin, quiet = (place + 1 if whole is None else 0), True
             place, whole, self.trusted, answer = place + 1, None, -1, []
-            self._launch(begin, place, whole)
+            self._launch(begin, place, whole, quiet)
         answer = answer or self._read_out(place, whole)
+        self.alone = not sure
         # Whether the last stage was needed is not worth waiting for: the next solve finds out.
         self.unread = self.unread + 1 if sure and self.looks else 0
-        self.alone = self.alone and not sure
         end = place if sure else self._end(place)
         self.trusted += 1
         self._expect(end)
@@ -162,32 +164,35 @@ class StagedSolve(Generic[Solve]):
         if end != self.expected:
             self.expected, self.trusted = end, 0
 
-    def _launch(self, begin: int, place: int, whole: Any) -> None:
-        if self.looks and self.alone:
+    def _launch(self, begin: int, place: int, whole: Any, quiet: bool) -> None:
+        """Replay stages, or the whole solve; ``quiet`` where nothing else is under way that could write flags."""
+        if self.looks and quiet:
             self.left[place].fill_(_UNKNOWN)
         if whole is None:
             for stage in self.stages[begin : place + 1]:
                 stage.steps.replay()
             self.noted = place
         else:
+            assert self.answer is not None
+            self.answer.forget()
             whole.replay()
             self.noted = min(place, 1)
 
     def _read_out(self, place: int, whole: Any) -> list[Tensor]:
         assert self.answer is not None
         if whole is None:
+            self.answer.forget()
             self.stages[place].finish.replay()
         return self.answer.copies()
 
-    def _goes_on(self, place: int) -> bool:
+    def _goes_on(self, place: int, quiet: bool) -> bool:
         """Whether a row is left after this stage: known before its answer is, which the device works on meanwhile."""
         left = self.left[place]
-        if self.alone:
+        if quiet:
             while not self.written.query() and bool((left == _UNKNOWN).any()):
                 pass
         else:
             self.written.synchronize()
-            self.alone = True
         return bool(left.any())
 
     def _end(self, place: int) -> int:
