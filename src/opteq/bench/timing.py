@@ -19,7 +19,7 @@ Work = Callable[[], object]
 # idle at the beginning of a turn, and waits for its first launches; in a short turn that would be a good part of it.
 _LEAST_SECONDS, _LEAST_SECONDS_ON_GPU = 0.005, 0.1
 # Warming up ends early once it has taken so long, but not before so many calls.
-_MOST_SECONDS, _LEAST_CALLS = 0.5, 4
+_MOST_SECONDS, _LEAST_CALLS = 0.3, 4
 
 
 @dataclass(frozen=True)
