@@ -164,24 +164,23 @@ class AdjointSystem:
         self, taped: TapedLinearisation, incoming: Incoming, leaves: Sequence[Tensor]
     ) -> _AdjointSolve:
         """The system for what the state's part in them adds to the features' own gradient, in their variable."""
-        reduction, gradient, at_features = taped.reduction, incoming.state, incoming.features
+        reduction, at_state, at_features = taped.reduction, incoming.state, incoming.features
+        gradient = at_state
         if at_features is not None:
             # Once with the gradient as it came: the answer is then an addition to it, solved to a tolerance of its own.
-            spread = self._in(reduction.expand, at_features)
-            gradient = spread if gradient is None else map_state(torch.add, gradient, spread)
+            gradient = _sum(at_state, self._in(reduction.expand, at_features))
         assert gradient is not None
-        whole = gradient
+        target = self._in(reduction.restrict, gradient)
 
         def conclude(u: State) -> Answer:
-            vector = map_state(torch.add, whole, self._in(reduction.expand, u))
-            total = u if at_features is None else map_state(torch.add, at_features, u)
+            total = _sum(at_features, u)
+            vector = _sum(at_state, self._in(reduction.expand, total))
             with torch.enable_grad(), self.autocast.entered():
                 ends = [*blocks(taped.image()), *blocks(taped.features())]
             # The tape is needed again: every stage of a captured solve ends with this.
             pairs = list(zip(ends, [*blocks(vector), *blocks(total)], strict=True))
             return packed(gradients_through(pairs, leaves, again=True))
 
-        target = self._in(reduction.restrict, whole)
         return self._session(reduction.product, target, conclude)
 
     def _open(
@@ -214,6 +213,10 @@ class AdjointSystem:
     def _in(self, product: Product, v: State) -> State:
         with self.autocast.entered():
             return product(v)
+
+
+def _sum(first: State | None, second: State) -> State:
+    return second if first is None else map_state(torch.add, first, second)
 
 
 def _handed_out(vector: State) -> Answer:
