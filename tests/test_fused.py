@@ -1086,3 +1086,14 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability: int, tmp_p
     jitted = {name for name, value in vars(kernels).items() if hasattr(value, "arg_names") and not name.startswith("_")}
     assert names == {name for name in jitted if not name.startswith("_")} or not jitted
     assert {"judge", "anderson_observe", "anderson_mix", "plain_observe", "keep"} <= names
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1024, 2500])
+def test_flags_are_told(rows: int) -> None:
+    from opteq.solvers.fused.telling import tell
+
+    flags = (torch.arange(rows, dtype=torch.int32) % 3 == 0).to(torch.int32)
+    told = torch.full((rows + 1,), -1, dtype=torch.int32)
+    tell(flags, told[:rows])
+    assert torch.equal(told[:rows], flags)
+    assert told[rows] == -1  # and nothing beyond them
