@@ -12,7 +12,7 @@ from torch import Tensor
 import opteq
 from compiling import names_compiled
 from opteq._fast import settings as paths
-from opteq.kernels import Gaussian, rows_fused
+from opteq.kernels import Gaussian, gaussian_fused
 from opteq.operators import Conv2d, Patches
 
 pytestmark = [
@@ -26,7 +26,7 @@ UNIT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2.0**-6, torc
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "interpreted", not torch.cuda.is_available())
-    monkeypatch.setattr(rows_fused, "_ready", set())
+    monkeypatch.setattr(gaussian_fused, "_ready", set())
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -52,10 +52,10 @@ def test_weights_and_their_derivative(shape: tuple[int, ...], kind: str, dtype: 
     if kind == "a sample":
         gamma = sharp * (1 + torch.arange(len(q), dtype=wide, device=q.device)).reshape(-1, 1, 1, 1)
     with torch.no_grad():
-        found = rows_fused.weigh(q, gamma)
+        found = gaussian_fused.weigh(q, gamma)
         assert found is not None
         weights, weighed = found
-        bent = rows_fused.bend(q, a, gamma, weights)
+        bent = gaussian_fused.bend(q, a, gamma, weights)
     assert bent is not None
     assert weights.dtype == wide
     assert weighed.dtype == bent.dtype == dtype
@@ -73,14 +73,14 @@ def test_weights_and_their_derivative(shape: tuple[int, ...], kind: str, dtype: 
 def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
     q = drawn(2, 1, 2, 2, 8, dtype=torch.float64)
     with torch.no_grad():
-        assert rows_fused.weigh(q.transpose(1, 2), 1.0) is not None  # a dimension of one: contiguous all the same
-        assert rows_fused.weigh(q.transpose(2, 4), 1.0) is None
-        assert rows_fused.weigh(q[..., :0], 1.0) is None
-        assert rows_fused.weigh(q, torch.ones(2, 1, 2, 1, device=q.device)) is None
-        assert rows_fused.weigh(drawn(1, 2000, dtype=torch.float64), 1.0) is None
+        assert gaussian_fused.weigh(q.transpose(1, 2), 1.0) is not None  # a dimension of one: contiguous all the same
+        assert gaussian_fused.weigh(q.transpose(2, 4), 1.0) is None
+        assert gaussian_fused.weigh(q[..., :0], 1.0) is None
+        assert gaussian_fused.weigh(q, torch.ones(2, 1, 2, 1, device=q.device)) is None
+        assert gaussian_fused.weigh(drawn(1, 2000, dtype=torch.float64), 1.0) is None
         with opteq.fast_paths(fused=False):
-            assert rows_fused.weigh(q, 1.0) is None
-    assert rows_fused.weigh(q, 1.0) is None  # a tape is wanted
+            assert gaussian_fused.weigh(q, 1.0) is None
+    assert gaussian_fused.weigh(q, 1.0) is None  # a tape is wanted
 
 
 @pytest.mark.parametrize("options", [{"patch": 2, "split": 4, "hidden": 6}, {"gamma": 0.05}], ids=str)
@@ -96,7 +96,7 @@ def test_a_layer_with_and_without_them(options: dict[str, float]) -> None:
         return (y, *torch.autograd.grad(y.square().sum(), [x, *problem.parameters()]))
 
     fused = found()
-    assert {variant[0] for variant in rows_fused._ready} == {"weigh", "bend"}  # type: ignore[index]
+    assert {variant[0] for variant in gaussian_fused._ready} == {"weigh", "bend"}  # type: ignore[index]
     with opteq.fast_paths(fused=False, graphs=False):
         torch.testing.assert_close(fused, found(), rtol=1e-7, atol=1e-9)
 
@@ -115,17 +115,16 @@ import sys
 
 import triton.language as tl
 from compiling import ptx
-from opteq.kernels import row_kernels
+from opteq.kernels import gaussian_kernels
 
-kinds = {{"q": "bf16", "f": "fp32", "n": "i32"}}
 types = dict(patches="*bf16", moves="*bf16", gamma="*fp32", weights="*fp32", weighed="*bf16", bent="*bf16", rows="i32",
     share="i32")
 constants = dict(D=32, ROWS=128, WIDTH=32, WIDE=tl.float32)
-for kernel in (row_kernels.weigh, row_kernels.bend):
+for kernel in (gaussian_kernels.weigh, gaussian_kernels.bend):
     ptx(kernel, int(sys.argv[1]), types, constants, num_warps=4)
 """
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_they_compile_for_gpus_that_are_not_here(capability: int, tmp_path: Path) -> None:
-    assert names_compiled(COMPILED.format(), capability, tmp_path) == {"weigh", "bend"}
+    assert names_compiled(COMPILED, capability, tmp_path) == {"weigh", "bend"}

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import opteq
 from compiling import names_compiled
+from opteq import _triton
 from opteq import operators as op
 from opteq._fast import has_triton
 from opteq._fast import settings as paths
@@ -258,13 +259,13 @@ def test_compiled_functions_take_the_plain_path(interpreted: set) -> None:
 @no_gpu
 def test_nothing_is_compiled_inside_a_capture(interpreted: set, monkeypatch: pytest.MonkeyPatch) -> None:
     v = picture(2, 3, 4, 4)
-    monkeypatch.setattr(resample_fused, "_capturing", lambda picture: True)
+    monkeypatch.setattr(resample_fused, "is_capturing", lambda picture: True)
     assert resample_fused.pooled(v, 2) is None
     torch.testing.assert_close(op.resample(v, 2), pooled(v, 2))
     monkeypatch.undo()
     monkeypatch.setattr(paths, "interpreted", True)
     assert resample_fused.pooled(v, 2) is not None
-    monkeypatch.setattr(resample_fused, "_capturing", lambda picture: True)
+    monkeypatch.setattr(resample_fused, "is_capturing", lambda picture: True)
     assert resample_fused.pooled(v, 2) is not None
     assert resample_fused.pooled(v, 4) is None
 
@@ -273,7 +274,7 @@ def test_without_triton_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(paths, "interpreted", True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     v = picture(2, 3, 4, 4)
-    resample_fused._found.cache_clear()
+    _triton._compiles_for.cache_clear()
     has_triton.cache_clear()
     try:
         with pytest.warns(UserWarning, match="Triton is not installed"):
@@ -282,7 +283,7 @@ def test_without_triton_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) ->
             warnings.simplefilter("error")
             up = op.resample(v, 8)
     finally:
-        resample_fused._found.cache_clear()
+        _triton._compiles_for.cache_clear()
         has_triton.cache_clear()
     torch.testing.assert_close(down, pooled(v, 2))
     torch.testing.assert_close(up, spread(v, 2))

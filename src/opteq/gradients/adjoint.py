@@ -90,16 +90,18 @@ class AdjointSystem:
 
     def _run(self, incoming: Incoming, replayed: Replay | None) -> tuple[list[Tensor], object, Report]:
         with self.autocast.off(), torch.no_grad():
-            answer = self._by_graphs(incoming, replayed)
-            if answer is None:
-                if self.frozen is None:
-                    assert self.local is not None
-                    assert incoming.state is not None
-                    solve = self._open(self.local, incoming.state, _handed_out)
-                else:
-                    features = None if replayed is None else replayed.features
-                    given = _Given(self.frozen.tensors, self.state, features, incoming)
+            answer = None
+            if self.frozen is None:
+                assert self.local is not None
+                assert incoming.state is not None
+                solve = self._open(self.local, incoming.state, _handed_out)
+            else:
+                features = None if replayed is None else replayed.features
+                given = _Given(self.frozen.tensors, self.state, features, incoming)
+                answer = self._by_graphs(self.frozen, given, replayed)
+                if answer is None:
                     solve = self._opened(self.frozen, given.arranged(), replayed)
+            if answer is None:
                 drive(solve.run)
                 tensors = solve.tensors()  # which learns the facts
                 answer = tensors, solve.facts
@@ -124,17 +126,11 @@ class AdjointSystem:
             )
         return local
 
-    def _by_graphs(self, incoming: Incoming, replayed: Replay | None) -> Answer | None:
-        if self.frozen is None:
-            return None
-        frozen = self.frozen
-        features = None if replayed is None else replayed.features
-        given = _Given(frozen.tensors, self.state, features, incoming)
-
+    def _by_graphs(self, frozen: Frozen, given: _Given, replayed: Replay | None) -> Answer | None:
         def open_solve(tensors: list[Tensor]) -> _AdjointSolve:
             return self._opened(frozen, given.with_tensors(tensors).arranged(), replayed)
 
-        arrived = incoming.state is None, incoming.features is None
+        arrived = given.incoming.state is None, given.incoming.features is None
         key = (
             "adjoint", frozen.structure, self.linear, self.autocast, arrived,
             None if replayed is None else replayed.key,

@@ -142,8 +142,8 @@ def features_beside(hidden: BoundMap, state: State) -> State | None:
     if hidden.reads_out_aside:
         return None
     features = hidden.features(state)
-    same = all(one is other for one, other in zip(blocks(features), blocks(state), strict=False))
-    return None if same and len(blocks(features)) == len(blocks(state)) else features
+    same = [id(part) for part in blocks(features)] == [id(part) for part in blocks(state)]
+    return None if same else features
 
 
 def find_without_tape(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from opteq.kernels import rows_fused
+from opteq.kernels import gaussian_fused
 from opteq.kernels.base import Kernel, Product, Similarity
 from opteq.operators import Dense, LinearMap, Patches
 from opteq.states import sum_over_sample, working_dtype
@@ -167,7 +167,7 @@ class GaussianSimilarity(Similarity):
 
     def _pulled(self, y: Tensor) -> tuple[Tensor, Tensor]:
         q = self._projected(y)
-        weights, weighed = rows_fused.weigh(q, self.gamma) or _weighed(q, self.gamma)
+        weights, weighed = gaussian_fused.weigh(q, self.gamma) or _weighed(q, self.gamma)
         return self.W.adjoint(self.view.adjoint(weighed)), weights
 
     def curvature_at(self, y: Tensor) -> Product:
@@ -177,7 +177,7 @@ class GaussianSimilarity(Similarity):
 
         def product(v: Tensor) -> Tensor:
             a = self.view(self.W(v))
-            bent = rows_fused.bend(q, a, self.gamma, weights)
+            bent = gaussian_fused.bend(q, a, self.gamma, weights)
             if bent is None:
                 along = (q.to(pull.dtype) * a).sum(dim=-1)
                 bent = _scale(pull * along, q) - _scale(weights, a)

@@ -12,15 +12,14 @@ from opteq.operators.base import LinearMap
 from opteq.operators.conv import ConvMap
 
 
-def recalled(linear: ConvMap, v: Tensor, c: Tensor, value: Tensor) -> Tensor:
-    """``A v + c``, which is ``value``, with the derivatives by v, by c and by the weight of A."""
-    known: Tensor = _Recalled.apply(linear, v, linear.acting, c, value)  # type: ignore[no-untyped-call]
-    return known
+def recalled(
+    linear: ConvMap, v: Tensor, c: Tensor, value: Tensor, slope: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """``A v + c``, which is ``value``, with the derivatives by v, by c and by the weight of A.
 
-
-def recalled_image(linear: ConvMap, v: Tensor, c: Tensor, value: Tensor, slope: Callable[[Tensor], Tensor]) -> Tensor:
-    """``sigma(A v + c)`` for a constant v, which is ``value``; ``slope`` multiplies by sigma's derivative there."""
-    known: Tensor = _RecalledImage.apply(linear, v, linear.acting, c, value, slope)  # type: ignore[no-untyped-call]
+    With ``slope``, which multiplies by the derivative of an activation there, it is the activation of that.
+    """
+    known: Tensor = _Recalled.apply(linear, v, linear.acting, c, value, slope)  # type: ignore[no-untyped-call]
     return known
 
 
@@ -46,21 +45,22 @@ def by_weight(linear: ConvMap, v: Tensor, u: Tensor, weight: Tensor | None = Non
 
 class _Recalled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, linear: ConvMap, v: Tensor, weight: Tensor, c: Tensor, value: Tensor) -> Tensor:  # noqa: ARG004
-        ctx.linear = linear
+    def forward(ctx: Any, linear: ConvMap, v: Tensor, weight: Tensor, c: Tensor, value: Tensor, slope: Any) -> Tensor:
+        ctx.linear, ctx.slope, ctx.dtype = linear, slope, c.dtype
         ctx.save_for_backward(v, weight)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
+        inside = gradients[0] if ctx.slope is None else ctx.slope(gradients[0])
         v, weight = ctx.saved_tensors
-        _, want_v, want_weight, want_c, _ = ctx.needs_input_grad
+        _, want_v, want_weight, want_c, *_ = ctx.needs_input_grad
         return (
             None,
-            ctx.linear.adjoint(gradient) if want_v else None,
-            by_weight(ctx.linear, v.to(weight.dtype), gradient.to(weight.dtype), weight) if want_weight else None,
-            gradient if want_c else None,
+            ctx.linear.adjoint(inside) if want_v else None,
+            by_weight(ctx.linear, v.to(weight.dtype), inside.to(weight.dtype), weight) if want_weight else None,
+            inside.to(ctx.dtype) if want_c else None,
+            None,
             None,
         )
 
@@ -79,28 +79,3 @@ class _RecalledAdjoint(torch.autograd.Function):
         # <A' u, g> = <A g, u>
         found = by_weight(ctx.linear, gradient.to(weight.dtype), u.to(weight.dtype), weight)
         return None, None, found, None
-
-
-class _RecalledImage(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        linear: ConvMap,
-        v: Tensor,
-        weight: Tensor,
-        c: Tensor,
-        value: Tensor,
-        slope: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        ctx.linear, ctx.slope, ctx.dtype = linear, slope, c.dtype
-        ctx.save_for_backward(v, weight)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        v, weight = ctx.saved_tensors
-        inside = ctx.slope(gradients[0])
-        found = None
-        if ctx.needs_input_grad[2]:
-            found = by_weight(ctx.linear, v.to(weight.dtype), inside.to(weight.dtype), weight)
-        return None, None, found, inside.to(ctx.dtype) if ctx.needs_input_grad[3] else None, None, None

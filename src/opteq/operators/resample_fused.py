@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from opteq._fast import has_triton, settings
+from opteq._triton import is_capturing, may_launch
 from opteq.states import working_dtype
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WARPS = 4
 # What a thread reads at once: the widest load there is.
 _BYTES = 16
@@ -36,34 +34,8 @@ def spread(u: Tensor, factor: int) -> Tensor | None:
     return _resampled("spread", u, (batch, channels, height * factor, width * factor), factor)
 
 
-def _supports(picture: Tensor) -> bool:
-    return (
-        settings.fused
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and (picture.is_cuda or settings.interpreted)
-        and type(picture) is Tensor  # others, such as torch's fake tensors, may have no memory
-        and picture.dtype in _DTYPES
-        and picture.numel() > 0
-        and picture.is_contiguous(memory_format=torch.channels_last)
-        and _found(picture.device)
-    )
-
-
-@functools.cache
-def _found(device: torch.device) -> bool:
-    """Whether Triton is there, and a device that it compiles all dtypes for."""
-    if not has_triton():
-        return False
-    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _capturing(picture: Tensor) -> bool:
-    return picture.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def _resampled(name: str, source: Tensor, shape: tuple[int, int, int, int], factor: int) -> Tensor | None:
-    if not _supports(source):
+    if not (may_launch(source) and source.is_contiguous(memory_format=torch.channels_last)):
         return None
     batch, channels, height, width = shape if name == "pool" else source.shape
     pixels = batch * height * width
@@ -73,7 +45,7 @@ def _resampled(name: str, source: Tensor, shape: tuple[int, int, int, int], fact
     # All that Triton compiles a variant for. None is loaded in the middle of a capture, where that may be forbidden:
     # the solvers' own captures come after a solve that has launched the same ones.
     variant = (name, source.device, source.dtype, channels, factor, tall, large, source.data_ptr() % 16 == 0)
-    if variant not in _ready and _capturing(source):
+    if variant not in _ready and is_capturing(source):
         return None
     import triton.language as tl
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from opteq import penalties
 from opteq.operators import Operator, module_norm
 from opteq.operators.conv import ConvMap
-from opteq.operators.recalled import recalled_image
-from opteq.penalties import Penalty
-from opteq.penalties.base import Linearised
+from opteq.operators.recalled import recalled
+from opteq.penalties import Linearised, Penalty
 from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
 from opteq.problems.branch import check_injection, check_operator, check_positive, inject
@@ -218,7 +217,7 @@ class BoundOptEq(Hidden):
             with torch.no_grad():
                 image = block.activation(z)
             local = self.penalty.linearise_at_image(image)
-            on_tape = partial(recalled_image, block.W, z, block.c, image, local.derivative)
+            on_tape = partial(recalled, block.W, z, block.c, image, local.derivative)
             return TapedLinearisation(self._reduction(local), on_tape, features_on_tape)
         inside = block.preactivation(z)
         with torch.no_grad():

@@ -28,10 +28,10 @@ class Buffer:
 
     def note(self, tensor: Tensor | None) -> None:
         """Remember that the values of ``tensor`` are here; None where nobody has them."""
-        # A tensor of inference mode counts no changes.
-        known = tensor is not None and not tensor.is_inference()
-        self._source = weakref.ref(tensor) if known and tensor is not None else None
-        self._version = tensor._version if known and tensor is not None else -1
+        if tensor is None or tensor.is_inference():  # which counts no changes
+            self._source = None
+        else:
+            self._source, self._version = weakref.ref(tensor), tensor._version
 
 
 def fill(buffers: Sequence[Buffer], tensors: Sequence[Tensor]) -> None:

@@ -20,8 +20,9 @@ MANY_PROGRAMS = 2048
 # Below this a sum of squares in float32 is zero, and so would be a floor.
 _LEAST_FLOOR = torch.finfo(torch.float32).tiny
 
-# Entries a program of the second pass, and its warps: where there are few programs, each is a larger one.
+# Entries a program of the second pass and its warps, for states of many entries and of few.
 _MIXED, _MIXERS = (1024, 2048), (2, 4)
+_FEW_ENTRIES = 2**22
 
 
 class FusedPlain:
@@ -228,7 +229,7 @@ class FusedAnderson(FusedPlain):
     def _mixers(self) -> tuple[int, int]:
         """Entries a program of the second pass, and its warps."""
         layout = self.book.blocks
-        few = layout.parts * layout.piece * layout.rows < MANY_PROGRAMS * 2048
+        few = sum(layout.widths) * layout.rows < _FEW_ENTRIES
         return _MIXED[few], _MIXERS[few]
 
     def _mix(self, following: Sequence[Tensor]) -> None:

@@ -12,21 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opteq.solvers.fused.judgement import enter_point, unit_for
-from opteq.solvers.fused.rows import (
-    ACTIVE,
-    ANCHOR,
-    BEST,
-    LATE,
-    LEAST,
-    MERIT,
-    PENDING,
-    PLAIN,
-    RESIDUAL,
-    SAVE,
-    STEPS,
-    UNIT,
-)
+from opteq.solvers.fused.judgement import enter_point, load_row, unit_for
+from opteq.solvers.fused.rows import ANCHOR, LATE, PLAIN, SAVE, UNIT
 from opteq.solvers.fused.weighing import enter_newest, load_columns, store_columns, weigh
 
 # Squares of differences are differences of squares, whose sums are rounded to some 1e-7.
@@ -41,6 +28,47 @@ def signs_of(newer, older, RP: tl.constexpr):
     return ahead - (place[None, :] == older[:, None]).to(tl.float64)
 
 
+@triton.jit
+def load_newest(sums, parts, step, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr):
+    """Pieces of the newest column's square, of its products with the others, and at step 1 of the first one's square.
+
+    As ``images_begin`` and ``images_observe`` leave them after the two norms.
+    """
+    piece = tl.arange(0, P)
+    place = tl.arange(0, RP)
+    some = piece < parts
+    squares = tl.load(sums + 2 * parts + piece, mask=some, other=0.0)
+    first = tl.load(sums + 3 * parts + piece, mask=piece < tl.where(step == 1, parts, 0), other=0.0)
+    at = sums + (4 + place[:, None]) * parts + piece[None, :]
+    along = tl.load(at, mask=(place[:, None] < R) & some[None, :], other=0.0)
+    return squares, first, along
+
+
+@triton.jit
+def compare(
+    own, square, products, anchored, anchor, front, back, last_target, slot, MP: tl.constexpr, RP: tl.constexpr
+):
+    """From the newest column's products: the length of the newest difference, and every difference's products with it
+    and with the newest column.
+    """
+    line = tl.arange(0, MP)
+    with_anchor = tl.sum(tl.where(tl.arange(0, RP) == anchor, products, 0.0), axis=0)
+    turn = own - 2 * with_anchor + square
+    length = tl.sqrt(tl.where(anchored & (turn > LEAST_TURN * (own + square)), turn, 0.0))
+    signs = signs_of(front, back, RP)
+    target = tl.sum(tl.where(signs != 0, signs * products[None, :], 0.0), axis=1)
+    with_newest = target - last_target
+    return length, with_newest, tl.where(line == slot, own - with_anchor, target)
+
+
+@triton.jit
+def still_needed(in_use, signs, step, follows, follows_one, M: tl.constexpr, MP: tl.constexpr, RP: tl.constexpr):
+    """Columns to be read in the next step: those of differences that last beyond it, and the one that it follows."""
+    lasting = tl.where(tl.arange(0, MP) == step % M, 0, in_use)
+    needed = tl.sum(tl.where(signs != 0, lasting[:, None], 0), axis=0) > 0
+    return needed | ((tl.arange(0, RP) == follows) & follows_one)
+
+
 @triton.jit(do_not_specialize=["slot", "place", "step"])
 def images_judge(
     sums, parts, merits, flags, numbers, used, gram, scale, targets, newer, older, held, units, weights, trace, step,
@@ -53,28 +81,14 @@ def images_judge(
     """
     row = tl.program_id(0)
     mine = sums + row * (4 + R) * parts
-    piece = tl.arange(0, P)
     line = tl.arange(0, MP)
     at = tl.arange(0, RP)
-    active = tl.load(flags + ACTIVE * rows + row)
-    residual = tl.load(numbers + RESIDUAL * rows + row)
-    best = tl.load(numbers + BEST * rows + row)
-    least = tl.load(numbers + LEAST * rows + row)
-    known = tl.load(numbers + MERIT * rows + row)
-    unit = tl.load(numbers + UNIT * rows + row)
-    square = tl.load(numbers + ANCHOR * rows + row)
-    steps = tl.load(flags + STEPS * rows + row)
-    late = tl.load(flags + LATE * rows + row) != 0
-    plain = tl.load(flags + PLAIN * rows + row) != 0
-    was_pending = tl.load(flags + PENDING * rows + row) != 0
-    some = piece < parts
-    gaps = tl.load(mine + piece, mask=some, other=0.0)
-    sizes = tl.load(mine + parts + piece, mask=some, other=0.0)
-    squares = tl.load(mine + 2 * parts + piece, mask=some, other=0.0)
-    first = tl.load(mine + 3 * parts + piece, mask=piece < tl.where(step == 1, parts, 0), other=0.0)
-    along = tl.load(
-        mine + (4 + at[:, None]) * parts + piece[None, :], mask=(at[:, None] < R) & some[None, :], other=0.0
+    active, residual, best, least, known, unit, steps, plain, was_pending, gaps, sizes = load_row(
+        mine, parts, flags, numbers, rows, row, P
     )
+    square = tl.load(numbers + ANCHOR * rows + row)
+    late = tl.load(flags + LATE * rows + row) != 0
+    squares, first, along = load_newest(mine, parts, step, R, RP, P)
     in_use, lengths, cosines = load_columns(used, scale, gram, row, MP)
     last_target = tl.load(targets + row * MP + line)
     front = tl.load(newer + row * MP + line)
@@ -98,26 +112,19 @@ def images_judge(
         own = tl.sum(squares.to(tl.float64), axis=0) / (unit * unit)
         kept = taken & (own < float("inf"))  # a column may leave the range of float16
         products = tl.where(holds & (at != place), tl.sum(along.to(tl.float64), axis=1) / (unit * their_units), 0.0)
-        with_anchor = tl.sum(tl.where(at == anchor, products, 0.0), axis=0)
-        turn = own - 2 * with_anchor + square
-        length = tl.sqrt(tl.where(anchored & (turn > LEAST_TURN * (own + square)), turn, 0.0))
-        newest = line == slot
-        signs = signs_of(front, back, RP)
-        target = tl.sum(tl.where(signs != 0, signs * products[None, :], 0.0), axis=1)
-        with_newest = target - last_target
-        target = tl.where(newest, own - with_anchor, target)
+        length, with_newest, target = compare(
+            own, square, products, anchored, anchor, front, back, last_target, slot, MP, RP
+        )
         in_use, lengths, cosines = enter_newest(in_use, lengths, cosines, length, with_newest, kept, slot, MP)
         found, in_use = weigh(in_use, lengths, cosines, target, gap, slot, ridge, M, MP, tl.float32)
-        front = tl.where(newest, place, front)
-        back = tl.where(newest, anchor, back)
+        front = tl.where(line == slot, place, front)
+        back = tl.where(line == slot, anchor, back)
         signs = signs_of(front, back, RP)
         # The image of the point in force, less the differences of images by their weights.
         base = tl.where(at == tl.where(taken, place, previous), 1.0, 0.0)
         tl.store(weights + row * RP + at, base - tl.sum(found[:, None] * signs, axis=0))
-        # To be read in the next step: the columns of differences that last beyond it, and the one that it follows.
-        lasting = tl.where(line == step % M, 0, in_use)
-        needed = tl.sum(tl.where(signs != 0, lasting[:, None], 0), axis=0) > 0
-        needed = needed | ((at == tl.where(taken, place, anchor)) & tl.where(taken, kept, anchored))
+        follows, follows_one = tl.where(taken, place, anchor), tl.where(taken, kept, anchored)
+        needed = still_needed(in_use, signs, step, follows, follows_one, M, MP, RP)
         tl.store(held + row * RP + at, needed.to(tl.int32))
         tl.store(units + row * RP + at, tl.where(at == place, unit, their_units))
         tl.store(newer + row * MP + line, front)

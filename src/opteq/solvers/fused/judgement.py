@@ -70,6 +70,24 @@ def judge_start(
 
 
 @triton.jit
+def load_row(sums, parts, flags, numbers, rows, row, P: tl.constexpr):
+    """What is known of a row from before a step, and the pieces of the step's two norms."""
+    piece = tl.arange(0, P)
+    active = tl.load(flags + ACTIVE * rows + row)
+    residual = tl.load(numbers + RESIDUAL * rows + row)
+    best = tl.load(numbers + BEST * rows + row)
+    least = tl.load(numbers + LEAST * rows + row)
+    known = tl.load(numbers + MERIT * rows + row)
+    unit = tl.load(numbers + UNIT * rows + row)
+    steps = tl.load(flags + STEPS * rows + row)
+    plain = tl.load(flags + PLAIN * rows + row) != 0
+    was_pending = tl.load(flags + PENDING * rows + row) != 0
+    gaps = tl.load(sums + piece, mask=piece < parts, other=0.0)
+    sizes = tl.load(sums + parts + piece, mask=piece < parts, other=0.0)
+    return active, residual, best, least, known, unit, steps, plain, was_pending, gaps, sizes
+
+
+@triton.jit
 def is_harmless(gap, least, merit, known, growth, rounding, MERITED: tl.constexpr):
     """Whether a proposal that is not plain may be taken: by its merit, or without one by ``|T(y) - y|``."""
     if MERITED:
@@ -111,23 +129,14 @@ def judge(
     """
     row = tl.program_id(0)
     mine = sums + row * (4 + 2 * M) * parts
-    piece = tl.arange(0, P)
-    active = tl.load(flags + ACTIVE * rows + row)
-    residual = tl.load(numbers + RESIDUAL * rows + row)
-    best = tl.load(numbers + BEST * rows + row)
-    least = tl.load(numbers + LEAST * rows + row)
-    known = tl.load(numbers + MERIT * rows + row)
-    steps = tl.load(flags + STEPS * rows + row)
-    plain = tl.load(flags + PLAIN * rows + row) != 0
-    was_pending = tl.load(flags + PENDING * rows + row) != 0
-    gaps = tl.load(mine + piece, mask=piece < parts, other=0.0)
-    sizes = tl.load(mine + parts + piece, mask=piece < parts, other=0.0)
+    active, residual, best, least, known, unit, steps, plain, was_pending, gaps, sizes = load_row(
+        mine, parts, flags, numbers, rows, row, P
+    )
     merit = known
     if MERITED:
         merit = tl.load(merits + row).to(tl.float64)
     turns, across, along, target = load_products(mine, parts, M, MP, P)
     in_use, lengths, cosines = load_columns(used, scale, gram, row, MP)
-    unit = tl.load(numbers + UNIT * rows + row)
     if active == 0:
         tl.store(flags + SAVE * rows + row, 0)
     else:

@@ -7,10 +7,9 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from opteq._fast import has_triton, settings
+from opteq._triton import is_capturing, may_launch
 from opteq.states import working_dtype
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WARPS = 4
 # Entries a program, and the longest rows that fit: a row is one piece of a program.
 _TILE, _LONGEST = 4096, 1024
@@ -29,26 +28,17 @@ def weigh(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor] | None:
 
 def bend(q: Tensor, a: Tensor, gamma: float | Tensor, weights: Tensor) -> Tensor | None:
     """``e_i (2 gamma <q_i, a_i> q_i - a_i)``, the derivative of ``-e_i q_i`` along ``a_i``; None as above."""
-    if not _supports(q) or not _supports(a) or a.dtype != q.dtype or not weights.is_contiguous():
+    if not _supports(q, a) or a.dtype != q.dtype or not weights.is_contiguous():
         return None
     bent = torch.empty_like(a)
     return bent if _launched("bend", q, gamma, (q, a), (weights, bent)) else None
 
 
-def _supports(q: Tensor) -> bool:
+def _supports(*rows: Tensor) -> bool:
     return (
-        settings.fused
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and (q.is_cuda or settings.interpreted)
-        and type(q) is Tensor
-        and q.dtype in _DTYPES
-        and q.ndim > 1
-        and q.numel() > 0
-        and q.shape[-1] <= _LONGEST
-        and q.is_contiguous()
-        and has_triton()
+        not torch.is_grad_enabled()
+        and may_launch(*rows)
+        and all(each.ndim > 1 and each.shape[-1] <= _LONGEST and each.is_contiguous() for each in rows)
     )
 
 
@@ -63,11 +53,11 @@ def _launched(
     variant = name, q.device, q.dtype, sharp.dtype, size
     # None is loaded in the middle of a capture, where that may be forbidden: the solvers' own captures come after a
     # solve that has launched the same ones.
-    if variant not in _ready and q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if variant not in _ready and is_capturing(q):
         return False
     import triton.language as tl
 
-    from opteq.kernels import row_kernels as kernels
+    from opteq.kernels import gaussian_kernels as kernels
 
     kernel = kernels.weigh if name == "weigh" else kernels.bend
     width = 1 << (size - 1).bit_length()
