@@ -22,7 +22,8 @@ from opteq.solvers import staged
 from opteq.solvers.answers import Answers
 from opteq.solvers.buffers import Buffer, SharedBuffers, fill
 from opteq.solvers.loop import Rule
-from opteq.solvers.staged import StagedSolve, _chunks, _Stage
+from opteq.solvers.staged import StagedSolve
+from opteq.solvers.stages import Stage, chunks
 
 
 class Device:
@@ -89,7 +90,7 @@ class Solve:
         made.inputs, made.whole, made.workshop = [], OrderedDict(), self  # type: ignore[assignment]
         made.left = [torch.ones(3, dtype=torch.int32) for _ in self.taken]
         made.stages = [
-            _Stage(Launch(self.device, self.steps(place)), Launch(self.device, self.finish(place)), taken + 1)
+            Stage(Launch(self.device, self.steps(place)), Launch(self.device, self.finish(place)), taken + 1)
             for place, taken in enumerate(self.taken)
         ]
         made._read_out = self.read_out  # type: ignore[method-assign]
@@ -252,11 +253,11 @@ def test_one_batch_to_the_last_step_is_not_the_rule_for_ever() -> None:
 @pytest.mark.parametrize(("most", "every", "several"), [(50, 4, True), (50, 4, False), (7, 10, False), (300, 4, True)])
 def test_chunks_make_up_all_steps_and_are_few(most: int, every: int, several: bool) -> None:
     rule = Rule(tol=1e-3, max_steps=most, check_every=every)
-    chunks = _chunks(rule, several)
-    assert sum(chunks) == most
-    assert min(chunks) >= 1
-    assert len(chunks) < 50
-    assert chunks[0] == (min(every, most) if several else 1)
+    made = chunks(rule, several)
+    assert sum(made) == most
+    assert min(made) >= 1
+    assert len(made) < 50
+    assert made[0] == (min(every, most) if several else 1)
 
 
 def test_a_buffer_is_filled_where_it_does_not_hold_the_values_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from opteq._fast import settings
 from opteq.solvers.buffers import fill
 from opteq.solvers.capture import Workshop
-from opteq.solvers.staged import OpenSolve, Solve, StagedSolve
+from opteq.solvers.staged import StagedSolve
+from opteq.solvers.stages import OpenSolve, Solve
 
 _MOST_SOLVES = 32
 

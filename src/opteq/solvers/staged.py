@@ -1,10 +1,8 @@
-"""A solve as a few CUDA graphs: its start, chunks of steps, its end.
+"""A solve as a few CUDA graphs, launched by a host that looks whether more are needed.
 
 A GPU computes a solver step faster than Python can launch it. Here the steps between two looks of the host are captured
 as one graph each, and replayed afterwards; a solve that has ended at the same step for a while is captured once more,
-as one graph from its start to its answer. The graphs run one after the other and share one pool of memory, so what a
-chunk leaves is where the next one expects it. Inputs are copied in and answers copied out: nothing outside ever sees
-the memory of a graph.
+as one graph from its start to its answer.
 """
 
 from __future__ import annotations
@@ -12,18 +10,17 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opteq._fast import has_triton, settings
-from opteq.solvers.answers import Answers
 from opteq.solvers.buffers import fill
-from opteq.solvers.capture import HostSlots, Workshop
-from opteq.solvers.loop import Rule, Run
+from opteq.solvers.capture import HostSlots
+from opteq.solvers.loop import Run
+from opteq.solvers.stages import OpenSolve, Solve, Stages
 
 # Steps from which a solve counts as long.
 _LONG = 12
@@ -40,46 +37,8 @@ _PATIENCE, _MOST_PATIENCE = 8, 1024
 _UNKNOWN = -1
 
 
-class Capturable(Protocol):
-    """A solve under way whose answer is a list of tensors with fixed shapes, but for the first dimension of the last.
-
-    That last one is the history of residuals, which grows with the steps.
-    """
-
-    @property
-    def run(self) -> Run:
-        """What advances."""
-        ...
-
-    @property
-    def facts(self) -> object:
-        """What is known before the first step: it goes with every answer."""
-        ...
-
-    def tensors(self) -> list[Tensor]:
-        """The answer as it stands."""
-        ...
-
-
-Solve = TypeVar("Solve", bound=Capturable)
-OpenSolve = Callable[[list[Tensor]], Solve]
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """Some steps, what reads the answer after them, and how long the history is by then."""
-
-    steps: Any
-    finish: Any
-    history: int
-
-
-class StagedSolve(Generic[Solve]):
-    """One form of solve, captured stage by stage to its last step: single steps, or several where ``coarse``.
-
-    All solves of a stream share one pool of memory and one set of buffers. Each one initialises what it reads and hands
-    out copies, so what another one leaves there, or overwrites, does no harm; and nothing is held between two solves
-    but buffers.
+class StagedSolve(Stages[Solve]):
+    """One form of solve, its stages launched by the host.
 
     Every stage ends by writing which rows are left into memory of the host. Batches are much alike, so all stages up to
     the last batch's end are launched before the host looks there for the first time, and where that end has been the
@@ -92,13 +51,8 @@ class StagedSolve(Generic[Solve]):
     """
 
     def __init__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], coarse: bool = False) -> None:
-        self.coarse = coarse
-        self.device = inputs[0].device
-        self.workshop = Workshop.here(self.device)
-        self.lot = self.workshop.buffers.lot()
-        self.stages: list[_Stage] = []
+        device = inputs[0].device
         self.whole: OrderedDict[int, Any] = OrderedDict()  # by the place of its end: all of a solve in one graph
-        self.answer: Answers | None = None
         self.left: list[Tensor] = []  # of every stage: which rows go on, in memory of the host
         self.written: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.unread = 0  # solves to the last step since the host has looked
@@ -108,11 +62,9 @@ class StagedSolve(Generic[Solve]):
         self.expected = self.trusted = self.steps = 0
         # As many bytes as any number of rows may take that these inputs can stand for.
         largest = max(max(tensor.shape, default=1) for tensor in inputs)
-        self.slots = HostSlots(8 * largest, torch.cuda.current_stream(self.device).cuda_stream)
-        self.tell = _teller(self.device) if settings.fused and has_triton() else None
-        self.inputs = self.lot.filled(inputs)
-        with self.workshop.entered():
-            self.facts = self._capture(open_solve)
+        self.slots = HostSlots(8 * largest, torch.cuda.current_stream(device).cuda_stream)
+        self.tell = _teller(device) if settings.fused and has_triton() else None
+        super().__init__(inputs, open_solve, coarse)
 
     def __call__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]) -> list[Tensor]:
         """The answer for ``inputs``, as tensors of its own."""
@@ -219,63 +171,26 @@ class StagedSolve(Generic[Solve]):
     def _all_of_it(self, place: int, open_solve: OpenSolve[Solve]) -> None:
         solve = self._begun(open_solve)
         for number, chunk in enumerate(self.chunks[:place]):
-            if number == place - 1:  # so that a solve that might have ended earlier is noticed
+            if self.looks and number == place - 1:  # so that a solve that might have ended earlier is noticed
                 self._note(solve.run, number)
             self._advance(solve.run, chunk)
-        self._note(solve.run, place)
+        if self.looks:
+            self._note(solve.run, place)
         self._read(solve)
 
-    def _capture(self, open_solve: OpenSolve[Solve]) -> object:
+    def _prepare(self) -> None:
         self.slots.prepare()
-        steps, solve = self.workshop.record(partial(self._first, open_solve))
-        self.chunks = _chunks(solve.run.rule, self.coarse or not self.looks)
-        taken = 0
-        for chunk in (*self.chunks, None):
-            finish, _ = self.workshop.record(partial(self._read, solve))
-            self.stages.append(_Stage(steps, finish, taken + 1))
-            if chunk is not None:
-                self.slots.prepare()
-                steps, _ = self.workshop.record(partial(self._further, solve.run, chunk))
-                taken += chunk
-        return solve.facts
-
-    def _begun(self, open_solve: OpenSolve[Solve]) -> Solve:
-        solve = open_solve([buffer.tensor for buffer in self.inputs])
-        solve.run.begin()
-        return solve
-
-    def _first(self, open_solve: OpenSolve[Solve]) -> Solve:
-        solve = self._begun(open_solve)
-        self.looks = solve.run.rule.check_every <= solve.run.rule.max_steps
-        self._note(solve.run, 0)
-        return solve
-
-    def _further(self, run: Run, steps: int) -> None:
-        self._advance(run, steps)
-        self._note(run, len(self.left))
-
-    @staticmethod
-    def _advance(run: Run, steps: int) -> None:
-        for _ in range(steps):
-            run.advance()
 
     def _note(self, run: Run, place: int) -> None:
         """Write down, where the host can read it, which rows go on after this stage."""
-        if self.looks:
-            rows = run.unfinished()
-            rows = rows.view(torch.int8) if rows.dtype == torch.bool else rows  # which can be unknown, too
-            if place == len(self.left):
-                self.left.append(self.slots.next(rows))
-            if self.tell is not None and rows.dtype == torch.int32:
-                self.tell(rows, self.left[place])
-            else:
-                self.left[place].copy_(rows, non_blocking=True)
-
-    def _read(self, solve: Solve) -> None:
-        tensors = solve.tensors()
-        if self.answer is None:
-            self.answer = Answers(self.lot, tensors, solve.run.rule.max_steps + 1)
-        self.answer.write(tensors)
+        rows = run.unfinished()
+        rows = rows.view(torch.int8) if rows.dtype == torch.bool else rows  # which can be unknown, too
+        if place == len(self.left):
+            self.left.append(self.slots.next(rows))
+        if self.tell is not None and rows.dtype == torch.int32:
+            self.tell(rows, self.left[place])
+        else:
+            self.left[place].copy_(rows, non_blocking=True)
 
 
 @functools.cache
@@ -289,16 +204,3 @@ def _teller(device: torch.device) -> Callable[[Tensor, Tensor], None] | None:
         tell(torch.zeros(1, dtype=torch.int32, device=device), told)
         torch.cuda.current_stream(device).synchronize()
     return tell if told.item() == 0 else None
-
-
-def _chunks(rule: Rule, several: bool) -> list[int]:
-    """How many steps each stage after the first has.
-
-    Stages grow with the distance, so that there are few of them however many steps are allowed.
-    """
-    chunks, taken = [], 0
-    while taken < rule.max_steps:
-        least = rule.check_every if several else 1
-        chunks.append(min(max(least, taken // 8), rule.max_steps - taken))
-        taken += chunks[-1]
-    return chunks

@@ -1,0 +1,140 @@
+"""A solve captured in parts as CUDA graphs: its start, chunks of steps, and after each of them what reads the answer.
+
+The graphs run one after the other and share one pool of memory, so what a chunk leaves is where the next one expects
+it. Inputs are copied in and answers copied out: nothing outside ever sees the memory of a graph. All solves of a stream
+share the pool and one set of buffers. Each one initialises what it reads and hands out copies, so what another one
+leaves there, or overwrites, does no harm; and nothing is held between two solves but buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from opteq.solvers.answers import Answers
+from opteq.solvers.capture import Workshop
+from opteq.solvers.loop import Rule, Run
+
+
+class Capturable(Protocol):
+    """A solve under way whose answer is a list of tensors with fixed shapes, but for the first dimension of the last.
+
+    That last one is the history of residuals, which grows with the steps. The three before it are the residuals, steps
+    and status codes of the samples.
+    """
+
+    @property
+    def run(self) -> Run:
+        """What advances."""
+        ...
+
+    @property
+    def facts(self) -> object:
+        """What is known before the first step: it goes with every answer."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """The answer as it stands."""
+        ...
+
+
+Solve = TypeVar("Solve", bound=Capturable)
+OpenSolve = Callable[[list[Tensor]], Solve]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some steps, what reads the answer after them, and how long the history is by then."""
+
+    steps: Any
+    finish: Any
+    history: int
+
+
+class Stages(Generic[Solve]):
+    """One form of solve, captured stage by stage to its last step: single steps, or several where ``coarse``.
+
+    Who derives from it says how it is known which rows go on after a stage (:meth:`_note`), and runs the stages.
+
+    Args:
+        inputs: of the first solve, for their form.
+        open_solve: begins a solve that reads the given copies of the inputs. It is not kept.
+        coarse: whether a stage has several steps.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], coarse: bool = False) -> None:
+        self.coarse = coarse
+        self.device = inputs[0].device
+        self.workshop = Workshop.here(self.device)
+        self.lot = self.workshop.buffers.lot()
+        self.stages: list[Stage] = []
+        self.answer: Answers | None = None
+        self.inputs = self.lot.filled(inputs)
+        with self.workshop.entered():
+            self.facts = self._capture(open_solve)
+
+    def _prepare(self) -> None:
+        """Get ready for a stage before it is captured."""
+
+    def _note(self, run: Run, place: int) -> None:
+        """Capture what tells which rows go on after a stage."""
+        raise NotImplementedError
+
+    def _capture(self, open_solve: OpenSolve[Solve]) -> object:
+        self._prepare()
+        steps, solve = self.workshop.record(partial(self._first, open_solve))
+        self.chunks = chunks(solve.run.rule, self.coarse or not self.looks)
+        taken = 0
+        for chunk in (*self.chunks, None):
+            finish, _ = self.workshop.record(partial(self._read, solve))
+            self.stages.append(Stage(steps, finish, taken + 1))
+            if chunk is not None:
+                self._prepare()
+                steps, _ = self.workshop.record(partial(self._further, solve.run, chunk))
+                taken += chunk
+        return solve.facts
+
+    def _begun(self, open_solve: OpenSolve[Solve]) -> Solve:
+        solve = open_solve([buffer.tensor for buffer in self.inputs])
+        solve.run.begin()
+        return solve
+
+    def _first(self, open_solve: OpenSolve[Solve]) -> Solve:
+        solve = self._begun(open_solve)
+        self.looks = solve.run.rule.check_every <= solve.run.rule.max_steps
+        if self.looks:
+            self._note(solve.run, 0)
+        return solve
+
+    def _further(self, run: Run, steps: int) -> None:
+        self._advance(run, steps)
+        if self.looks:
+            self._note(run, len(self.stages))
+
+    @staticmethod
+    def _advance(run: Run, steps: int) -> None:
+        for _ in range(steps):
+            run.advance()
+
+    def _read(self, solve: Solve) -> None:
+        tensors = solve.tensors()
+        if self.answer is None:
+            self.answer = Answers(self.lot, tensors, solve.run.rule.max_steps + 1)
+        self.answer.write(tensors)
+
+
+def chunks(rule: Rule, several: bool) -> list[int]:
+    """How many steps each stage after the first has.
+
+    Stages grow with the distance, so that there are few of them however many steps are allowed.
+    """
+    made, taken = [], 0
+    while taken < rule.max_steps:
+        least = rule.check_every if several else 1
+        made.append(min(max(least, taken // 8), rule.max_steps - taken))
+        taken += made[-1]
+    return made
