@@ -23,11 +23,15 @@ from torch import Tensor
 import opteq
 from all_cases import CASES
 from cases import Case, by_name
+from opteq._errors import ConvergenceWarning
+from opteq._fast import settings
 from opteq.problems.base import Problem
 from opteq.problems.freezing import freeze
-from opteq.solvers import Solver, Status, graphs
+from opteq.solvers import Solver, Status, branching, graphs
 from opteq.solvers.capture import Workshop
+from opteq.solvers.continued import ContinuedSolve
 from opteq.solvers.staged import StagedSolve
+from opteq.solvers.stages import Stages
 from opteq.states import State, blocks
 from oracles import difference
 
@@ -119,8 +123,15 @@ def solver_for(dtype: torch.dtype, kind: type[Solver] = opteq.Anderson) -> Solve
     return kind(tol=1e-9 if dtype == torch.float64 else 1e-4, max_steps=400)
 
 
-def captured() -> list[StagedSolve]:
+def captured() -> list[Stages]:
     return [solve for solve in graphs._solves.values() if solve is not None]
+
+
+@pytest.fixture(params=[True, False], ids=["forks", "host"])
+def ends_found_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Stages]:
+    """Captured solves whose end the device finds, where it can, or the host."""
+    monkeypatch.setattr(settings, "forks", request.param)
+    return ContinuedSolve if request.param and branching.available(torch.device("cuda")) else StagedSolve
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -200,7 +211,7 @@ def test_two_layers_interleaved() -> None:
 
 
 @pytest.mark.parametrize("name", ["opteq-relu", "opteq-conv", "deep", "mopteq-four"])
-def test_a_settled_solve_is_one_graph(name: str) -> None:
+def test_a_settled_solve_is_one_graph(name: str, ends_found_by: type[Stages]) -> None:
     """Once a solve has ended at the same step for a while; a batch that ends elsewhere is served all the same."""
     (case,) = (case for case in CASES if case.name == name)
     dtype = torch.float64
@@ -210,7 +221,8 @@ def test_a_settled_solve_is_one_graph(name: str) -> None:
     usual, other = case.input(dtype=dtype, seed=1).cuda(), case.input(dtype=dtype, seed=2).cuda()
     for _ in range(12):
         run(layer, usual)
-    assert any(solve.whole for solve in captured())
+    assert all(isinstance(solve, ends_found_by) for solve in captured())
+    assert all(len(solve.plans) > 1 if isinstance(solve, ContinuedSolve) else solve.whole for solve in captured())
     for x in (usual, 1e-3 * usual, other, usual, usual):
         same(run(layer, x), plainly(layer, x), dtype)
     for seed in range(10):
@@ -307,6 +319,7 @@ def test_failures_are_told_alike() -> None:
         torch.testing.assert_close(found.report.residual, wanted.report.residual, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.usefixtures("ends_found_by")
 def test_short_and_long_solves_of_one_form() -> None:
     """A captured solve expects the next batch to take as many steps as the last: it must be wrong at no price."""
     (case,) = by_name("opteq-relu")
@@ -442,7 +455,7 @@ def test_no_more_solves_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_capture_that_fails_warns_once_and_runs_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         tried.append(1)
         raise RuntimeError("no capture today\nand a long story why")
 
@@ -459,7 +472,8 @@ def test_a_capture_that_fails_warns_once_and_runs_step_by_step(monkeypatch: pyte
                     wanted = layer(x)
                 assert difference([found.cpu()], [wanted.cpu()]) < 1e-6
     messages = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
-    assert len(tried) == len(messages) == 1
+    assert len(messages) == 1
+    assert len(tried) <= 2  # with forks, and without
     assert messages[0].endswith("runs step by step: no capture today")
 
 
@@ -519,14 +533,14 @@ def test_a_capture_that_fails_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_first_as_it_is_then_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[StagedSolve] = []
-    original = StagedSolve.__init__
+    made: list[Stages] = []
+    original = Stages.__init__
 
-    def noting(self: StagedSolve, *arguments: object, **options: object) -> None:
+    def noting(self: Stages, *arguments: object, **options: object) -> None:
         made.append(self)
         original(self, *arguments, **options)
 
-    monkeypatch.setattr(StagedSolve, "__init__", noting)
+    monkeypatch.setattr(Stages, "__init__", noting)
     (case,) = by_name("opteq-relu")
     layer = opteq.Equilibrium(case.problem().cuda(), opteq.Anderson(tol=1e-2, max_steps=10), on_failure="ignore")
     counts = []
@@ -537,6 +551,7 @@ def test_first_as_it_is_then_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == [0, 1, 1, 1]
 
 
+@pytest.mark.usefixtures("ends_found_by")
 @pytest.mark.parametrize("most", [6, 9, 40])
 @pytest.mark.parametrize("name", ["opteq-relu", "opteq-conv"])
 def test_batches_that_take_more_and_fewer_steps_in_turn(name: str, most: int) -> None:
@@ -605,3 +620,124 @@ def test_compiled_kernels_give_the_same_digits_every_time(damping: float, kind: 
     for other in others:
         assert torch.equal(other.trace, first.trace)
         assert all(torch.equal(a, b) for a, b in zip(blocks(other.state), blocks(first.state), strict=True))
+
+
+def easy_and_hard() -> tuple[opteq.Equilibrium, Tensor, Tensor]:
+    """A layer that warns, after calls that did not fail, an input that does not make it fail, and one that does."""
+    (case,) = by_name("opteq-relu")
+    layer = opteq.Equilibrium(case.problem().cuda(), opteq.Anderson(tol=1e-9, max_steps=4))
+    hard = case.input(seed=1).cuda()
+    easy = torch.zeros_like(hard)
+    with torch.no_grad():
+        layer.problem.U.bias.fill_(-1.0)  # units that are all off have their equilibrium after one step
+    for _ in range(6):
+        layer(easy.requires_grad_()).sum().backward()
+    return layer, easy, 1e3 * hard
+
+
+def test_a_failure_is_told_by_the_backward_pass() -> None:
+    layer, _, hard = easy_and_hard()
+    assert captured()
+    features = layer(hard)
+    with pytest.warns(ConvergenceWarning, match="no equilibrium within the tolerance"):
+        features.sum().backward()
+
+
+def test_a_failure_is_told_by_the_next_call_or_at_the_end() -> None:
+    layer, easy, hard = easy_and_hard()
+    with torch.no_grad():
+        layer(easy)
+        layer(easy)
+        layer(hard)
+        torch.cuda.synchronize()
+        with pytest.warns(ConvergenceWarning, match="no equilibrium within the tolerance"):
+            layer(easy)
+    other, easy, hard = easy_and_hard()
+    with torch.no_grad():
+        for _ in range(3):
+            other(easy)
+        other(hard)
+        with pytest.warns(ConvergenceWarning, match="no equilibrium within the tolerance"):
+            del other
+
+
+def test_an_input_that_is_not_finite_is_refused_late_but_is() -> None:
+    layer, easy, hard = easy_and_hard()
+    hard[1, 2] = torch.nan
+    features = layer(hard)
+    with pytest.raises(ValueError, match=r"the input of an earlier call has 1 values .* first at index \(1, 2\)"):
+        features.sum().backward()
+    layer(easy)  # and goes on
+
+
+def test_who_wants_to_raise_waits() -> None:
+    layer, _, hard = easy_and_hard()
+    layer.on_failure = "raise"
+    with pytest.raises(opteq.ConvergenceError, match="no equilibrium within the tolerance"):
+        layer(hard)
+
+
+@pytest.mark.parametrize("on_failure", ["ignore", "warn"])
+@pytest.mark.parametrize("name", ["opteq-relu", "opteq-conv", "deep"])
+def test_a_training_step_to_a_tolerance_waits_for_nothing(name: str, on_failure: str) -> None:
+    if not branching.available(torch.device("cuda")):
+        pytest.skip("no forks in graphs here")
+    (case,) = by_name(name)
+    problem = case.problem(torch.float32).cuda()
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-4), opteq.Implicit(tol=1e-4), on_failure)
+    x = case.input(dtype=torch.float32).cuda().requires_grad_()
+    for _ in range(10):
+        loss_of(layer(x)).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_of(layer(x)).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert layer.last is not None
+    report, slot = layer.last
+    assert report.late
+    assert slot.report is not None
+    assert report.converged.all()
+    assert report.trace.shape == (int(report.steps.max()) + 1, len(x))
+    assert slot.report.trace.shape == (int(slot.report.steps.max()) + 1, len(x))
+    assert (report.trace[-1] <= report.tol).all()
+
+
+def test_a_fork_goes_where_the_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not branching.available(device):
+        pytest.skip("no forks in graphs here")
+    seen = torch.zeros(4, dtype=torch.int32, device=device)
+
+    def piece(place: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            seen[place] += 1
+        return graph
+
+    for count in (1, 127, 128, 129, 1000):
+        flags = torch.zeros(count, dtype=torch.int32, device=device)
+        graph = branching.BranchingGraph(device)
+        graph.then(piece(0))
+        yes, no = graph.fork(flags)
+        yes.then(piece(1))
+        deeper, _ = yes.fork(flags)
+        deeper.then(piece(2))
+        no.then(piece(3))
+        graph.then(piece(0))
+        graph.finished()
+        for place in (None, 0, count // 2, count - 1):
+            seen.zero_()
+            flags.zero_()
+            if place is not None:
+                flags[place] = 7
+            graph.replay()
+            assert seen.tolist() == ([2, 0, 0, 1] if place is None else [2, 1, 1, 0])
+    # What the driver refuses is told, and where nothing works nobody is troubled with it.
+    with pytest.raises(RuntimeError, match="the CUDA driver refused part of a graph: CUDA_ERROR"):
+        branching._check(branching._tools(device).driver.CUresult.CUDA_ERROR_INVALID_VALUE)
+    monkeypatch.setattr(branching, "_tools", lambda device: (_ for _ in ()).throw(ImportError))
+    branching._works.cache_clear()
+    assert not branching.available(device)
+    branching._works.cache_clear()

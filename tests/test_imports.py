@@ -21,7 +21,7 @@ FLOORS: list[set[str]] = [
     {"operators", "penalties"},
     {"kernels", "couplings", "regularizers", "solvers"},
     {"problems", "solution"},
-    {"gradients"},
+    {"gradients", "_watch"},
     {"equilibrium"},
     {"models", "data"},
     {"training", "analysis"},

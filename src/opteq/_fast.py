@@ -17,6 +17,7 @@ class Settings:
     Attributes:
         fused: Triton kernels for solver steps and resampling on a GPU; on a CPU, solves that reuse and round products.
         graphs: CUDA graphs of several solver steps.
+        forks: captured solves whose end the device finds, not the host, where the driver can do that.
         looking: on a CPU, look at values on the way where that saves copies; a GPU would have to wait.
         bounds: Triton kernels for the bounds of wide operators on a GPU, in half precision with bounds on its errors.
         interpreted: take the fused path on a CPU too, where Triton's interpreter runs the kernels: for tests.
@@ -24,6 +25,7 @@ class Settings:
 
     fused: bool = True
     graphs: bool = True
+    forks: bool = True
     looking: bool = True
     bounds: bool = True
     interpreted: bool = False

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq._errors import ConvergenceError, ConvergenceWarning, callers_level, unknown_name
+from opteq._errors import unknown_name
 from opteq._held import HoldsOptions
 from opteq._options import NamedOptions
+from opteq._watch import Finding, Watch
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap
@@ -30,7 +30,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         solver: how the equilibrium is found; ``Anderson()`` by default.
         gradient: how it is differentiated; ``Implicit()``, the exact gradient, by default.
         on_failure: what happens when samples do not converge, forward or backward: ``"warn"`` once a layer,
-            ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``.
+            ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``. On a GPU a
+            warning, or the error about an input that is not finite, may come after the call: with its backward pass, or
+            with the next call. ``"raise"`` waits for the device in every call.
 
     ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
     gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call.
@@ -60,7 +62,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
         self.last: tuple[Report, BackwardSlot] | None = None
-        self._warned: set[str] = set()
+        self._watch = Watch()
 
     def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
@@ -81,6 +83,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     def _solve(self, x: State, start: State | None) -> Solution:
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
+        self._watch.catch_up()
         hidden = self.problem(x)
         layout = Layout.of(hidden.template())
         for part in blocks(x):
@@ -97,7 +100,10 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
         def record(report: Report) -> None:
             slot.report = report
-            self._judge(report, "the gradient's linear system was not solved", "backward")
+            self._watch.catch_up(wait_for="forward")
+            self._watch.judge(
+                Finding(report, "the gradient's linear system was not solved", "backward"), self.on_failure
+            )
 
         if torch.is_grad_enabled():
             state, outcome = self.gradient.run(hidden, self.solver, start, record)
@@ -109,9 +115,11 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if hidden.jumps or (not silent and any_row(codes != int(Status.CONVERGED))):
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
-        report = Report(type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.trace)
+        report = Report(
+            type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
+        )
         self.last = (report, slot)
-        self._judge(report, "no equilibrium within the tolerance", "forward", x)
+        self._watch.judge(Finding(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
         features = hidden.features(state) if outcome.features is None else outcome.features
         return Solution(features, state, report, slot)
 
@@ -121,7 +129,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def __getstate__(self) -> dict[str, Any]:
         # Reports belong to the process that made them: a copy begins without any, and warns for itself.
-        return {**self.__dict__, "last": None, "_warned": set()}
+        return {**self.__dict__, "last": None, "_watch": Watch()}
 
     def _refuse_forward_mode(self, x: State) -> None:
         # The solve takes no tangent along, so forward mode would see a constant where there is none.
@@ -133,24 +141,6 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
                 f"forward-mode differentiation (torch.func.jvp, jacfwd) does not pass through {self.gradient}; "
                 "use reverse mode (vjp, jacrev), or gradient=opteq.Unrolled(steps)"
             )
-
-    def _judge(self, report: Report, what: str, way: str, x: State | None = None) -> None:
-        if self.on_failure == "ignore" or not any_row(report.failures()):
-            return
-        if x is not None and int(Status.NON_FINITE) in report.codes.tolist():
-            for bad in (~torch.isfinite(part) for part in blocks(x)):
-                if any_row(bad):
-                    first = tuple(int(i) for i in bad.nonzero()[0])
-                    raise ValueError(
-                        f"the input has {int(bad.sum())} values that are not finite, the first at index {first}"
-                    )
-        if self.on_failure == "warn" and way in self._warned:
-            return
-        message = report.describe_failures(what)
-        if self.on_failure == "raise":
-            raise ConvergenceError(message)
-        self._warned.add(way)
-        warnings.warn(message + "\n  (This layer warns once.)", ConvergenceWarning, stacklevel=callers_level())
 
 
 def _checked(value: Any, kind: type, name: str, wanted: str) -> Any:

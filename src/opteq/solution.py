@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.status import Status
+from opteq.solvers.trace import LateTrace, Trace, read_trace
 from opteq.states import State
 
 
@@ -22,7 +23,7 @@ class Report:
         steps: steps taken, ``(B,)``.
         codes: a :class:`~opteq.solvers.status.Status` as an integer, ``(B,)``.
         tol: the tolerance that was applied.
-        trace: residual after every step, ``(steps + 1, B)``.
+        history: residual after every step, or where they will be: :attr:`trace` reads it.
     """
 
     method: str
@@ -30,7 +31,17 @@ class Report:
     steps: Tensor
     codes: Tensor
     tol: float
-    trace: Tensor | None = None
+    history: Trace | None = None
+
+    @property
+    def trace(self) -> Tensor | None:
+        """Residual after every step, ``(steps + 1, B)``."""
+        return None if self.history is None else read_trace(self.history)
+
+    @property
+    def late(self) -> bool:
+        """Whether the solve may still be under way on the device, so that whoever reads a number waits for it."""
+        return isinstance(self.history, LateTrace)
 
     @property
     def converged(self) -> Tensor:

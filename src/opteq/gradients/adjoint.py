@@ -105,14 +105,14 @@ class AdjointSystem:
                 drive(solve.run)
                 tensors = solve.tensors()  # which learns the facts
                 answer = tensors, solve.facts
-        (*parts, residual, steps, codes, trace), places = answer
+        (*parts, residual, steps, codes, history), places = answer
         report = Report(
             method=f"adjoint by {type(self.linear).__name__}",
             residual=residual,
             steps=steps,
             codes=codes,
             tol=max(self.linear.tol, self.eps),
-            trace=trace,
+            history=history,
         )
         return parts, places, report
 

@@ -79,7 +79,7 @@ class FeatureSystem:
             steps=finish.steps,
             codes=finish.codes,
             tol=max(self.linear.tol, eps),
-            trace=finish.trace,
+            history=finish.trace,
         )
         vector = single(layout.restore(finish.point))
         if isinstance(session.run, RefinedRun):  # which ends with a product by its answer, of length one then

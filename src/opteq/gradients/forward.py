@@ -239,6 +239,6 @@ def _by_graphs(
         return None
     tensors, facts = answer
     assert isinstance(facts, _Facts)
-    residual, steps, codes, trace = tensors[-4:]
+    residual, steps, codes, history = tensors[-4:]
     features = None if facts.features is None else facts.features.read(tensors)
-    return Outcome(facts.state.read(tensors), residual, steps, codes, trace, facts.tol, features=features)
+    return Outcome(facts.state.read(tensors), residual, steps, codes, history, facts.tol, features=features)

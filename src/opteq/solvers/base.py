@@ -16,6 +16,7 @@ from opteq.solvers.guarded import GuardedIteration
 from opteq.solvers.loop import PlainRun, Process, Rule, Run, drive
 from opteq.solvers.method import InverseEstimate, Method, StateTask, Task
 from opteq.solvers.refined import Known, Refinable, RefinedIteration, RefinedRun
+from opteq.solvers.trace import Trace, read_trace
 from opteq.states import Layout, State, blocks
 
 Step = Callable[[State], State]
@@ -31,7 +32,7 @@ class Outcome:
         residual: its relative residual, one number a sample.
         steps: updates taken, a sample.
         codes: a :class:`~opteq.solvers.status.Status` a sample, as integers.
-        trace: residual after each step, ``(steps + 1, B)``.
+        history: residual after each step, ``(steps + 1, B)``, or where they will be.
         tol: the tolerance that was applied: the one asked for, or the rounding of the map's dtype where that is larger.
         inverse: the solver's estimate of the inverse Jacobian, where it keeps one.
         known: the map at the state, all of it, where the solve was one of :meth:`Solver.open_refined`.
@@ -42,11 +43,16 @@ class Outcome:
     residual: Tensor
     steps: Tensor
     codes: Tensor
-    trace: Tensor
+    history: Trace
     tol: float
     inverse: InverseEstimate | None = None
     known: Known | None = None
     features: State | None = None
+
+    @property
+    def trace(self) -> Tensor:
+        """Residual after each step, ``(steps + 1, B)``."""
+        return read_trace(self.history)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +280,7 @@ class Session:
             residual=layout.per_sample(finish.residual),
             steps=layout.per_sample(finish.steps),
             codes=layout.per_sample(finish.codes),
-            trace=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
+            history=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
             tol=self.tol,
             inverse=None if self.method is None else self.method.inverse(),
             known=process.known if isinstance(process, RefinedIteration) else None,

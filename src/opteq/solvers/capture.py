@@ -52,9 +52,12 @@ class Workshop:
                 yield
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def record(self, work: Callable[[], Result]) -> tuple[Any, Result]:
-        """A graph of ``work``, and what that returns; to be called inside of :meth:`entered`."""
-        graph = torch.cuda.CUDAGraph()
+    def record(self, work: Callable[[], Result], keep: bool = False) -> tuple[Any, Result]:
+        """A graph of ``work``, and what that returns; to be called inside of :meth:`entered`.
+
+        With ``keep`` it can become part of another graph, and is made ready to run only when it is replayed itself.
+        """
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             result = work()

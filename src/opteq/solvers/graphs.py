@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from opteq._fast import settings
+from opteq.solvers.branching import available
 from opteq.solvers.buffers import fill
 from opteq.solvers.capture import Workshop
+from opteq.solvers.continued import ContinuedSolve
 from opteq.solvers.staged import StagedSolve
 from opteq.solvers.stages import OpenSolve, Solve
 
@@ -47,12 +49,15 @@ class CapturedCall:
         return [tensor.clone() for tensor in self.answer]
 
 
-_solves: OrderedDict[Hashable, StagedSolve[Any] | CapturedCall | None] = OrderedDict()
+_ByGraph = StagedSolve[Any] | ContinuedSolve[Any] | CapturedCall
+_solves: OrderedDict[Hashable, _ByGraph | None] = OrderedDict()
 _seen: OrderedDict[Hashable, None] = OrderedDict()
 
 
-def staged(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]) -> tuple[list[Tensor], object] | None:
+def staged(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]) -> tuple[list[Any], object] | None:
     """The answer of a solve by graphs, and the facts about it; None where it should be run as it is.
+
+    The answer is a list of tensors, and last a history of residuals, which may be a late one.
 
     The first solve of a form is: libraries set themselves up then, and a batch that is seen once is not worth a
     capture. A capture that fails is not tried again, and warns.
@@ -62,7 +67,16 @@ def staged(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]
         inputs: every tensor that the solve depends on.
         open_solve: begins a solve that reads the given copies of the inputs.
     """
-    return _by_graph(key, inputs, StagedSolve, open_solve)
+    return _by_graph(key, inputs, _captured_solve, open_solve)
+
+
+def _captured_solve(inputs: Sequence[Tensor], open_solve: OpenSolve[Any], coarse: bool = False) -> _ByGraph:
+    if settings.forks and available(inputs[0].device):
+        try:
+            return ContinuedSolve(inputs, open_solve)
+        except RuntimeError:  # behind a fork not everything is allowed that a graph may do elsewhere
+            torch.cuda.empty_cache()
+    return StagedSolve(inputs, open_solve, coarse)
 
 
 def called(key: Hashable, inputs: Sequence[Tensor], work: Work) -> tuple[list[Tensor], object] | None:
@@ -71,8 +85,8 @@ def called(key: Hashable, inputs: Sequence[Tensor], work: Work) -> tuple[list[Te
 
 
 def _by_graph(
-    key: Hashable, inputs: Sequence[Tensor], kind: type[StagedSolve[Any]] | type[CapturedCall], work: Any
-) -> tuple[list[Tensor], object] | None:
+    key: Hashable, inputs: Sequence[Tensor], kind: Callable[..., _ByGraph], work: Any
+) -> tuple[list[Any], object] | None:
     if not usable(inputs):
         return None
     device = inputs[0].device
@@ -101,7 +115,7 @@ def _climate() -> Hashable:
         precision: Hashable = (cuda.fp32_precision, convolutions.fp32_precision)
     else:
         precision = (cuda.allow_tf32, cudnn.allow_tf32)
-    return settings.fused, precision, cudnn.enabled, torch.are_deterministic_algorithms_enabled()
+    return settings.fused, settings.forks, precision, cudnn.enabled, torch.are_deterministic_algorithms_enabled()
 
 
 def _tried(capture: Callable[[], Captured]) -> Captured | None:

@@ -43,6 +43,7 @@ class Capturable(Protocol):
 
 
 Solve = TypeVar("Solve", bound=Capturable)
+Result = TypeVar("Result")
 OpenSolve = Callable[[list[Tensor]], Solve]
 
 
@@ -58,13 +59,16 @@ class Stage:
 class Stages(Generic[Solve]):
     """One form of solve, captured stage by stage to its last step: single steps, or several where ``coarse``.
 
-    Who derives from it says how it is known which rows go on after a stage (:meth:`_note`), and runs the stages.
+    Who derives from it says how it is known which rows go on after a stage (:meth:`_note`), runs the stages, and
+    ``keeps`` their graphs where they become part of others.
 
     Args:
         inputs: of the first solve, for their form.
         open_solve: begins a solve that reads the given copies of the inputs. It is not kept.
         coarse: whether a stage has several steps.
     """
+
+    keeps = False
 
     def __init__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], coarse: bool = False) -> None:
         self.coarse = coarse
@@ -86,17 +90,20 @@ class Stages(Generic[Solve]):
 
     def _capture(self, open_solve: OpenSolve[Solve]) -> object:
         self._prepare()
-        steps, solve = self.workshop.record(partial(self._first, open_solve))
+        steps, solve = self._record(partial(self._first, open_solve))
         self.chunks = chunks(solve.run.rule, self.coarse or not self.looks)
         taken = 0
         for chunk in (*self.chunks, None):
-            finish, _ = self.workshop.record(partial(self._read, solve))
+            finish, _ = self._record(partial(self._read, solve))
             self.stages.append(Stage(steps, finish, taken + 1))
             if chunk is not None:
                 self._prepare()
-                steps, _ = self.workshop.record(partial(self._further, solve.run, chunk))
+                steps, _ = self._record(partial(self._further, solve.run, chunk))
                 taken += chunk
         return solve.facts
+
+    def _record(self, work: Callable[[], Result]) -> tuple[Any, Result]:
+        return self.workshop.record(work, keep=self.keeps)
 
     def _begun(self, open_solve: OpenSolve[Solve]) -> Solve:
         solve = open_solve([buffer.tensor for buffer in self.inputs])

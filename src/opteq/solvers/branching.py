@@ -1,0 +1,198 @@
+"""CUDA graphs in which the device decides how to go on.
+
+A graph that was captured runs to its end. From captured graphs a larger one can be put together, with forks: the device
+looks at some flags and goes on one way or the other, and no host has to wait for it. Torch has no functions for that;
+NVIDIA's bindings of the driver have, which come with torch's builds for CUDA. Where they, the driver or torch are too
+old (forks with two ways came with CUDA 12.8), :func:`available` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Which way a fork goes is set by a kernel, with a function that only the driver has: so it is assembled by the driver.
+# One block of 128 threads looks whether any of `count` flags is set.
+_LOOK = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.extern .func cudaGraphSetConditional(.param .b64 fork, .param .b32 way);
+.visible .entry look(.param .u64 flags, .param .u32 count, .param .u64 fork)
+{
+    .reg .pred %past, %set, %any, %other;
+    .reg .b32 %thread, %place, %count, %flag, %seen, %way;
+    .reg .b64 %base, %offset, %at, %fork;
+    ld.param.u64 %base, [flags];
+    cvta.to.global.u64 %base, %base;
+    ld.param.u32 %count, [count];
+    ld.param.u64 %fork, [fork];
+    mov.u32 %thread, %tid.x;
+    mov.u32 %place, %thread;
+    mov.u32 %seen, 0;
+NEXT:
+    setp.ge.u32 %past, %place, %count;
+    @%past bra ALL;
+    mul.wide.u32 %offset, %place, 4;
+    add.u64 %at, %base, %offset;
+    ld.global.u32 %flag, [%at];
+    or.b32 %seen, %seen, %flag;
+    add.u32 %place, %place, 128;
+    bra NEXT;
+ALL:
+    setp.ne.u32 %set, %seen, 0;
+    bar.red.or.pred %any, 0, %set;
+    setp.ne.u32 %other, %thread, 0;
+    @%other bra END;
+    selp.u32 %way, 1, 0, %any;
+    {
+        .param .b64 to;
+        .param .b32 set;
+        st.param.b64 [to], %fork;
+        st.param.b32 [set], %way;
+        call.uni cudaGraphSetConditional, (to, set);
+    }
+END:
+    ret;
+}
+"""
+_THREADS = 128
+
+
+class Way:
+    """Part of a graph: one piece of work after the other, and forks."""
+
+    def __init__(self, whole: BranchingGraph, graph: Any) -> None:
+        self._whole = whole
+        self._graph = graph
+        self._after: list[Any] = []
+
+    def then(self, captured: Any) -> None:
+        """Go on with a graph that was captured to be kept."""
+        driver, after = self._whole.tools.driver, self._after
+        own = driver.CUgraph(captured.raw_cuda_graph())
+        self._after = [_done(driver.cuGraphAddChildGraphNode(self._graph, after, len(after), own))]
+        self._whole.parts.append(captured)
+
+    def fork(self, flags: Tensor) -> tuple[Way, Way]:
+        """Where to go on if any of ``flags``, which are int32, is set at that time, and where if none is."""
+        whole = self._whole
+        tools, driver = whole.tools, whole.tools.driver
+        handle = _done(
+            driver.cuGraphConditionalHandleCreate(whole.root, tools.context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
+        )
+        look = driver.CUDA_KERNEL_NODE_PARAMS()
+        look.func, look.ctx = tools.look, tools.context
+        look.gridDimX = look.gridDimY = look.gridDimZ = look.blockDimY = look.blockDimZ = 1
+        look.blockDimX = _THREADS
+        look.kernelParams = (
+            (flags.data_ptr(), flags.numel(), int(handle)),
+            (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64),
+        )
+        looked = _done(driver.cuGraphAddKernelNode(self._graph, self._after, len(self._after), look))
+        fork = driver.CUgraphNodeParams()
+        fork.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        fork.conditional.handle, fork.conditional.ctx = handle, tools.context
+        fork.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
+        fork.conditional.size = 2
+        self._after = [_done(tools.add_node(self._graph, [looked], None, 1, fork))]
+        whole.parts.append(flags)
+        one, other = fork.conditional.phGraph_out
+        return Way(whole, one), Way(whole, other)
+
+
+class BranchingGraph(Way):
+    """A graph put together from captured ones, beginning with none.
+
+    It keeps what it is made of. After :meth:`finished` it can be replayed, and nothing added.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tools = _tools(device)
+        self.root = _done(self.tools.driver.cuGraphCreate(0))
+        self.parts: list[Any] = []
+        weakref.finalize(self, self.tools.driver.cuGraphDestroy, self.root).atexit = False
+        super().__init__(self, self.root)
+
+    def finished(self) -> BranchingGraph:
+        """The graph, ready to run."""
+        driver = self.tools.driver
+        self._runnable = _done(driver.cuGraphInstantiate(self.root, 0))
+        weakref.finalize(self, driver.cuGraphExecDestroy, self._runnable).atexit = False
+        return self
+
+    def replay(self) -> None:
+        """Run it on the current stream."""
+        (state,) = self.tools.driver.cuGraphLaunch(self._runnable, torch.cuda.current_stream(self.device).cuda_stream)
+        _check(state)
+
+
+def available(device: torch.device) -> bool:
+    """Whether graphs with forks can be had for a device."""
+    if torch.version.cuda is None or device.type != "cuda":
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _works(torch.device("cuda", index))
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Whether a fork goes where it should, tried once."""
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            flags, went = (torch.zeros(300, dtype=torch.int32, device=device) for _ in range(2))
+            one, other = (_captured(went, way) for way in (1, 2))
+            graph = BranchingGraph(device)
+            first, second = graph.fork(flags)
+            first.then(one)
+            second.then(other)
+            graph.finished()
+            ways = []
+            for flag in (0, 1):
+                flags[-1] = flag
+                graph.replay()
+                ways.append(went.tolist())
+            return ways == [[2] * 300, [1] * 300]
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _captured(went: Tensor, way: int) -> Any:
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        went.fill_(way)
+    return graph
+
+
+@functools.cache
+def _tools(device: torch.device) -> SimpleNamespace:
+    """The driver, a device's context, and the kernel that looks at flags."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).synchronize()  # which sees to a context
+        context = _done(driver.cuCtxGetCurrent())
+        module = _done(driver.cuModuleLoadData(_LOOK + b"\0"))
+    look = _done(driver.cuModuleGetFunction(module, b"look"))
+    # The version that takes notes on edges: of another name in CUDA 12, the only one in CUDA 13.
+    add_node = getattr(driver, "cuGraphAddNode_v2", driver.cuGraphAddNode)
+    return SimpleNamespace(driver=driver, context=context, module=module, look=look, add_node=add_node)
+
+
+def _done(answer: tuple[Any, ...]) -> Any:
+    """What the driver gives beside its report of success."""
+    state, value = answer
+    _check(state)
+    return value
+
+
+def _check(state: Any) -> None:
+    if int(state) != 0:
+        raise RuntimeError(f"the CUDA driver refused part of a graph: {state.name}")
