@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from abc import ABCMeta
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -23,7 +25,7 @@ class NamedOptions(ABCMeta):
     """
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        parameters = cls.__signature__.parameters
+        parameters = _parameters(cls)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             for name in options:
                 if name not in parameters:
@@ -38,3 +40,9 @@ class NamedOptions(ABCMeta):
         """What :func:`inspect.signature` shows: that of ``__init__``, not of the call above."""
         own = inspect.signature(cls.__init__)  # type: ignore[misc]
         return own.replace(parameters=list(own.parameters.values())[1:])
+
+
+@functools.cache
+def _parameters(cls: NamedOptions) -> Mapping[str, inspect.Parameter]:
+    # Found out once: a solver is constructed in every backward pass.
+    return cls.__signature__.parameters

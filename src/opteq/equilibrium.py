@@ -66,7 +66,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
-        return self.solve(x, start).features
+        solution: Solution = self._solve(x, start, state_too=False)
+        return solution.features
 
     def solve(self, x: State, start: State | None = None) -> Solution:
         """The equilibrium for ``x`` with all that is known about it.
@@ -75,12 +76,12 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             x: input, batch first; for problems with branches, or a tuple with an input a branch.
             start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
         """
-        solution: Solution = self._solve(x, start)
+        solution: Solution = self._solve(x, start, state_too=True)
         return solution
 
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _solve(self, x: State, start: State | None) -> Solution:
+    def _solve(self, x: State, start: State | None, state_too: bool) -> Solution:
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
         self._watch.catch_up()
@@ -106,7 +107,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             )
 
         if torch.is_grad_enabled():
-            state, outcome = self.gradient.run(hidden, self.solver, start, record)
+            state, outcome = self.gradient.run(hidden, self.solver, start, record, state_too)
         else:
             state, outcome = self.gradient.evaluate(hidden, self.solver, start)
         codes = outcome.codes

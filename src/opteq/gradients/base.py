@@ -27,7 +27,9 @@ class Gradient(metaclass=NamedOptions):
     """Whether forward-mode differentiation (``torch.func.jvp``) passes through."""
 
     @abstractmethod
-    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
+    def run(
+        self, hidden: BoundMap, solver: Solver, start: State | None, record: Record, state_too: bool = True
+    ) -> tuple[State, Outcome]:
         """Solve, and return the state with its gradient attached together with the solver's outcome.
 
         Args:
@@ -35,6 +37,8 @@ class Gradient(metaclass=NamedOptions):
             solver: finds the equilibrium.
             start: where to begin; None leaves it to the problem.
             record: called in the backward pass with its report.
+            state_too: whether anybody is going to see the state. Where not, and the outcome has features, the state
+                need not carry a gradient.
         """
 
     def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:

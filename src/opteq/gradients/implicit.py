@@ -58,7 +58,9 @@ class Implicit(Gradient):
                 f"max_steps={self.max_steps}. Give them to {type(self.linear).__name__}"
             )
 
-    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
+    def run(
+        self, hidden: BoundMap, solver: Solver, start: State | None, record: Record, state_too: bool = True
+    ) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass solves the adjoint system."""
         state, outcome = find_without_tape(hidden, solver, start, with_features=True)
         expansion = None if outcome.known is None else hidden.expansion()
@@ -71,7 +73,8 @@ class Implicit(Gradient):
             if outcome.features is None:
                 with torch.no_grad():
                     outcome = replace(outcome, features=features_beside(hidden, state))
-            state, read_out = self._by_replay(hidden, replace(replayed, features=outcome.features), record)
+            replayed = replace(replayed, features=outcome.features)
+            state, read_out = self._by_replay(hidden, replayed, record, state_too)
             return state, replace(outcome, features=read_out)
         outcome = replace(outcome, features=None)  # they are put on the tape with the state
         carrier = hidden.step(state)
@@ -87,7 +90,9 @@ class Implicit(Gradient):
 
         return attach(state, carrier, adjoint), outcome
 
-    def _by_replay(self, hidden: BoundMap, replayed: Replay, record: Record) -> tuple[State, State | None]:
+    def _by_replay(
+        self, hidden: BoundMap, replayed: Replay, record: Record, state_too: bool
+    ) -> tuple[State, State | None]:
         system = self._system(hidden, replayed.state)
 
         def pull(incoming: Incoming) -> Gradients:
@@ -97,7 +102,7 @@ class Implicit(Gradient):
             record(report)
             return gradients
 
-        return attach_replay(hidden, replayed, pull, once=True)
+        return attach_replay(hidden, replayed, pull, once=True, state_too=state_too)
 
     def solve_adjoint(self, hidden: BoundMap, state: State, gradient: State) -> tuple[State, Report]:
         """The v with ``v = g + J'v`` at ``state``, and how its solve went."""

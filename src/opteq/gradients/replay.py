@@ -183,6 +183,7 @@ def attach_replay(
     pull: Callable[[Incoming], Gradients],
     notice: Callable[[], None] | None = None,
     once: bool = False,
+    state_too: bool = True,
 ) -> tuple[State, State | None]:
     """State and features of ``replayed``, differentiated through its steps; themselves where nothing wants a gradient.
 
@@ -192,16 +193,21 @@ def attach_replay(
         pull: gradients of the problem's tensors for those of state and features.
         notice: called when the backward pass comes by.
         once: whether ``pull`` can't be differentiated again.
+        state_too: whether the state is differentiated where there are features; else it is a constant, and not copied.
     """
     state, features = replayed.state, replayed.features
     if not any(replayed.frozen.wanted):
         return state, features
-    values = [*blocks(state), *(() if features is None else blocks(features))]
+    states = blocks(state) if state_too or features is None else ()
+    values = [*states, *(() if features is None else blocks(features))]
     attached: tuple[Tensor, ...] = _Replayed.apply(  # type: ignore[no-untyped-call]
-        replayed, pull, notice, once, len(values), *values, *hidden.originals
+        replayed, pull, notice, once, len(states), len(values), *values, *hidden.originals
     )
-    count = len(blocks(state))
-    return like(state, attached[:count]), None if features is None else like(features, attached[count:])
+    count = len(states)
+    return (
+        like(state, attached[:count]) if states else state,
+        None if features is None else like(features, attached[count:]),
+    )
 
 
 def differentiated_steps(hidden: BoundMap, state: State, steps: Steps, notice: Callable[[], None]) -> State:
@@ -230,9 +236,11 @@ def unpacked(found: Sequence[Tensor], places: object, count: int) -> Gradients:
 class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, replayed: Replay, pull: Any, notice: Any, once: bool, count: int, *tensors: Tensor
+        ctx: Any, replayed: Replay, pull: Any, notice: Any, once: bool, states: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.replayed, ctx.pull, ctx.notice, ctx.once, ctx.count = replayed, pull, notice, once, count
+        ctx.replayed, ctx.pull, ctx.notice, ctx.once, ctx.states, ctx.count = (
+            replayed, pull, notice, once, states, count
+        )  # fmt: skip
         ctx.set_materialize_grads(False)  # most users look at the features alone
         # Saved though the replay has them too: so autograd notices a weight that was changed in between.
         ctx.save_for_backward(*tensors[count:])
@@ -242,12 +250,15 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         originals = ctx.saved_tensors
         if all(gradient is None for gradient in gradients):  # whoever took the outputs has no use for them
-            return (None, None, None, None, None, *[None] * ctx.count, *[None] * len(originals))
+            return (*[None] * (6 + ctx.count), *[None] * len(originals))
         if ctx.notice is not None:
             ctx.notice()
         replayed = ctx.replayed
-        states = len(blocks(replayed.state))
-        incoming = Incoming(_filled(gradients[:states], replayed.state), _filled(gradients[states:], replayed.features))
+        states = ctx.states
+        incoming = Incoming(
+            _filled(gradients[:states], replayed.state) if states else None,
+            _filled(gradients[states:], replayed.features),
+        )
         if torch.is_grad_enabled() and not ctx.once:
             found = replayed.pull_on_tape(originals, incoming.at_state)
         else:
@@ -255,7 +266,7 @@ class _Replayed(torch.autograd.Function):
                 found = ctx.pull(incoming)
             if torch.is_grad_enabled():
                 found = _guarded(found, originals)
-        return (None, None, None, None, None, *[None] * ctx.count, *found)
+        return (*[None] * (6 + ctx.count), *found)
 
 
 def _filled(gradients: Sequence[Tensor | None], values: State | None) -> State | None:

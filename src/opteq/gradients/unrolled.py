@@ -37,7 +37,14 @@ class Unrolled(Gradient):
         """The same number of steps where no gradient is wanted: the network does not change with the mode."""
         return find_without_tape(hidden, replace(solver, max_steps=self.steps), start, as_on_tape=True)
 
-    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
+    def run(
+        self,
+        hidden: BoundMap,
+        solver: Solver,
+        start: State | None,
+        record: Record,
+        state_too: bool = True,  # noqa: ARG002
+    ) -> tuple[State, Outcome]:
         """Solve on the tape."""
         outcome = find(hidden, replace(solver, max_steps=self.steps), start)
         quiet = replace(outcome, residual=outcome.residual.detach(), history=outcome.trace.detach(), inverse=None)

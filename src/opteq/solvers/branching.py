@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq.solvers.capture import raw_stream
+
 # Which way a fork goes is set by a kernel, with a function that only the driver has: so it is assembled by the driver.
 # One block of 128 threads looks whether any of `count` flags is set.
 _LOOK = b"""
@@ -63,6 +65,10 @@ END:
 }
 """
 _THREADS = 128
+
+
+class GraphRefusedError(RuntimeError):
+    """The driver will not have a graph: behind a fork not everything is allowed that a graph may do elsewhere."""
 
 
 class Way:
@@ -130,7 +136,7 @@ class BranchingGraph(Way):
 
     def replay(self) -> None:
         """Run it on the current stream."""
-        (state,) = self.tools.driver.cuGraphLaunch(self._runnable, torch.cuda.current_stream(self.device).cuda_stream)
+        (state,) = self.tools.driver.cuGraphLaunch(self._runnable, raw_stream(self.device))
         _check(state)
 
 
@@ -147,7 +153,8 @@ def _works(device: torch.device) -> bool:
     """Whether a fork goes where it should, tried once."""
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-            flags, went = (torch.zeros(300, dtype=torch.int32, device=device) for _ in range(2))
+            # From bool, as flags of rows may be: a kernel is loaded at its first launch, which a capture may forbid.
+            flags, went = (torch.zeros(300, dtype=torch.bool, device=device).to(torch.int32) for _ in range(2))
             one, other = (_captured(went, way) for way in (1, 2))
             graph = BranchingGraph(device)
             first, second = graph.fork(flags)
@@ -195,4 +202,4 @@ def _done(answer: tuple[Any, ...]) -> Any:
 
 def _check(state: Any) -> None:
     if int(state) != 0:
-        raise RuntimeError(f"the CUDA driver refused part of a graph: {state.name}")
+        raise GraphRefusedError(f"the CUDA driver refused part of a graph: {state.name}")

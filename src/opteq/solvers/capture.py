@@ -15,12 +15,19 @@ from opteq.solvers.buffers import SharedBuffers
 Result = TypeVar("Result")
 
 
+def raw_stream(device: torch.device) -> int:
+    """The current stream of a device, as the driver knows it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 class Workshop:
     """Where solves of one stream are captured: their pool of memory, their buffers, and a stream aside."""
 
     _all: ClassVar[dict[tuple[torch.device, int], Workshop]] = {}
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self.key = device, stream
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -32,9 +39,9 @@ class Workshop:
 
         Solves hand memory on within the order of a stream only; those of another stream have a pool of their own.
         """
-        key = device, torch.cuda.current_stream(device).cuda_stream
+        key = device, raw_stream(device)
         if key not in cls._all:
-            cls._all[key] = cls(device)
+            cls._all[key] = cls(*key)
         return cls._all[key]
 
     @classmethod
@@ -58,13 +65,15 @@ class Workshop:
         With ``keep`` it can become part of another graph, and is made ready to run only when it is replayed itself.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             result = work()
+            graph.capture_end()
         except BaseException:
+            # The allocator may take the pool for one that is still recorded to: the next capture has another one.
+            self._all.pop(self.key, None)
             _abandon(graph)
             raise
-        graph.capture_end()
         return graph, result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.solvers.branching import BranchingGraph, Way
+from opteq.solvers.branching import BranchingGraph, GraphRefusedError, Way
 from opteq.solvers.buffers import fill
 from opteq.solvers.expectation import Expectation
 from opteq.solvers.loop import Run
@@ -80,7 +80,7 @@ class ContinuedSolve(Stages[Solve]):
         if place not in self.plans:
             try:
                 self.plans[place] = self._planned(place)
-            except RuntimeError:  # there may be no memory for it; any other plan finds the same end
+            except GraphRefusedError:  # there may be no memory for it; any other plan finds the same end
                 if not self.plans:
                     raise
                 self.plans[place] = next(reversed(self.plans.values()))

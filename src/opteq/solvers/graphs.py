@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from opteq._fast import settings
-from opteq.solvers.branching import available
+from opteq.solvers.branching import GraphRefusedError, available
 from opteq.solvers.buffers import fill
-from opteq.solvers.capture import Workshop
+from opteq.solvers.capture import Workshop, raw_stream
 from opteq.solvers.continued import ContinuedSolve
 from opteq.solvers.staged import StagedSolve
 from opteq.solvers.stages import OpenSolve, Solve
@@ -74,8 +74,8 @@ def _captured_solve(inputs: Sequence[Tensor], open_solve: OpenSolve[Any], coarse
     if settings.forks and available(inputs[0].device):
         try:
             return ContinuedSolve(inputs, open_solve)
-        except RuntimeError:  # behind a fork not everything is allowed that a graph may do elsewhere
-            torch.cuda.empty_cache()
+        except GraphRefusedError:
+            pass
     return StagedSolve(inputs, open_solve, coarse)
 
 
@@ -90,7 +90,7 @@ def _by_graph(
     if not usable(inputs):
         return None
     device = inputs[0].device
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = raw_stream(device)
     form = (key, device, stream, _climate(), tuple((i.shape, i.dtype, i.stride()) for i in inputs))
     if form not in _solves:
         if form not in _seen:
