@@ -74,24 +74,25 @@ class GraphRefusedError(RuntimeError):
 class Way:
     """Part of a graph: one piece of work after the other, and forks."""
 
-    def __init__(self, whole: BranchingGraph, graph: Any) -> None:
-        self._whole = whole
+    def __init__(self, tools: SimpleNamespace, root: Any, graph: Any, parts: list[Any]) -> None:
+        self._tools = tools
+        self._root = root
         self._graph = graph
+        self._parts = parts  # what the whole is made of, to be kept as long as it is
         self._after: list[Any] = []
 
     def then(self, captured: Any) -> None:
         """Go on with a graph that was captured to be kept."""
-        driver, after = self._whole.tools.driver, self._after
+        driver, after = self._tools.driver, self._after
         own = driver.CUgraph(captured.raw_cuda_graph())
         self._after = [_done(driver.cuGraphAddChildGraphNode(self._graph, after, len(after), own))]
-        self._whole.parts.append(captured)
+        self._parts.append(captured)
 
     def fork(self, flags: Tensor) -> tuple[Way, Way]:
         """Where to go on if any of ``flags``, which are int32, is set at that time, and where if none is."""
-        whole = self._whole
-        tools, driver = whole.tools, whole.tools.driver
+        tools, driver = self._tools, self._tools.driver
         handle = _done(
-            driver.cuGraphConditionalHandleCreate(whole.root, tools.context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
+            driver.cuGraphConditionalHandleCreate(self._root, tools.context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
         )
         look = driver.CUDA_KERNEL_NODE_PARAMS()
         look.func, look.ctx = tools.look, tools.context
@@ -108,35 +109,37 @@ class Way:
         fork.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
         fork.conditional.size = 2
         self._after = [_done(tools.add_node(self._graph, [looked], None, 1, fork))]
-        whole.parts.append(flags)
+        self._parts.append(flags)
         one, other = fork.conditional.phGraph_out
-        return Way(whole, one), Way(whole, other)
+        return tuple(Way(tools, self._root, graph, self._parts) for graph in (one, other))  # type: ignore[return-value]
 
 
-class BranchingGraph(Way):
-    """A graph put together from captured ones, beginning with none.
+class BranchingGraph:
+    """A graph put together from captured ones, along the way that begins at :attr:`start`.
 
-    It keeps what it is made of. After :meth:`finished` it can be replayed, and nothing added.
+    After :meth:`finished` it can be replayed, and nothing added.
     """
 
+    # Nothing here refers to itself: a graph that waits for the garbage collector may be destroyed by it while another
+    # one is captured, which ends that.
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.tools = _tools(device)
-        self.root = _done(self.tools.driver.cuGraphCreate(0))
-        self.parts: list[Any] = []
-        weakref.finalize(self, self.tools.driver.cuGraphDestroy, self.root).atexit = False
-        super().__init__(self, self.root)
+        tools = _tools(device)
+        self._driver = tools.driver
+        self._root = _done(self._driver.cuGraphCreate(0))
+        self._parts: list[Any] = []
+        self.start = Way(tools, self._root, self._root, self._parts)
+        weakref.finalize(self, self._driver.cuGraphDestroy, self._root).atexit = False
 
     def finished(self) -> BranchingGraph:
         """The graph, ready to run."""
-        driver = self.tools.driver
-        self._runnable = _done(driver.cuGraphInstantiate(self.root, 0))
-        weakref.finalize(self, driver.cuGraphExecDestroy, self._runnable).atexit = False
+        self._runnable = _done(self._driver.cuGraphInstantiate(self._root, 0))
+        weakref.finalize(self, self._driver.cuGraphExecDestroy, self._runnable).atexit = False
         return self
 
     def replay(self) -> None:
         """Run it on the current stream."""
-        (state,) = self.tools.driver.cuGraphLaunch(self._runnable, raw_stream(self.device))
+        (state,) = self._driver.cuGraphLaunch(self._runnable, raw_stream(self.device))
         _check(state)
 
 
@@ -157,7 +160,7 @@ def _works(device: torch.device) -> bool:
             flags, went = (torch.zeros(300, dtype=torch.bool, device=device).to(torch.int32) for _ in range(2))
             one, other = (_captured(went, way) for way in (1, 2))
             graph = BranchingGraph(device)
-            first, second = graph.fork(flags)
+            first, second = graph.start.fork(flags)
             first.then(one)
             second.then(other)
             graph.finished()

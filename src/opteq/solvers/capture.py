@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class Workshop:
     def entered(self) -> Iterator[None]:
         """On the stream aside, after all that was launched before and before all that comes after."""
         # Tensors of inference mode could not be written to outside of it, and the next batch may come from there.
-        with torch.inference_mode(False), torch.no_grad():
+        with _no_garbage_collected(), torch.inference_mode(False), torch.no_grad():
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.stream):
                 yield
@@ -75,6 +76,18 @@ class Workshop:
             _abandon(graph)
             raise
         return graph, result
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """What the collector destroys may be graphs, events or streams: a capture that sees that is void."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _abandon(graph: Any) -> None:

@@ -91,7 +91,7 @@ class ContinuedSolve(Stages[Solve]):
 
     def _planned(self, place: int) -> BranchingGraph:
         graph = BranchingGraph(self.device)
-        self._put(graph, 0, ends(place, len(self.stages) - 1))
+        self._put(graph.start, 0, ends(place, len(self.stages) - 1))
         return graph.finished()
 
     def _put(self, way: Way, begin: int, places: Sequence[int]) -> None:
