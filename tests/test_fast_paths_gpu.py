@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from all_cases import CASES
 from cases import Case, by_name
 from opteq._errors import ConvergenceWarning
 from opteq._fast import settings
+from opteq.operators import conv
 from opteq.problems.base import Problem
 from opteq.problems.freezing import freeze
 from opteq.solvers import Solver, Status, branching, graphs
@@ -743,3 +744,26 @@ def test_a_fork_goes_where_the_flags_say(monkeypatch: pytest.MonkeyPatch) -> Non
     branching._works.cache_clear()
     assert not branching.available(device)
     branching._works.cache_clear()
+
+
+@pytest.mark.usefixtures("ends_found_by")
+@pytest.mark.parametrize("name", ["opteq-conv", "mopteq-conv"])
+def test_what_is_computed_for_an_answer_is_not_relied_upon_by_later_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight turned around for the first answer, which is captured before the first step and may never be read."""
+    seen: list[bool] = []
+
+    def faster(key: object, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
+        if not settings.keeping:
+            seen.append(True)
+        return second() if seen else first()
+
+    monkeypatch.setattr(conv, "faster", faster)
+    (case,) = (case for case in CASES if case.name == name)
+    layer = opteq.Equilibrium(case.problem().cuda(), solver_for(torch.float64), on_failure="ignore")
+    for call in range(CALLS):
+        torch.full((2**20,), torch.nan, device="cuda")  # in memory that is about to be used again
+        x = case.input(seed=call).cuda()
+        same(run(layer, x), plainly(layer, x), torch.float64)
+    assert seen

@@ -88,6 +88,7 @@ class Solve:
         made.written = Event(self.device, chance)
         made.answer = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
         made.inputs, made.whole, made.workshop = [], OrderedDict(), self  # type: ignore[assignment]
+        made.age, self.buffers = 1, SharedBuffers()
         made.left = [torch.ones(3, dtype=torch.int32) for _ in self.taken]
         made.stages = [
             Stage(Launch(self.device, self.steps(place)), Launch(self.device, self.finish(place)), taken + 1)
@@ -345,3 +346,24 @@ def test_buffers_go_with_the_last_solve_that_has_them() -> None:
     also.clear()
     gc.collect()
     assert len(shared._buffers) == 0
+
+
+def test_what_lies_in_memory_of_earlier_graphs_is_forgotten_when_they_run() -> None:
+    shared = SharedBuffers()
+    given = torch.ones(2)
+    early = shared.next_age()
+    (own,) = shared.lot().filled([given])
+    late = shared.next_age()
+    other = shared.lot().take(torch.ones(3))
+    other.captured = own.captured = True
+    values = torch.zeros(3)
+    fill([other], [values])
+    shared.overwritten_by(late)  # the one that made it, or one that was captured after it
+    assert other.holds(values)
+    shared.overwritten_by(early)
+    assert not other.holds(values)
+    assert own.holds(given)  # which was there when both were captured
+    other.captured = False
+    fill([other], [values])
+    shared.overwritten_by(early)
+    assert other.holds(values)

@@ -20,6 +20,8 @@ class Settings:
         forks: captured solves whose end the device finds, not the host, where the driver can do that.
         looking: on a CPU, look at values on the way where that saves copies; a GPU would have to wait.
         bounds: Triton kernels for the bounds of wide operators on a GPU, in half precision with bounds on its errors.
+        keeping: keep what was computed on the way where it may be of use again. Not in a part of a captured solve that
+            may be left out when it is replayed: who found it kept would read what nobody has computed.
         interpreted: take the fused path on a CPU too, where Triton's interpreter runs the kernels: for tests.
     """
 
@@ -28,6 +30,7 @@ class Settings:
     forks: bool = True
     looking: bool = True
     bounds: bool = True
+    keeping: bool = True
     interpreted: bool = False
 
 

@@ -25,7 +25,7 @@ Scalar = Callable[..., Tensor]
 # A captured graph holds device memory for its intermediate results; old ones go when there are many.
 _MOST_GRAPHS = 64
 _graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
-_pools: dict[torch.device, Any] = {}
+_pools: dict[tuple[torch.device, int], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class _Graph:
 
     def __init__(self, jobs: Sequence[Job], wanted: bool) -> None:
         device = jobs[0].inputs[0].device
+        home = torch.cuda.current_stream(device).cuda_stream
         with torch.inference_mode(False), torch.cuda.device(device):
             # Leaves of their own: a tie to the parameters would draw other streams into the capture.
             copies = [[i.detach().clone().requires_grad_() for i in job.inputs] for job in jobs]
@@ -111,7 +112,7 @@ class _Graph:
                         _evaluate(job.function, own, wanted)
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=_pool(device)):
+            with torch.cuda.graph(self.graph, pool=_pool(device, home)):
                 self.found = self._side_by_side(jobs, copies, wanted)
 
     def replay(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
@@ -170,10 +171,11 @@ def _graph(jobs: Sequence[Job], wanted: bool) -> _Graph | None:
     return _graphs[key]
 
 
-def _pool(device: torch.device) -> Any:
-    if device not in _pools:
-        _pools[device] = torch.cuda.graph_pool_handle()
-    return _pools[device]
+def _pool(device: torch.device, stream: int) -> Any:
+    """Memory of graphs that run one after the other: two that run on different streams may not share any."""
+    if (device, stream) not in _pools:
+        _pools[device, stream] = torch.cuda.graph_pool_handle()
+    return _pools[device, stream]
 
 
 def _capturable(inputs: tuple[Tensor, ...]) -> bool:

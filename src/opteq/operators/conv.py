@@ -44,9 +44,11 @@ class ConvMap(LinearMap):
             return transposed()
 
         def turned() -> Tensor:
-            if self._turned is None or self._turned.dtype != weight.dtype:
-                self._turned = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
-            return F.conv2d(u, self._turned, padding=self.padding)
+            own = self._turned
+            if own is None or own.dtype != weight.dtype:
+                own = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
+                self._turned = own if settings.keeping else self._turned
+            return F.conv2d(u, own, padding=self.padding)
 
         key = ("adjoint", u.shape, u.stride(), u.dtype, weight.shape, weight.dtype)
         return faster(key, transposed, turned)

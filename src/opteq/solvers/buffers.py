@@ -17,7 +17,11 @@ from torch import Tensor
 class Buffer:
     """Memory that graphs know by its address, and which tensor's values are in it."""
 
+    age = 0
+
     def __init__(self, like: Tensor) -> None:
+        # Made while a graph is captured, it lies in memory that earlier graphs may write to when they run again.
+        self.captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
         self.tensor = torch.empty_like(like)
         self._source: weakref.ref[Tensor] | None = None
         self._version = -1
@@ -73,6 +77,7 @@ class SharedBuffers:
 
     def __init__(self) -> None:
         self._buffers: weakref.WeakValueDictionary[Hashable, Buffer] = weakref.WeakValueDictionary()
+        self._age = 0
 
     def lot(self) -> Lot:
         """The beginning of a solve's buffers."""
@@ -83,4 +88,19 @@ class SharedBuffers:
         found = self._buffers.get(key)
         if found is None:
             found = self._buffers[key] = Buffer(like)
+            found.age = self._age
         return found
+
+    def next_age(self) -> int:
+        """To be called when the capture of a solve begins; what is made from then on is of the age that is returned."""
+        self._age += 1
+        return self._age
+
+    def overwritten_by(self, age: int) -> None:
+        """Forget what is in buffers that a solve of this age writes to, because they were not there when it was made.
+
+        Graphs of one pool hand memory on to those that are captured after them, buffers included.
+        """
+        for buffer in list(self._buffers.values()):
+            if buffer.captured and buffer.age > age:
+                buffer.note(None)

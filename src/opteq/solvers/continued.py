@@ -49,7 +49,7 @@ class ContinuedSolve(Stages[Solve]):
         self._learn()
         plan = self._plan(self._place())
         assert self.answer is not None
-        self.answer.forget()
+        self._about_to_run()
         plan.replay()
         *fixed, history = self.answer.copies()
         if not self.looks:

@@ -37,6 +37,7 @@ class CapturedCall:
         workshop = Workshop.here(inputs[0].device)
         lot = workshop.buffers.lot()
         self.inputs = lot.filled(inputs)
+        self.buffers, self.age = workshop.buffers, workshop.buffers.next_age()
         with workshop.entered():
             # What leaves is copied out of the pool before another solve writes there: within the stream's order.
             given = [buffer.tensor for buffer in self.inputs]
@@ -45,6 +46,7 @@ class CapturedCall:
     def __call__(self, inputs: Sequence[Tensor], work: Work) -> list[Tensor]:  # noqa: ARG002
         """The answer for ``inputs``, as tensors of its own."""
         fill(self.inputs, inputs)
+        self.buffers.overwritten_by(self.age)
         self.graph.replay()
         return [tensor.clone() for tensor in self.answer]
 

@@ -120,20 +120,20 @@ class StagedSolve(Stages[Solve]):
         """Replay stages, or the whole solve; ``quiet`` where nothing else is under way that could write flags."""
         if self.looks and quiet:
             self.left[place].fill_(_UNKNOWN)
+        if begin == 0:
+            self._about_to_run()
         if whole is None:
             for stage in self.stages[begin : place + 1]:
                 stage.steps.replay()
             self.noted = place
         else:
-            assert self.answer is not None
-            self.answer.forget()
             whole.replay()
             self.noted = min(place, 1)
 
     def _read_out(self, place: int, whole: Any) -> list[Tensor]:
         assert self.answer is not None
         if whole is None:
-            self.answer.forget()
+            self.answer.forget()  # it may have been read out already, too early
             self.stages[place].finish.replay()
         return self.answer.copies()
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from opteq._fast import settings
 from opteq.solvers.answers import Answers
 from opteq.solvers.capture import Workshop
 from opteq.solvers.loop import Rule, Run
@@ -78,8 +79,15 @@ class Stages(Generic[Solve]):
         self.stages: list[Stage] = []
         self.answer: Answers | None = None
         self.inputs = self.lot.filled(inputs)
+        self.age = self.workshop.buffers.next_age()
         with self.workshop.entered():
             self.facts = self._capture(open_solve)
+
+    def _about_to_run(self) -> None:
+        """Forget what is in memory that the graphs write to."""
+        assert self.answer is not None
+        self.answer.forget()
+        self.workshop.buffers.overwritten_by(self.age)
 
     def _prepare(self) -> None:
         """Get ready for a stage before it is captured."""
@@ -128,7 +136,11 @@ class Stages(Generic[Solve]):
             run.advance()
 
     def _read(self, solve: Solve) -> None:
-        tensors = solve.tensors()
+        keeping, settings.keeping = settings.keeping, False  # steps are replayed after each other, this may never be
+        try:
+            tensors = solve.tensors()
+        finally:
+            settings.keeping = keeping
         if self.answer is None:
             self.answer = Answers(self.lot, tensors, solve.run.rule.max_steps + 1)
         self.answer.write(tensors)
