@@ -12,12 +12,12 @@ import warnings
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from opteq._errors import ConvergenceError, ConvergenceWarning, callers_level
 from opteq.solution import Report
+from opteq.solvers.sent import Sent
 from opteq.solvers.status import Status
 from opteq.states import State, any_row, blocks
 
@@ -58,21 +58,12 @@ class _Unseen:
     """A finding whose status codes are on their way to the host."""
 
     def __init__(self, finding: Finding) -> None:
-        codes = finding.report.codes
         self.finding = finding
-        self.codes = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True)
-        self.codes.copy_(codes, non_blocking=True)
-        self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._arrived.record(torch.cuda.current_stream(codes.device))
-
-    def arrived(self) -> bool:
-        """Whether they can be read now."""
-        return bool(self._arrived.query())
+        self.codes = Sent(finding.report.codes)
 
     def failed(self) -> bool:
         """Whether a sample has; waits for the codes."""
-        self._arrived.synchronize()
-        return any(code not in _FINE for code in self.codes.tolist())
+        return any(code not in _FINE for code in self.codes.read())
 
 
 class Watch:
@@ -98,7 +89,7 @@ class Watch:
     def catch_up(self, wait_for: str | None = None) -> None:
         """Judge what has arrived by now; what went this ``way``, and all before it, is waited for."""
         waiting = self._unseen
-        while waiting and (waiting[0].arrived() or any(unseen.finding.way == wait_for for unseen in waiting)):
+        while waiting and (waiting[0].codes.arrived() or any(unseen.finding.way == wait_for for unseen in waiting)):
             self._settle(waiting.popleft())
 
     def _settle(self, unseen: _Unseen) -> None:

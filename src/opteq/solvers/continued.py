@@ -18,6 +18,7 @@ from opteq.solvers.branching import BranchingGraph, GraphRefusedError, Way
 from opteq.solvers.buffers import fill
 from opteq.solvers.expectation import Expectation
 from opteq.solvers.loop import Run
+from opteq.solvers.sent import Sent
 from opteq.solvers.stages import OpenSolve, Solve, Stages
 from opteq.solvers.trace import LateTrace
 
@@ -38,8 +39,7 @@ class ContinuedSolve(Stages[Solve]):
         self.plans: OrderedDict[int, BranchingGraph] = OrderedDict()
         self.expectation = Expectation()
         self.calls = 0
-        self.noted: Tensor | None = None  # steps of an earlier solve, in memory of the host, once the device was there
-        self.there: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.sent: Sent | None = None  # how many steps the samples of an earlier solve took
         super().__init__(inputs, open_solve, coarse)
         self._plan(self._place())
 
@@ -55,18 +55,16 @@ class ContinuedSolve(Stages[Solve]):
         if not self.looks:
             return [*fixed, history]
         steps = fixed[-2]
-        if self.noted is None and (self.expectation.length is None or self.calls % _SEEN_EVERY == 0):
-            self.noted = torch.empty(steps.shape, dtype=steps.dtype, pin_memory=True).copy_(steps, non_blocking=True)
-            self.there.record(torch.cuda.current_stream(self.device))
+        if self.sent is None and (self.expectation.length is None or self.calls % _SEEN_EVERY == 0):
+            self.sent = Sent(steps)
         self.calls += 1
         return [*fixed, LateTrace(history, steps)]
 
     def _learn(self) -> None:
         """Take notice of an earlier solve; the first one is waited for."""
-        if self.noted is not None and (self.expectation.length is None or self.there.query()):
-            self.there.synchronize()
-            self.expectation.saw(max(self.noted.tolist(), default=0))
-            self.noted = None
+        if self.sent is not None and (self.expectation.length is None or self.sent.arrived()):
+            self.expectation.saw(max(self.sent.read(), default=0))
+            self.sent = None
 
     def _place(self) -> int:
         """The stage with which a solve is likely to end."""
