@@ -129,7 +129,8 @@ class Solve:
 
         return work
 
-    def copies(self) -> list[Tensor]:
+    def copies(self, lend: bool) -> list[Tensor]:
+        assert not lend
         most = self.made.stages[-1].history - 1
         steps = self.batch.clamp(max=most)
         return [torch.tensor(self.read), torch.zeros(3), steps, torch.zeros(3), torch.arange(most + 1.0)[:, None]]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opteq.solvers import staged
 from opteq.solvers.answers import Answers
-from opteq.solvers.buffers import Buffer, SharedBuffers, fill
+from opteq.solvers.buffers import Buffer, SharedBuffers, fill, own
 from opteq.solvers.loop import Rule
 from opteq.solvers.staged import StagedSolve
 from opteq.solvers.stages import Stage, chunks
@@ -129,7 +129,8 @@ class Solve:
 
         return Launch(self.device, whole), None
 
-    def read_out(self, place: int, whole: Launch | None) -> list[Tensor]:
+    def read_out(self, place: int, whole: Launch | None, lend: bool) -> list[Tensor]:
+        assert not lend
         answer = torch.full((4,), -1.0)
 
         def copy() -> None:
@@ -367,3 +368,48 @@ def test_what_lies_in_memory_of_earlier_graphs_is_forgotten_when_they_run() -> N
     fill([other], [values])
     shared.overwritten_by(early)
     assert other.holds(values)
+
+
+def test_what_was_lent_is_copied_before_it_is_overwritten() -> None:
+    shared = SharedBuffers()
+    lot = shared.lot()
+    (buffer,) = lot.filled([torch.arange(6.0).reshape(2, 3).mT])
+    lent = buffer.lend()
+    assert lent.data_ptr() == buffer.tensor.data_ptr()
+    assert buffer.holds(lent)
+    copy = own(lent)
+    assert copy.data_ptr() != lent.data_ptr()
+    assert torch.equal(copy, lent)
+    assert own(copy) is copy
+    del lot
+    key = next(iter(shared._buffers))
+    del buffer
+    gc.collect()
+    buffer = shared._buffers[key]  # whoever has what was lent keeps it
+    with torch.inference_mode():
+        fill([buffer], [torch.zeros(3, 2).mT.contiguous().mT])
+    assert not lent.is_inference()
+    assert lent.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert lent.stride() == buffer.tensor.stride()
+    assert lent.data_ptr() != buffer.tensor.data_ptr()
+    assert own(lent) is lent
+    assert not buffer.tensor.any()
+    first = buffer.lend()
+    second = buffer.lend()  # one at a time
+    assert first.data_ptr() != second.data_ptr() == buffer.tensor.data_ptr()
+    del second
+    buffer.note(None)  # nobody has it, so nothing is copied
+    assert own(first) is first
+
+
+def test_answers_are_lent_where_that_is_asked_for() -> None:
+    answers = Answers(SharedBuffers().lot(), [torch.zeros(2, 2), torch.zeros(2), torch.zeros(1, 2)], 4)
+    answers.write([torch.ones(2, 2), torch.ones(2), torch.ones(1, 2)])
+    state, *_ = answers.copies(lend=True)
+    assert state.data_ptr() == answers._alone[0].tensor.data_ptr()
+    with torch.inference_mode():
+        other, *_ = answers.copies(lend=True)
+    assert other.data_ptr() != answers._alone[0].tensor.data_ptr()
+    answers.forget()
+    answers._alone[0].tensor.zero_()
+    assert state.tolist() == [[1, 1], [1, 1]]

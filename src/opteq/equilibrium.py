@@ -109,7 +109,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if torch.is_grad_enabled():
             state, outcome = self.gradient.run(hidden, self.solver, start, record, state_too)
         else:
-            state, outcome = self.gradient.evaluate(hidden, self.solver, start)
+            state, outcome = self.gradient.evaluate(hidden, self.solver, start, state_too)
         codes = outcome.codes
         # Looking at the codes makes a GPU wait, so it is done only for problems that have more to say about them.
         silent = type(hidden).diagnose is BoundMap.diagnose

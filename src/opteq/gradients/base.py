@@ -14,7 +14,8 @@ from opteq.gradients.forward import find_without_tape
 from opteq.problems.hidden import BoundMap
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
-from opteq.states import State, blocks
+from opteq.solvers.buffers import own
+from opteq.states import State, blocks, map_state
 
 Record = Callable[[Report], None]
 
@@ -41,10 +42,16 @@ class Gradient(metaclass=NamedOptions):
                 need not carry a gradient.
         """
 
-    def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
-        """Solve where no gradient is wanted."""
-        state, outcome = find_without_tape(hidden, solver, start, with_features=True)
-        return state, outcome if outcome.known is None else replace(outcome, features=outcome.known[-1])
+    def evaluate(
+        self, hidden: BoundMap, solver: Solver, start: State | None, state_too: bool = True
+    ) -> tuple[State, Outcome]:
+        """Solve where no gradient is wanted; with a state that is not to be seen where only features are."""
+        state, outcome = find_without_tape(hidden, solver, start, with_features=True, lend=not state_too)
+        if outcome.known is not None:
+            return state, replace(outcome, features=outcome.known[-1])
+        if outcome.features is None:  # they are made of the state, or are the state
+            return map_state(own, state), outcome
+        return state, replace(outcome, features=map_state(own, outcome.features))
 
 
 def wants_gradient(state: State) -> bool:

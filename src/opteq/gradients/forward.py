@@ -153,6 +153,7 @@ def find_without_tape(
     keep_inverse: bool = False,
     as_on_tape: bool = False,
     with_features: bool = False,
+    lend: bool = False,
 ) -> tuple[State, Outcome]:
     """The equilibrium as a constant: nothing of the way to it is kept for the backward pass.
 
@@ -165,12 +166,13 @@ def find_without_tape(
         as_on_tape: whether the steps are those of :func:`find`, for a network that consists of them. In the variable of
             the features as many steps lead further.
         with_features: whether features, as constants too, are of use where they cost no launch.
+        lend: whether state and features may be lent ones, which nobody outside of this library is to see.
     """
     with torch.no_grad():
         if keep_inverse:
             outcome = find(hidden, solver, start)
         else:
-            captured = _by_graphs(hidden, solver, start, as_on_tape, with_features)
+            captured = _by_graphs(hidden, solver, start, as_on_tape, with_features, lend)
             outcome = captured or _as_it_is(hidden, solver, start, as_on_tape)
     # The very tensors where they are constants already: a captured backward pass knows them again.
     return map_state(lambda part: part.detach() if part.requires_grad else part, outcome.state), outcome
@@ -208,7 +210,7 @@ def _refined(hidden: BoundMap, expansion: Expansion, solver: Solver, start: Stat
 
 
 def _by_graphs(
-    hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool, with_features: bool
+    hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool, with_features: bool, lend: bool
 ) -> Outcome | None:
     frozen = freeze(hidden) if settings.graphs else None
     if frozen is None or not usable(frozen.tensors):
@@ -234,7 +236,7 @@ def _by_graphs(
 
     key = ("forward", frozen.structure, solver, start is None, as_on_tape, with_features, autocast)
     with autocast.off():
-        answer = staged(key, inputs, open_solve)
+        answer = staged(key, inputs, open_solve, lend)
     if answer is None:
         return None
     tensors, facts = answer

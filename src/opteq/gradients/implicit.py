@@ -62,7 +62,9 @@ class Implicit(Gradient):
         self, hidden: BoundMap, solver: Solver, start: State | None, record: Record, state_too: bool = True
     ) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass solves the adjoint system."""
-        state, outcome = find_without_tape(hidden, solver, start, with_features=True)
+        # A linear solver that can't be captured takes the state apart on the way forward.
+        lend = not state_too and self._capturable(hidden)
+        state, outcome = find_without_tape(hidden, solver, start, with_features=True, lend=lend)
         expansion = None if outcome.known is None else hidden.expansion()
         if expansion is not None and outcome.known is not None and not expansion.learns:
             linear = self._linear(hidden, state)
@@ -110,6 +112,9 @@ class Implicit(Gradient):
 
     def _system(self, hidden: BoundMap, state: State) -> AdjointSystem:
         return AdjointSystem(hidden, state, self._linear(hidden, state))
+
+    def _capturable(self, hidden: BoundMap) -> bool:
+        return (_BY_STRUCTURE[hidden.structure] if self.linear is None else type(self.linear)).capturable
 
     def _linear(self, hidden: BoundMap, state: State) -> LinearSolver:
         if self.linear is not None:

@@ -20,6 +20,7 @@ from opteq.gradients.attach import attach, refuse_second_derivative
 from opteq.gradients.base import wants_gradient
 from opteq.problems.freezing import Frozen, freeze
 from opteq.problems.hidden import BoundMap
+from opteq.solvers.buffers import own
 from opteq.solvers.graphs import called, usable
 from opteq.states import State, blocks, like, map_state
 
@@ -197,7 +198,7 @@ def attach_replay(
     """
     state, features = replayed.state, replayed.features
     if not any(replayed.frozen.wanted):
-        return state, features
+        return map_state(own, state), None if features is None else map_state(own, features)
     states = blocks(state) if state_too or features is None else ()
     values = [*states, *(() if features is None else blocks(features))]
     attached: tuple[Tensor, ...] = _Replayed.apply(  # type: ignore[no-untyped-call]
@@ -266,7 +267,16 @@ class _Replayed(torch.autograd.Function):
                 found = ctx.pull(incoming)
             if torch.is_grad_enabled():
                 found = _guarded(found, originals)
+        if not _kept():
+            # Nobody can come by again, but whoever keeps an output keeps this too, and all tensors of the problem.
+            ctx.replayed = ctx.pull = ctx.notice = None
         return (*[None] * (6 + ctx.count), *found)
+
+
+def _kept() -> bool:
+    """Whether the backward pass that is under way keeps its graph, so that another one can follow."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or bool(ask())
 
 
 def _filled(gradients: Sequence[Tensor | None], values: State | None) -> State | None:

@@ -55,15 +55,26 @@ class Answers:
         for buffer in self._alone.values():
             buffer.note(None)
 
-    def copies(self) -> list[Tensor]:
-        """What the buffers hold. A backward pass that soon asks for such a copy will find it there."""
-        made = {place: buffer.tensor.clone() for place, buffer in self._alone.items()}
+    def copies(self, lend: bool = False) -> list[Tensor]:
+        """What the buffers hold. A backward pass that soon asks for such a copy will find it there.
+
+        With ``lend`` all but numbers are copied only before they are overwritten (:meth:`Buffer.lend`).
+        """
+        made: dict[int, Tensor] = {}
+        lend = lend and not torch.is_inference_mode_enabled()  # where nobody may put other memory behind a tensor
         for place, buffer in self._alone.items():
-            buffer.note(made[place])
+            if lend:
+                made[place] = buffer.lend()
+            else:
+                made[place] = buffer.tensor.clone()
+                buffer.note(made[place])
         if self._numbers is not None:
-            rest = self._numbers.tensor.clone()
+            numbers, begin = self._numbers.tensor.clone(), 0
             for place in self._packed:
-                size = math.prod(self._shapes[place])
-                made[place] = rest[:size].view(self._dtypes[place]).view(self._shapes[place])
-                rest = rest[size:]
+                shape, dtype = self._shapes[place], self._dtypes[place]
+                size = math.prod(shape)
+                own = numbers.narrow(0, begin, size)
+                own = own if dtype == torch.int64 else own.view(dtype)
+                made[place] = own if len(shape) == 1 else own.view(shape)
+                begin += size
         return [made[place] for place in range(len(self._shapes))]

@@ -25,17 +25,44 @@ class Buffer:
         self.tensor = torch.empty_like(like)
         self._source: weakref.ref[Tensor] | None = None
         self._version = -1
+        self._lent: weakref.ref[Tensor] | None = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the values of ``tensor``, as it is now, are here."""
         return self._source is not None and self._source() is tensor and self._version == tensor._version
 
     def note(self, tensor: Tensor | None) -> None:
-        """Remember that the values of ``tensor`` are here; None where nobody has them."""
+        """Remember that the values of ``tensor`` are here; None where nobody has them.
+
+        To be called before anything is written: who was lent what is here has a copy from then on.
+        """
+        lent = None if self._lent is None else self._lent()
+        if lent is not None and lent is not tensor:
+            with torch.inference_mode(False):
+                lent.data = lent.clone()
+            del lent._lender  # type: ignore[attr-defined]
+            self._lent = None
         if tensor is None or tensor.is_inference():  # which counts no changes
             self._source = None
         else:
             self._source, self._version = weakref.ref(tensor), tensor._version
+
+    def lend(self) -> Tensor:
+        """What is here, not copied before somebody else writes here. Whoever takes views of it should :func:`own` it.
+
+        Most answers are looked at once, by the next solve, and gone before the one after that.
+        """
+        self.note(None)
+        lent = self.tensor.detach()
+        lent._lender = self  # type: ignore[attr-defined]  # which lives as long
+        self._lent = weakref.ref(lent)
+        self.note(lent)
+        return lent
+
+
+def own(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy of what was lent."""
+    return tensor.clone() if hasattr(tensor, "_lender") else tensor
 
 
 def fill(buffers: Sequence[Buffer], tensors: Sequence[Tensor]) -> None:

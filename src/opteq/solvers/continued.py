@@ -43,15 +43,20 @@ class ContinuedSolve(Stages[Solve]):
         super().__init__(inputs, open_solve, coarse)
         self._plan(self._place())
 
-    def __call__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]) -> list[Any]:  # noqa: ARG002
-        """The answer for ``inputs``, as tensors of its own; the history may be a :class:`LateTrace`."""
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        open_solve: OpenSolve[Solve],  # noqa: ARG002
+        lend: bool = False,
+    ) -> list[Any]:
+        """The answer for ``inputs``, lent or as tensors of its own; the history may be a :class:`LateTrace`."""
         fill(self.inputs, inputs)
         self._learn()
         plan = self._plan(self._place())
         assert self.answer is not None
         self._about_to_run()
         plan.replay()
-        *fixed, history = self.answer.copies()
+        *fixed, history = self.answer.copies(lend)
         if not self.looks:
             return [*fixed, history]
         steps = fixed[-2]

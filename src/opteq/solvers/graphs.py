@@ -43,7 +43,7 @@ class CapturedCall:
             given = [buffer.tensor for buffer in self.inputs]
             self.graph, (self.answer, self.facts) = workshop.record(partial(work, given))
 
-    def __call__(self, inputs: Sequence[Tensor], work: Work) -> list[Tensor]:  # noqa: ARG002
+    def __call__(self, inputs: Sequence[Tensor], work: Work, lend: bool = False) -> list[Tensor]:  # noqa: ARG002
         """The answer for ``inputs``, as tensors of its own."""
         fill(self.inputs, inputs)
         self.buffers.overwritten_by(self.age)
@@ -56,7 +56,9 @@ _solves: OrderedDict[Hashable, _ByGraph | None] = OrderedDict()
 _seen: OrderedDict[Hashable, None] = OrderedDict()
 
 
-def staged(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]) -> tuple[list[Any], object] | None:
+def staged(
+    key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], lend: bool = False
+) -> tuple[list[Any], object] | None:
     """The answer of a solve by graphs, and the facts about it; None where it should be run as it is.
 
     The answer is a list of tensors, and last a history of residuals, which may be a late one.
@@ -68,8 +70,9 @@ def staged(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]
         key: what distinguishes this form of solve; shapes, strides and dtypes of the inputs are added to it.
         inputs: every tensor that the solve depends on.
         open_solve: begins a solve that reads the given copies of the inputs.
+        lend: whether tensors of the answer may be :meth:`~opteq.solvers.buffers.Buffer.lend` ones.
     """
-    return _by_graph(key, inputs, _captured_solve, open_solve)
+    return _by_graph(key, inputs, _captured_solve, open_solve, lend)
 
 
 def _captured_solve(inputs: Sequence[Tensor], open_solve: OpenSolve[Any], coarse: bool = False) -> _ByGraph:
@@ -87,7 +90,7 @@ def called(key: Hashable, inputs: Sequence[Tensor], work: Work) -> tuple[list[Te
 
 
 def _by_graph(
-    key: Hashable, inputs: Sequence[Tensor], kind: Callable[..., _ByGraph], work: Any
+    key: Hashable, inputs: Sequence[Tensor], kind: Callable[..., _ByGraph], work: Any, lend: bool = False
 ) -> tuple[list[Any], object] | None:
     if not usable(inputs):
         return None
@@ -106,7 +109,7 @@ def _by_graph(
     if solve is not None and solve.misjudged:
         coarse = not solve.coarse
         solve = _solves[form] = _tried(lambda: kind(inputs, work, coarse))
-    return None if solve is None else (solve(inputs, work), solve.facts)
+    return None if solve is None else (solve(inputs, work, lend), solve.facts)
 
 
 def _climate() -> Hashable:

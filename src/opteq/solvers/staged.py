@@ -66,8 +66,8 @@ class StagedSolve(Stages[Solve]):
         self.tell = _teller(device) if settings.fused and has_triton() else None
         super().__init__(inputs, open_solve, coarse)
 
-    def __call__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve]) -> list[Tensor]:
-        """The answer for ``inputs``, as tensors of its own."""
+    def __call__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], lend: bool = False) -> list[Tensor]:
+        """The answer for ``inputs``, lent or as tensors of its own."""
         fill(self.inputs, inputs)
         last = len(self.stages) - 1
         if self.unread and (self.written.query() or self.unread >= self.patience):
@@ -86,14 +86,14 @@ class StagedSolve(Stages[Solve]):
             self.written.record(torch.cuda.current_stream(self.device))
             sure = place == last
             if sure or whole is not None or self.trusted >= _TRUSTED:
-                answer = self._read_out(place, whole)
+                answer = self._read_out(place, whole, lend)
             if sure or not self._goes_on(place, quiet):
                 break
             # What a whole solve has left is elsewhere in memory: it can't be continued.
             begin, quiet = (place + 1 if whole is None else 0), True
             place, whole, self.trusted, answer = place + 1, None, -1, []
             self._launch(begin, place, whole, quiet)
-        answer = answer or self._read_out(place, whole)
+        answer = answer or self._read_out(place, whole, lend)
         self.alone = not sure
         # Whether the last stage was needed is not worth waiting for: the next solve finds out.
         self.unread = self.unread + 1 if sure and self.looks else 0
@@ -130,12 +130,12 @@ class StagedSolve(Stages[Solve]):
             whole.replay()
             self.noted = min(place, 1)
 
-    def _read_out(self, place: int, whole: Any) -> list[Tensor]:
+    def _read_out(self, place: int, whole: Any, lend: bool) -> list[Tensor]:
         assert self.answer is not None
         if whole is None:
             self.answer.forget()  # it may have been read out already, too early
             self.stages[place].finish.replay()
-        return self.answer.copies()
+        return self.answer.copies(lend)
 
     def _goes_on(self, place: int, quiet: bool) -> bool:
         """Whether a row is left after this stage: known before its answer is, which the device works on meanwhile."""
