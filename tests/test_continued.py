@@ -5,12 +5,17 @@ What graphs with forks compute is tested on a GPU (test_fast_paths_gpu.py).
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import itertools
+import os
+import pickle
 import random
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +32,7 @@ from opteq.solvers.continued import ContinuedSolve, ends
 from opteq.solvers.expectation import Expectation
 from opteq.solvers.stages import Stage
 from opteq.solvers.trace import LateTrace, read_trace
+from opteq.states import State, single
 
 
 class Way:
@@ -270,10 +276,10 @@ def test_what_is_known_is_told_at_once_and_what_is_late_when_it_has_arrived() ->
         watch.judge(finding(FINE, "backward"), "warn")
         watch.judge(finding(FAILED, "backward"), "warn")
         watch.judge(finding(FAILED, "backward"), "ignore")
-        watch.catch_up()
+        watch.catch_up("warn")
     Late.there = True
     with pytest.warns(ConvergenceWarning, match="backward failed"):
-        watch.catch_up()
+        watch.catch_up("warn")
     with pytest.raises(ConvergenceError, match="forward failed"):
         watch.judge(finding(FAILED), "raise")
 
@@ -285,7 +291,7 @@ def test_the_way_back_waits_for_the_way_forward_and_no_longer() -> None:
     watch.judge(finding(FAILED), "warn")
     watch.judge(finding(FAILED, "backward"), "warn")
     with pytest.warns(ConvergenceWarning, match="forward failed"):
-        watch.catch_up(wait_for="forward")
+        watch.catch_up("warn", wait_for="forward")
     assert [unseen.finding.way for unseen in watch._unseen] == ["backward"]
     watch._unseen.clear()
 
@@ -316,10 +322,93 @@ def test_an_input_that_is_not_finite_is_named(late: bool) -> None:
 
     def look(watch: Watch, found: Finding) -> None:
         watch.judge(found, "warn")
-        watch.catch_up()
+        watch.catch_up("warn")
 
     with pytest.raises(ValueError, match=r"the input.* has 1 values that are not finite, the first at index \(1, 2\)"):
         look(watch, lost)
     blameless = finding([Status.CONVERGED, Status.NON_FINITE], late=late, x=torch.ones(2, 3))
     with pytest.warns(ConvergenceWarning, match="NON_FINITE"):
         look(Watch(), blameless)
+
+
+def test_an_input_that_was_overwritten_since_is_not_blamed() -> None:
+    watch, x = Watch(), torch.ones(2, 3)
+    Late.there = False
+    watch.judge(finding([Status.CONVERGED, Status.NON_FINITE], x=x), "warn")
+    x[1, 2] = torch.inf  # the next batch, in the same memory
+    Late.there = True
+    with pytest.warns(ConvergenceWarning, match="NON_FINITE"):
+        watch.catch_up("warn")
+
+
+def test_the_tape_of_an_input_is_not_kept() -> None:
+    watch, x = Watch(), torch.ones(2, 3, requires_grad=True) * 2
+    watch.judge(finding(FINE, x=x), "warn")
+    kept = watch._unseen[0].finding.x
+    assert isinstance(kept, Tensor)
+    assert kept.grad_fn is None
+
+
+def test_what_is_to_be_ignored_for_a_while_is_told_afterwards() -> None:
+    watch = Watch()
+    watch.judge(finding(FAILED), "warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.catch_up("ignore", wait_for="forward")
+    with pytest.warns(ConvergenceWarning, match="forward failed"):
+        watch.catch_up("warn")
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda watch: pickle.loads(pickle.dumps(watch))])
+def test_a_copy_knows_of_nothing_and_has_last_words_of_its_own(duplicate: Callable[[Watch], Watch]) -> None:
+    watch = Watch()
+    watch.judge(finding(FAILED), "warn")
+    other = duplicate(watch)
+    assert not other._unseen
+    other.judge(finding(FAILED, "backward"), "warn")
+    with pytest.warns(ConvergenceWarning, match="backward failed"):
+        del other
+    watch._unseen.clear()
+    layer = opteq.Equilibrium(opteq.OptEq(opteq.operators.Dense(2, 3, bound=0.9)))
+    assert copy.deepcopy(layer)._watch is not layer._watch
+
+
+def test_many_threads_judge_at_once() -> None:
+    watch = Watch()
+
+    def work() -> None:
+        for _ in range(200):
+            watch.judge(finding(FINE), "warn")
+            watch.catch_up("warn", wait_for="forward")
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result()
+    assert not watch._unseen
+
+
+def test_last_words_are_not_for_other_processes_nor_failed_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    unseen = deque([_watch._Unseen(finding(FAILED))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _watch._last_words(unseen, set(), os.getpid() + 1)
+
+        def lost(self: Late) -> list[int]:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        monkeypatch.setattr(Late, "read", lost)
+        _watch._last_words(unseen, set(), os.getpid())
+
+
+class Doubling(opteq.Equilibrium):
+    """A layer with another idea of what a solution is."""
+
+    def solve(self, x: State, start: State | None = None) -> opteq.Solution:
+        solution = super().solve(x, start)
+        return dataclasses.replace(solution, features=2 * single(solution.features))
+
+
+def test_a_solve_of_ones_own_is_used_by_a_call() -> None:
+    problem = opteq.OptEq(opteq.operators.Dense(2, 3, bound=0.9), torch.nn.Linear(2, 3))
+    x = torch.ones(1, 2)
+    torch.testing.assert_close(Doubling(problem)(x), 2 * opteq.Equilibrium(problem)(x))

@@ -122,11 +122,11 @@ def test_tiles_of_every_height(entries: int, wide: int, size: int, interpreted: 
 
 def test_columns_waste_little() -> None:
     for channels in range(1, 300):
-        wide = resample_fused._columns(channels)
+        wide = _triton.columns(channels)
         padded = -(-channels // wide) * wide
         assert wide & (wide - 1) == 0
         assert padded < channels + 32
-    assert [resample_fused._columns(c) for c in (1, 3, 32, 64, 96, 128, 200, 256)] == [1, 4, 32, 64, 32, 128, 32, 128]
+    assert [_triton.columns(c) for c in (1, 3, 32, 64, 96, 128, 200, 256)] == [1, 4, 32, 64, 32, 128, 32, 128]
 
 
 @triton

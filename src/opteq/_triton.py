@@ -40,3 +40,10 @@ def _compiles_for(device: torch.device) -> bool:
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured: a kernel that was not loaded before might not be loaded then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def columns(channels: int) -> int:
+    """How many channels a program takes, a power of two: few programs should have places without a channel."""
+    if channels <= 32:
+        return 1 << (channels - 1).bit_length()
+    return min((128, 64, 32), key=lambda wide: -(-channels // wide) * wide)

@@ -8,18 +8,21 @@ ends.
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from opteq._errors import ConvergenceError, ConvergenceWarning, callers_level
 from opteq.solution import Report
 from opteq.solvers.sent import Sent
 from opteq.solvers.status import Status
-from opteq.states import State, any_row, blocks
+from opteq.states import State, any_row, blocks, map_state
 
 # So many reports may be on their way; the host waits for the oldest one of more.
 _MOST_UNSEEN = 8
@@ -42,6 +45,10 @@ class Finding:
     way: str
     x: State | None = None
 
+    def kept(self) -> Finding:
+        """The same for later, without the tape of the input."""
+        return self if self.x is None else replace(self, x=map_state(Tensor.detach, self.x))
+
     def refuse_input(self, when: str) -> None:
         """Raise where the input has values that are not finite, and a sample is lost for that reason."""
         if self.x is None or int(Status.NON_FINITE) not in self.report.codes.tolist():
@@ -58,12 +65,23 @@ class _Unseen:
     """A finding whose status codes are on their way to the host."""
 
     def __init__(self, finding: Finding) -> None:
-        self.finding = finding
+        self.finding = finding.kept()
         self.codes = Sent(finding.report.codes)
+        self._versions = self._counted()
 
     def failed(self) -> bool:
         """Whether a sample has; waits for the codes."""
         return any(code not in _FINE for code in self.codes.read())
+
+    def refuse_input(self) -> None:
+        """Raise where the input is at fault, unless it may have been overwritten since."""
+        if self._versions == self._counted() and None not in self._versions:
+            self.finding.refuse_input(" of an earlier call")
+
+    def _counted(self) -> list[int | None]:
+        """How often parts of the input were changed; None where nobody counts."""
+        parts = () if self.finding.x is None else blocks(self.finding.x)
+        return [None if part.is_inference() else part._version for part in parts]
 
 
 class Watch:
@@ -72,29 +90,45 @@ class Watch:
     def __init__(self) -> None:
         self._warned: set[str] = set()
         self._unseen: deque[_Unseen] = deque()
-        weakref.finalize(self, _last_words, self._unseen, self._warned)
+        self._lock = threading.RLock()  # backward passes have threads of their own
+        weakref.finalize(self, _last_words, self._unseen, self._warned, os.getpid())
+
+    def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
+        # Reports belong to the process and the layer that made them.
+        return Watch, ()
 
     def judge(self, finding: Finding, on_failure: str) -> None:
         """Warn or raise where samples failed; of a solve that is still under way, later, unless it is to raise."""
         if on_failure == "ignore":
             return
         if on_failure == "warn" and finding.report.late:
-            self._unseen.append(_Unseen(finding))
-            if len(self._unseen) > _MOST_UNSEEN:
-                self._settle(self._unseen.popleft())
+            with self._lock:
+                self._unseen.append(_Unseen(finding))
+                oldest = self._unseen.popleft() if len(self._unseen) > _MOST_UNSEEN else None
+            if oldest is not None:
+                self._settle(oldest)
         elif any_row(finding.report.failures()):
             finding.refuse_input("")
             _tell(finding, on_failure, self._warned)
 
-    def catch_up(self, wait_for: str | None = None) -> None:
-        """Judge what has arrived by now; what went this ``way``, and all before it, is waited for."""
-        waiting = self._unseen
-        while waiting and (waiting[0].codes.arrived() or any(unseen.finding.way == wait_for for unseen in waiting)):
-            self._settle(waiting.popleft())
+    def catch_up(self, on_failure: str, wait_for: str | None = None) -> None:
+        """Judge what has arrived by now; what went this ``way``, and all before it, is waited for.
+
+        While failures are to be ignored, those of earlier calls are kept for later.
+        """
+        while on_failure != "ignore" and (next_one := self._next(wait_for)) is not None:
+            self._settle(next_one)
+
+    def _next(self, wait_for: str | None) -> _Unseen | None:
+        with self._lock:
+            waiting = self._unseen
+            if waiting and (waiting[0].codes.arrived() or any(each.finding.way == wait_for for each in waiting)):
+                return waiting.popleft()
+            return None
 
     def _settle(self, unseen: _Unseen) -> None:
         if unseen.failed():
-            unseen.finding.refuse_input(" of an earlier call")
+            unseen.refuse_input()
             _tell(unseen.finding, "warn", self._warned)
 
 
@@ -108,8 +142,15 @@ def _tell(finding: Finding, on_failure: str, warned: set[str]) -> None:
     warnings.warn(message + "\n  (This layer warns once.)", ConvergenceWarning, stacklevel=callers_level())
 
 
-def _last_words(unseen: deque[_Unseen], warned: set[str]) -> None:
+def _last_words(unseen: deque[_Unseen], warned: set[str], process: int) -> None:
     """Of a layer that nobody has any more, or at the end of a program."""
-    for each in unseen:
-        if each.failed():
-            _tell(each.finding, "warn", warned)
+    if not unseen or process != os.getpid():
+        return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        for each in unseen:
+            if each.failed():
+                _tell(each.finding, "warn", warned)
+    except RuntimeError:  # of a device that has failed; that was told elsewhere
+        return

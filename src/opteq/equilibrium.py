@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
+from opteq.solvers.capture import on
 from opteq.states import Layout, State, any_row, blocks, map_state
 
 _ON_FAILURE = ("warn", "raise", "ignore")
@@ -66,6 +68,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
+        if type(self).solve is not Equilibrium.solve or "solve" in vars(self):  # somebody has put in another one
+            return self.solve(x, start).features
         solution: Solution = self._solve(x, start, state_too=False)
         return solution.features
 
@@ -82,9 +86,14 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _solve(self, x: State, start: State | None, state_too: bool) -> Solution:
+        devices = [part.device for part in blocks(x) if isinstance(part, Tensor)]
+        with on(devices[0]) if devices else nullcontext():
+            return self._solve_here(x, start, state_too)
+
+    def _solve_here(self, x: State, start: State | None, state_too: bool) -> Solution:
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
-        self._watch.catch_up()
+        self._watch.catch_up(self.on_failure)
         hidden = self.problem(x)
         layout = Layout.of(hidden.template())
         for part in blocks(x):
@@ -101,15 +110,16 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
         def record(report: Report) -> None:
             slot.report = report
-            self._watch.catch_up(wait_for="forward")
+            self._watch.catch_up(self.on_failure, wait_for="forward")
             self._watch.judge(
                 Finding(report, "the gradient's linear system was not solved", "backward"), self.on_failure
             )
 
         if torch.is_grad_enabled():
-            state, outcome = self.gradient.run(hidden, self.solver, start, record, state_too)
+            run = self.gradient.run if state_too else self.gradient.run_for_features
+            state, outcome = run(hidden, self.solver, start, record)
         else:
-            state, outcome = self.gradient.evaluate(hidden, self.solver, start, state_too)
+            state, outcome = self.gradient.evaluate(hidden, self.solver, start)
         codes = outcome.codes
         # Looking at the codes makes a GPU wait, so it is done only for problems that have more to say about them.
         silent = type(hidden).diagnose is BoundMap.diagnose

@@ -14,8 +14,7 @@ from opteq.gradients.forward import find_without_tape
 from opteq.problems.hidden import BoundMap
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
-from opteq.solvers.buffers import own
-from opteq.states import State, blocks, map_state
+from opteq.states import State, blocks
 
 Record = Callable[[Report], None]
 
@@ -28,9 +27,7 @@ class Gradient(metaclass=NamedOptions):
     """Whether forward-mode differentiation (``torch.func.jvp``) passes through."""
 
     @abstractmethod
-    def run(
-        self, hidden: BoundMap, solver: Solver, start: State | None, record: Record, state_too: bool = True
-    ) -> tuple[State, Outcome]:
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve, and return the state with its gradient attached together with the solver's outcome.
 
         Args:
@@ -38,20 +35,18 @@ class Gradient(metaclass=NamedOptions):
             solver: finds the equilibrium.
             start: where to begin; None leaves it to the problem.
             record: called in the backward pass with its report.
-            state_too: whether anybody is going to see the state. Where not, and the outcome has features, the state
-                need not carry a gradient.
         """
 
-    def evaluate(
-        self, hidden: BoundMap, solver: Solver, start: State | None, state_too: bool = True
+    def run_for_features(
+        self, hidden: BoundMap, solver: Solver, start: State | None, record: Record
     ) -> tuple[State, Outcome]:
-        """Solve where no gradient is wanted; with a state that is not to be seen where only features are."""
-        state, outcome = find_without_tape(hidden, solver, start, with_features=True, lend=not state_too)
-        if outcome.known is not None:
-            return state, replace(outcome, features=outcome.known[-1])
-        if outcome.features is None:  # they are made of the state, or are the state
-            return map_state(own, state), outcome
-        return state, replace(outcome, features=map_state(own, outcome.features))
+        """The same where nobody is going to see the state: where the outcome has features, it need not be of use."""
+        return self.run(hidden, solver, start, record)
+
+    def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
+        """Solve where no gradient is wanted."""
+        state, outcome = find_without_tape(hidden, solver, start, with_features=True)
+        return state, outcome if outcome.known is None else replace(outcome, features=outcome.known[-1])
 
 
 def wants_gradient(state: State) -> bool:

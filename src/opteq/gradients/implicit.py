@@ -58,10 +58,19 @@ class Implicit(Gradient):
                 f"max_steps={self.max_steps}. Give them to {type(self.linear).__name__}"
             )
 
-    def run(
-        self, hidden: BoundMap, solver: Solver, start: State | None, record: Record, state_too: bool = True
-    ) -> tuple[State, Outcome]:
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass solves the adjoint system."""
+        return self._run(hidden, solver, start, record, state_too=True)
+
+    def run_for_features(
+        self, hidden: BoundMap, solver: Solver, start: State | None, record: Record
+    ) -> tuple[State, Outcome]:
+        """The same, and no copy of the state is made before somebody needs its place."""
+        return self._run(hidden, solver, start, record, state_too=False)
+
+    def _run(
+        self, hidden: BoundMap, solver: Solver, start: State | None, record: Record, state_too: bool
+    ) -> tuple[State, Outcome]:
         # A linear solver that can't be captured takes the state apart on the way forward.
         lend = not state_too and self._capturable(hidden)
         state, outcome = find_without_tape(hidden, solver, start, with_features=True, lend=lend)

@@ -16,14 +16,7 @@ from opteq.states import State
 class OneStep(Gradient):
     """Differentiate a single step at the equilibrium: the cheapest gradient, with ``(I - J')^-1`` taken for I."""
 
-    def run(
-        self,
-        hidden: BoundMap,
-        solver: Solver,
-        start: State | None,
-        record: Record,
-        state_too: bool = True,  # noqa: ARG002
-    ) -> tuple[State, Outcome]:
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape, then put one step on it."""
         state, outcome = find_without_tape(hidden, solver, start)
         report = approximate("one step", state, 1)

@@ -32,14 +32,7 @@ class Phantom(Gradient):
         whole(self, "steps")
         share(self, "damping")
 
-    def run(
-        self,
-        hidden: BoundMap,
-        solver: Solver,
-        start: State | None,
-        record: Record,
-        state_too: bool = True,  # noqa: ARG002
-    ) -> tuple[State, Outcome]:
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape, then put the damped steps on one."""
         state, outcome = find_without_tape(hidden, solver, start)
         report = approximate(f"{self.steps} phantom steps of {self.damping}", state, self.steps)

@@ -37,14 +37,7 @@ class Shine(Gradient):
     def __post_init__(self) -> None:
         positive(self, "limit")
 
-    def run(
-        self,
-        hidden: BoundMap,
-        solver: Solver,
-        start: State | None,
-        record: Record,
-        state_too: bool = True,  # noqa: ARG002
-    ) -> tuple[State, Outcome]:
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass applies the estimate."""
         state, outcome = find_without_tape(hidden, solver, start, keep_inverse=True)
         carrier = hidden.step(state)

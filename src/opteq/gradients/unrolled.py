@@ -33,24 +33,11 @@ class Unrolled(Gradient):
     def __post_init__(self) -> None:
         whole(self, "steps")
 
-    def evaluate(
-        self,
-        hidden: BoundMap,
-        solver: Solver,
-        start: State | None,
-        state_too: bool = True,  # noqa: ARG002
-    ) -> tuple[State, Outcome]:
+    def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
         """The same number of steps where no gradient is wanted: the network does not change with the mode."""
         return find_without_tape(hidden, replace(solver, max_steps=self.steps), start, as_on_tape=True)
 
-    def run(
-        self,
-        hidden: BoundMap,
-        solver: Solver,
-        start: State | None,
-        record: Record,
-        state_too: bool = True,  # noqa: ARG002
-    ) -> tuple[State, Outcome]:
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve on the tape."""
         outcome = find(hidden, replace(solver, max_steps=self.steps), start)
         quiet = replace(outcome, residual=outcome.residual.detach(), history=outcome.trace.detach(), inverse=None)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq._collector import no_garbage_collected
 from opteq._fast import settings
 
 Scalar = Callable[..., Tensor]
@@ -112,7 +113,7 @@ class _Graph:
                         _evaluate(job.function, own, wanted)
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=_pool(device, home)):
+            with no_garbage_collected(), torch.cuda.graph(self.graph, pool=_pool(device, home)):
                 self.found = self._side_by_side(jobs, copies, wanted)
 
     def replay(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:

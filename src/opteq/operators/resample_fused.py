@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from opteq._triton import is_capturing, may_launch
+from opteq._triton import columns, is_capturing, may_launch
 from opteq.states import working_dtype
 
 _WARPS = 4
@@ -39,7 +39,7 @@ def _resampled(name: str, source: Tensor, shape: tuple[int, int, int, int], fact
         return None
     batch, channels, height, width = shape if name == "pool" else source.shape
     pixels = batch * height * width
-    wide = _columns(channels)
+    wide = columns(channels)
     tall = _pixels(pixels * channels * (1 if name == "pool" else factor), wide, source.element_size())
     large = max(source.numel(), math.prod(shape)) >= _LARGE
     # All that Triton compiles a variant for. None is loaded in the middle of a capture, where that may be forbidden:
@@ -61,13 +61,6 @@ def _resampled(name: str, source: Tensor, shape: tuple[int, int, int, int], fact
         )  # fmt: skip
     _ready.add(variant)
     return out
-
-
-def _columns(channels: int) -> int:
-    """How many channels a program takes, a power of two: few programs should have places without a channel."""
-    if channels <= 32:
-        return 1 << (channels - 1).bit_length()
-    return min((128, 64, 32), key=lambda wide: -(-channels // wide) * wide)
 
 
 def _pixels(entries: int, wide: int, size: int) -> int:

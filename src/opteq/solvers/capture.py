@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from opteq._collector import no_garbage_collected
 from opteq.solvers.buffers import SharedBuffers
 
 Result = TypeVar("Result")
@@ -20,6 +20,13 @@ def raw_stream(device: torch.device) -> int:
     """The current stream of a device, as the driver knows it."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """``device`` as the current one: streams and kernels are those of the current device, whatever tensors are on."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 class Workshop:
@@ -46,6 +53,11 @@ class Workshop:
         return cls._all[key]
 
     @classmethod
+    def retire(cls, device: torch.device) -> None:
+        """Let the next solve of the stream in force have another pool."""
+        cls._all.pop((device, raw_stream(device)), None)
+
+    @classmethod
     def close_all(cls) -> None:
         """Forget all workshops; what graphs still hold goes with them."""
         cls._all.clear()
@@ -54,7 +66,7 @@ class Workshop:
     def entered(self) -> Iterator[None]:
         """On the stream aside, after all that was launched before and before all that comes after."""
         # Tensors of inference mode could not be written to outside of it, and the next batch may come from there.
-        with _no_garbage_collected(), torch.inference_mode(False), torch.no_grad():
+        with no_garbage_collected(), torch.inference_mode(False), torch.no_grad():
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.stream):
                 yield
@@ -76,18 +88,6 @@ class Workshop:
             _abandon(graph)
             raise
         return graph, result
-
-
-@contextmanager
-def _no_garbage_collected() -> Iterator[None]:
-    """What the collector destroys may be graphs, events or streams: a capture that sees that is void."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _abandon(graph: Any) -> None:
@@ -117,7 +117,11 @@ class HostSlots:
 
     def prepare(self) -> None:
         """Make room for one stage; no memory can be had while a graph is captured."""
-        room = torch.empty(self.size, dtype=torch.uint8, pin_memory=True) if not self.free else self.free.pop()
+        room = (
+            torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            if not self.free
+            else self.free.pop()
+        )
         self.own.append(room)
 
     def next(self, like: Tensor) -> Tensor:

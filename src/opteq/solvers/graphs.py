@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 from opteq._fast import settings
 from opteq.solvers.branching import GraphRefusedError, available
 from opteq.solvers.buffers import fill
-from opteq.solvers.capture import Workshop, raw_stream
+from opteq.solvers.capture import Workshop, on, raw_stream
 from opteq.solvers.continued import ContinuedSolve
 from opteq.solvers.staged import StagedSolve
 from opteq.solvers.stages import OpenSolve, Solve
@@ -54,6 +55,7 @@ class CapturedCall:
 _ByGraph = StagedSolve[Any] | ContinuedSolve[Any] | CapturedCall
 _solves: OrderedDict[Hashable, _ByGraph | None] = OrderedDict()
 _seen: OrderedDict[Hashable, None] = OrderedDict()
+_one_at_a_time = threading.RLock()
 
 
 def staged(
@@ -80,7 +82,9 @@ def _captured_solve(inputs: Sequence[Tensor], open_solve: OpenSolve[Any], coarse
         try:
             return ContinuedSolve(inputs, open_solve)
         except GraphRefusedError:
-            pass
+            refused = True
+        if refused:  # what was captured is gone by now, and its pool with it
+            Workshop.retire(inputs[0].device)
     return StagedSolve(inputs, open_solve, coarse)
 
 
@@ -94,6 +98,14 @@ def _by_graph(
 ) -> tuple[list[Any], object] | None:
     if not usable(inputs):
         return None
+    # Solves share buffers, and are made of several launches: one thread at a time.
+    with _one_at_a_time, on(inputs[0].device):
+        return _launched(key, inputs, kind, work, lend)
+
+
+def _launched(
+    key: Hashable, inputs: Sequence[Tensor], kind: Callable[..., _ByGraph], work: Any, lend: bool
+) -> tuple[list[Any], object] | None:
     device = inputs[0].device
     stream = raw_stream(device)
     form = (key, device, stream, _climate(), tuple((i.shape, i.dtype, i.stride()) for i in inputs))

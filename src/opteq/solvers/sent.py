@@ -12,7 +12,7 @@ class Sent:
     """A copy of a tensor of integers that the host has once the device has got there."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(numbers, non_blocking=True)
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(numbers.device))

@@ -199,7 +199,7 @@ def _teller(device: torch.device) -> Callable[[Tensor, Tensor], None] | None:
     from opteq.solvers.fused.telling import tell
 
     # Kernels are compiled and loaded at their first launch, which a capture may forbid.
-    told = torch.ones(1, dtype=torch.int32, pin_memory=True)
+    told = torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=True)
     with torch.cuda.device(device):
         tell(torch.zeros(1, dtype=torch.int32, device=device), told)
         torch.cuda.current_stream(device).synchronize()
