@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import opteq
+from all_cases import CASES
 from opteq import _watch
 from opteq._errors import ConvergenceError, ConvergenceWarning
 from opteq._watch import Finding, Watch
@@ -412,3 +413,18 @@ def test_a_solve_of_ones_own_is_used_by_a_call() -> None:
     problem = opteq.OptEq(opteq.operators.Dense(2, 3, bound=0.9), torch.nn.Linear(2, 3))
     x = torch.ones(1, 2)
     torch.testing.assert_close(Doubling(problem)(x), 2 * opteq.Equilibrium(problem)(x))
+
+
+@pytest.mark.parametrize("name", ["opteq-relu", "mopteq-two", "mopteq-sign", "parallel", "popteq-sum"])
+def test_codes_are_looked_at_only_for_problems_that_have_more_to_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at them makes a device wait for the solve."""
+    (case,) = (case for case in CASES if case.name == name)
+    looked: list[int] = []
+    monkeypatch.setattr("opteq.equilibrium.any_row", lambda mask: bool(looked.append(1)) or bool(mask.any()))
+    problem, x = case.problem(), case.input()
+    opteq.Equilibrium(problem, on_failure="ignore")(x)
+    hidden = problem(x)
+    assert bool(looked) == (hidden.diagnoses and not hidden.jumps)
+    assert hidden.diagnoses == hidden.jumps  # of these

@@ -146,7 +146,7 @@ def _last_words(unseen: deque[_Unseen], warned: set[str], process: int) -> None:
     """Of a layer that nobody has any more, or at the end of a program."""
     if not unseen or process != os.getpid():
         return
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         return
     try:
         for each in unseen:

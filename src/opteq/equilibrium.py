@@ -15,7 +15,6 @@ from opteq._options import NamedOptions
 from opteq._watch import Finding, Watch
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
-from opteq.problems.hidden import BoundMap
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.solvers.capture import on
@@ -122,8 +121,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             state, outcome = self.gradient.evaluate(hidden, self.solver, start)
         codes = outcome.codes
         # Looking at the codes makes a GPU wait, so it is done only for problems that have more to say about them.
-        silent = type(hidden).diagnose is BoundMap.diagnose
-        if hidden.jumps or (not silent and any_row(codes != int(Status.CONVERGED))):
+        if hidden.jumps or (hidden.diagnoses and any_row(codes != int(Status.CONVERGED))):
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
         report = Report(

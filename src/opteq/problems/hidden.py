@@ -130,6 +130,11 @@ class BoundMap(ABC):
         """
         return None
 
+    @property
+    def diagnoses(self) -> bool:
+        """Whether :meth:`diagnose` may have something to say. To see whether it is asked makes a device wait."""
+        return type(self).diagnose is not BoundMap.diagnose
+
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
         """The status codes of an unfinished solve, told more precisely where the problem knows its own troubles.
 

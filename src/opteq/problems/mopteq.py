@@ -218,6 +218,11 @@ class BoundMOptEq(Hidden):
         start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
         return FeatureForm(lambda z: self.features(state(z)), start, state)
 
+    @property
+    def diagnoses(self) -> bool:
+        """Where signs jump."""
+        return self.jumps
+
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """``CYCLING`` where signs jump for ever.
 

@@ -94,6 +94,11 @@ class BoundParallel(BoundMap):
             )
         return Linearisation(self._each(one.product for one in local), self._each(one.adjoint for one in local))
 
+    @property
+    def diagnoses(self) -> bool:
+        """Whether any part does."""
+        return any(part.diagnoses for part in self.parts)
+
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """What any part says about its own piece."""
         found = codes
