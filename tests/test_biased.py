@@ -32,6 +32,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[set]:
     """The kernels on a CPU; gives the variants that have been launched."""
     monkeypatch.setattr(paths, "interpreted", True)
     monkeypatch.setattr(biased, "_ready", set())
+    monkeypatch.setattr(biased, "_WORTH", 0)
     return biased._ready
 
 
@@ -88,6 +89,7 @@ def test_value_and_gradients(
 def test_any_shape(shape: tuple[int, int, int, int], outputs: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "interpreted", True)
+        patch.setattr(biased, "_WORTH", 0)
         same(*case(shape, outputs, torch.float64), torch.float64)
 
 
@@ -179,6 +181,23 @@ def test_modules_that_do_something_else_are_called() -> None:
     torch.testing.assert_close(problem(x).block.c if hasattr(problem(x), "block") else U(x), U(x))
 
 
+def test_bytes_are_those_of_the_result() -> None:
+    U, x = case((2, 3, 6, 8), 5, torch.float32, stride=2)
+    assert biased._bytes(U, x) == U(x).numel() * 4
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert biased._bytes(U, x) == U(x).numel() * 2
+
+
+@triton
+@no_gpu
+def test_small_pictures_are_left_to_torch(interpreted: set, monkeypatch: pytest.MonkeyPatch) -> None:
+    U, x = case((2, 3, 6, 8), 5, torch.float32)
+    for worth, found in ((2 * 5 * 48 * 4, True), (2 * 5 * 48 * 4 + 1, False)):
+        monkeypatch.setattr(biased, "_WORTH", worth)
+        assert (convolved(U, x) is not None) == found
+    assert interpreted
+
+
 def test_a_cpu_calls_the_module() -> None:
     U, x = case((1, 3, 4, 4), 5, torch.float32)
     assert convolved(U, x) is None
@@ -215,12 +234,14 @@ def test_on_a_gpu(
     shape: tuple[int, int, int, int], outputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(biased, "_WORTH", 0)
     same(*case(shape, outputs, dtype, "cuda"), dtype)
 
 
 @pytest.mark.gpu
 @gpu
-def test_autocast_on_a_gpu() -> None:
+def test_autocast_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(biased, "_WORTH", 0)
     U, x = case((4, 16, 8, 8), 64, torch.float32, "cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found, wanted = convolved(U, x), U(x)

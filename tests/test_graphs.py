@@ -356,7 +356,8 @@ def test_what_lies_in_memory_of_earlier_graphs_is_forgotten_when_they_run() -> N
     (own,) = shared.lot().filled([given])
     late = shared.next_age()
     other = shared.lot().take(torch.ones(3))
-    other.captured = own.captured = True
+    other.captured = own.captured = True  # as if made while a graph was captured
+    shared._youngest = late
     values = torch.zeros(3)
     fill([other], [values])
     shared.overwritten_by(late)  # the one that made it, or one that was captured after it

@@ -127,7 +127,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         report = Report(
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )
-        self.last = (report, slot)
+        self.__dict__["last"] = (report, slot)  # past torch, which would look whether it is a parameter or a module
         self._watch.judge(Finding(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
         features = hidden.features(state) if outcome.features is None else outcome.features
         return Solution(features, state, report, slot)

@@ -16,7 +16,7 @@ from opteq.problems.freezing import freeze
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.base import Session
-from opteq.solvers.graphs import staged, usable
+from opteq.solvers.graphs import staged
 from opteq.solvers.loop import Run, drive
 from opteq.states import State, blocks, like, map_state, single
 
@@ -213,7 +213,7 @@ def _by_graphs(
     hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool, with_features: bool, lend: bool
 ) -> Outcome | None:
     frozen = freeze(hidden) if settings.graphs else None
-    if frozen is None or not usable(frozen.tensors):
+    if frozen is None or not frozen.tensors or not frozen.tensors[0].is_cuda:
         return None
     try:
         hash(solver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,4 +130,10 @@ class Implicit(Gradient):
         if self.linear is not None:
             return self.linear
         tol = self.tol or (1e-10 if Layout.of(state).dtype == torch.float64 else 1e-6)
-        return _BY_STRUCTURE[hidden.structure](tol=tol, max_steps=self.max_steps)
+        return _made(_BY_STRUCTURE[hidden.structure], tol, self.max_steps)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(kind: type[LinearSolver], tol: float, max_steps: int) -> LinearSolver:
+    """The same one in every call."""
+    return kind(tol=tol, max_steps=max_steps)

@@ -21,6 +21,8 @@ from opteq.states import working_dtype
 _WARPS = 4
 # Entries of a tile, and parts that a sum is cut into: as many programs keep a GPU busy.
 _TILE, _PARTS = 2048, 512
+# Bytes of the result from which the passes over memory that are saved take longer than the launches from Python.
+_WORTH = 2**25
 # Variants of the kernels that have been launched, and so compiled and loaded.
 _ready: set[Hashable] = set()
 
@@ -29,13 +31,21 @@ def convolved(U: nn.Module, x: Tensor) -> Tensor | None:
     """``U(x)`` for a convolution of torch's with a bias; None where U should be called."""
     if type(U) is not nn.Conv2d or U.bias is None or U.padding_mode != "zeros" or x.ndim != 4:
         return None
-    if not may_launch(x, U.bias.detach()) or _observed(U):
+    if _bytes(U, x) < _WORTH or not may_launch(x, U.bias.detach()) or _observed(U):
         return None
     product = F.conv2d(x, U.weight, None, U.stride, U.padding, U.dilation, U.groups)
     if not (may_launch(product) and product.is_contiguous(memory_format=torch.channels_last)):
         return product + U.bias.to(product.dtype).reshape(-1, 1, 1)
     biased: Tensor = _Biased.apply(product, U.bias)  # type: ignore[no-untyped-call]
     return biased
+
+
+def _bytes(U: nn.Conv2d, x: Tensor) -> int:
+    """About as many as ``U(x)`` has."""
+    pixels = x.shape[0] * x.shape[2] * x.shape[3] // (U.stride[0] * U.stride[1])
+    kind = x.device.type
+    narrow = torch.is_autocast_enabled(kind) if torch.amp.is_autocast_available(kind) else False
+    return pixels * U.out_channels * (2 if narrow else x.element_size())
 
 
 def _observed(U: nn.Module) -> bool:

@@ -104,7 +104,7 @@ class SharedBuffers:
 
     def __init__(self) -> None:
         self._buffers: weakref.WeakValueDictionary[Hashable, Buffer] = weakref.WeakValueDictionary()
-        self._age = 0
+        self._age = self._youngest = 0
 
     def lot(self) -> Lot:
         """The beginning of a solve's buffers."""
@@ -116,6 +116,7 @@ class SharedBuffers:
         if found is None:
             found = self._buffers[key] = Buffer(like)
             found.age = self._age
+            self._youngest = self._age if found.captured else self._youngest
         return found
 
     def next_age(self) -> int:
@@ -128,6 +129,8 @@ class SharedBuffers:
 
         Graphs of one pool hand memory on to those that are captured after them, buffers included.
         """
+        if age >= self._youngest:
+            return
         for buffer in list(self._buffers.values()):
             if buffer.captured and buffer.age > age:
                 buffer.note(None)
