@@ -25,7 +25,7 @@ from opteq.solvers.trace import LateTrace
 # Every so many solves the host notes how long one took, when the device has got there.
 _SEEN_EVERY = 8
 # Plans that are kept, each for another end.
-_MOST_PLANS = 3
+_MOST_PLANS = 2
 
 
 class ContinuedSolve(Stages[Solve]):
