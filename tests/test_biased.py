@@ -141,6 +141,20 @@ def test_second_derivatives_and_forward_mode() -> None:
     torch.testing.assert_close(*tangents)
 
 
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+def test_many_gradients_at_once_and_a_bias_that_torch_refuses() -> None:
+    U, x = case((2, 3, 4, 4), 5, torch.float64)
+    found = convolved(U, x)
+    assert found is not None
+    several = torch.randn(3, *found.shape, dtype=torch.float64)
+    (slopes,) = torch.autograd.grad(found, U.bias, several, is_grads_batched=True)
+    torch.testing.assert_close(slopes, several.sum(dim=(1, 3, 4)))
+    U.bias.data = U.bias.data.float()
+    assert convolved(U, x) is None
+
+
 class Called(nn.Module):
     def __init__(self, U: nn.Conv2d) -> None:
         super().__init__()

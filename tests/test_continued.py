@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ from all_cases import CASES
 from opteq import _watch
 from opteq._errors import ConvergenceError, ConvergenceWarning
 from opteq._watch import Finding, Watch
-from opteq.solvers import Status, branching, continued, expectation
+from opteq.gradients.base import Record
+from opteq.problems.hidden import BoundMap
+from opteq.solvers import Outcome, Solver, Status, branching, continued, expectation
 from opteq.solvers.branching import GraphRefusedError
 from opteq.solvers.continued import ContinuedSolve, ends
 from opteq.solvers.expectation import Expectation
@@ -342,6 +345,16 @@ def test_an_input_that_was_overwritten_since_is_not_blamed() -> None:
         watch.catch_up("warn")
 
 
+def test_an_input_of_inference_mode_is_named_every_time() -> None:
+    watch = Watch()
+    with torch.inference_mode():
+        x = torch.full((2, 3), torch.nan)
+    for _ in range(3):
+        watch.judge(finding([Status.NON_FINITE] * 2, x=x), "warn")
+        with pytest.raises(ValueError, match="has 6 values that are not finite"):
+            watch.catch_up("warn")
+
+
 def test_the_tape_of_an_input_is_not_kept() -> None:
     watch, x = Watch(), torch.ones(2, 3, requires_grad=True) * 2
     watch.judge(finding(FINE, x=x), "warn")
@@ -428,3 +441,21 @@ def test_codes_are_looked_at_only_for_problems_that_have_more_to_say(
     hidden = problem(x)
     assert bool(looked) == (hidden.diagnoses and not hidden.jumps)
     assert hidden.diagnoses == hidden.jumps  # of these
+
+
+class Noting(opteq.Implicit):
+    """A gradient that counts how often it is asked."""
+
+    asked: ClassVar[list[int]] = []
+
+    def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
+        self.asked.append(1)
+        return super().run(hidden, solver, start, record)
+
+
+def test_a_gradient_of_ones_own_is_used_by_a_call() -> None:
+    problem = opteq.OptEq(opteq.operators.Dense(2, 3, bound=0.9), torch.nn.Linear(2, 3))
+    layer = opteq.Equilibrium(problem, gradient=Noting())
+    layer(torch.ones(1, 2))
+    layer.solve(torch.ones(1, 2))
+    assert Noting.asked == [1, 1]

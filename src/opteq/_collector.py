@@ -1,10 +1,12 @@
-"""Captures of CUDA graphs, kept apart from Python's garbage collector."""
+"""What captures of CUDA graphs need in common: no garbage collected meanwhile, and a clean end where one failed."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 
 @contextmanager
@@ -17,3 +19,12 @@ def no_garbage_collected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def mend_generator() -> None:
+    """Let random numbers be drawn again after a capture on the current device that failed.
+
+    The generator was told of the capture's beginning, and of no end: a copy of its state knows of neither.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())

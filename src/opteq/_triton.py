@@ -21,6 +21,7 @@ def may_launch(*tensors: Tensor) -> bool:
         and all(
             (tensor.is_cuda or settings.interpreted)
             and type(tensor) is Tensor  # others, such as torch's fake tensors, may have no memory
+            and not torch._C._functorch.is_legacy_batchedtensor(tensor)
             and tensor.dtype in _DTYPES
             and tensor.numel() > 0
             for tensor in tensors

@@ -74,8 +74,8 @@ class _Unseen:
         return any(code not in _FINE for code in self.codes.read())
 
     def refuse_input(self) -> None:
-        """Raise where the input is at fault, unless it may have been overwritten since."""
-        if self._versions == self._counted() and None not in self._versions:
+        """Raise where the input is at fault, unless it was seen to be overwritten since."""
+        if self._versions == self._counted():
             self.finding.refuse_input(" of an earlier call")
 
     def _counted(self) -> list[int | None]:

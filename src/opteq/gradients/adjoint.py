@@ -14,6 +14,7 @@ from opteq.problems.freezing import Frozen, freeze
 from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation, TapedLinearisation
 from opteq.solution import Report
+from opteq.solvers.buffers import own
 from opteq.solvers.graphs import staged, usable
 from opteq.solvers.linear import CG, MINRES, LinearSolver
 from opteq.solvers.linear.base import LinearSession
@@ -100,7 +101,7 @@ class AdjointSystem:
                 given = _Given(self.frozen.tensors, self.state, features, incoming)
                 answer = self._by_graphs(self.frozen, given, replayed)
                 if answer is None:
-                    solve = self._opened(self.frozen, given.arranged(), replayed)
+                    solve = self._opened(self.frozen, given.owned().arranged(), replayed)
             if answer is None:
                 drive(solve.run)
                 tensors = solve.tensors()  # which learns the facts
@@ -240,6 +241,11 @@ class _Given:
         )
         assert state is not None
         return _Given(tensors[: len(self.held)], state, features, Incoming(at_state, at_features))
+
+    def owned(self) -> _Given:
+        """The same with nothing that was lent: a solve that is not captured takes its time, and views."""
+        features = None if self.features is None else map_state(own, self.features)
+        return replace(self, state=map_state(own, self.state), features=features)
 
     def arranged(self) -> _Given:
         """The same with gradients in the layout of what they arrive at: a solve would turn them around at every step.

@@ -31,11 +31,13 @@ def convolved(U: nn.Module, x: Tensor) -> Tensor | None:
     """``U(x)`` for a convolution of torch's with a bias; None where U should be called."""
     if type(U) is not nn.Conv2d or U.bias is None or U.padding_mode != "zeros" or x.ndim != 4:
         return None
+    if U.bias.dtype != U.weight.dtype:  # which torch refuses
+        return None
     if _bytes(U, x) < _WORTH or not may_launch(x, U.bias.detach()) or _observed(U):
         return None
     product = F.conv2d(x, U.weight, None, U.stride, U.padding, U.dilation, U.groups)
     if not (may_launch(product) and product.is_contiguous(memory_format=torch.channels_last)):
-        return product + U.bias.to(product.dtype).reshape(-1, 1, 1)
+        return product.add_(U.bias.to(product.dtype).reshape(-1, 1, 1))
     biased: Tensor = _Biased.apply(product, U.bias)  # type: ignore[no-untyped-call]
     return biased
 

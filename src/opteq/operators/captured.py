@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq._collector import no_garbage_collected
+from opteq._collector import mend_generator, no_garbage_collected
 from opteq._fast import settings
 
 Scalar = Callable[..., Tensor]
@@ -113,8 +113,16 @@ class _Graph:
                         _evaluate(job.function, own, wanted)
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            with no_garbage_collected(), torch.cuda.graph(self.graph, pool=_pool(device, home)):
-                self.found = self._side_by_side(jobs, copies, wanted)
+            # What other threads do meanwhile, one that loads data for instance, is no concern of this capture.
+            capture = torch.cuda.graph(self.graph, pool=_pool(device, home), capture_error_mode="thread_local")
+            try:
+                with no_garbage_collected(), capture:
+                    self.found = self._side_by_side(jobs, copies, wanted)
+            except BaseException:
+                # The allocator may take the pool for one that is still recorded to: the next capture has another one.
+                _pools.pop((device, home), None)
+                mend_generator()
+                raise
 
     def replay(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
         """Values and gradients at ``inputs``, as copies."""

@@ -53,7 +53,7 @@ class Buffer:
         Most answers are looked at once, by the next solve, and gone before the one after that.
         """
         self.note(None)
-        lent = self.tensor.detach()
+        lent = self.tensor.data  # whose changes are counted apart
         lent._lender = self  # type: ignore[attr-defined]  # which lives as long
         self._lent = weakref.ref(lent)
         self.note(lent)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from opteq._collector import no_garbage_collected
+from opteq._collector import mend_generator, no_garbage_collected
 from opteq.solvers.buffers import SharedBuffers
 
 Result = TypeVar("Result")
@@ -95,9 +95,7 @@ def _abandon(graph: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        # The generator was told of the capture's beginning, and of no end: a copy of its state knows of neither.
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())
+        mend_generator()
 
 
 class HostSlots:

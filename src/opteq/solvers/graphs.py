@@ -98,9 +98,15 @@ def _by_graph(
 ) -> tuple[list[Any], object] | None:
     if not usable(inputs):
         return None
-    # Solves share buffers, and are made of several launches: one thread at a time.
-    with _one_at_a_time, on(inputs[0].device):
-        return _launched(key, inputs, kind, work, lend)
+    # Solves share buffers, and are made of several launches: one thread at a time. A backward pass does not wait for
+    # its turn: whoever has it may be capturing a map that needs autograd's thread, which is the one that would wait.
+    if not _one_at_a_time.acquire(blocking=torch._C._current_graph_task_id() == -1):
+        return None
+    try:
+        with on(inputs[0].device):
+            return _launched(key, inputs, kind, work, lend)
+    finally:
+        _one_at_a_time.release()
 
 
 def _launched(
