@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq._collector import mend_generator, no_garbage_collected
+from opteq._capturing import mend_generator, no_garbage_collected
 from opteq._fast import settings
 
 Scalar = Callable[..., Tensor]

@@ -11,13 +11,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opteq.solvers.capture import raw_stream
+from opteq.solvers.capture import Workshop, raw_stream
 
 # Which way a fork goes is set by a kernel, with a function that only the driver has: so it is assembled by the driver.
 # One block of 128 threads looks whether any of `count` flags is set.
@@ -158,7 +159,10 @@ def _works(device: torch.device) -> bool:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             # From bool, as flags of rows may be: a kernel is loaded at its first launch, which a capture may forbid.
             flags, went = (torch.zeros(300, dtype=torch.bool, device=device).to(torch.int32) for _ in range(2))
-            one, other = (_captured(went, way) for way in (1, 2))
+            went.fill_(3)
+            workshop = Workshop(device, raw_stream(device))  # nobody else's: its pool goes with these two
+            with workshop.entered():
+                (one, _), (other, _) = (workshop.record(partial(went.fill_, way), keep=True) for way in (1, 2))
             graph = BranchingGraph(device)
             first, second = graph.start.fork(flags)
             first.then(one)
@@ -172,13 +176,6 @@ def _works(device: torch.device) -> bool:
             return ways == [[2] * 300, [1] * 300]
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
         return False
-
-
-def _captured(went: Tensor, way: int) -> Any:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        went.fill_(way)
-    return graph
 
 
 @functools.cache

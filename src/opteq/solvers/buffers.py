@@ -2,7 +2,8 @@
 
 The solves of a stream run one after the other, and each copies its inputs in before and its answers out after. So one
 buffer of a form serves them all. It remembers what it holds: a backward pass that follows its forward pass finds
-weights, input and state where that one has left them, and copies none of them again.
+weights, input and state where that one has left them, and copies none of them again. And it remembers to whom it lent
+what it holds, so that answers are copied only before somebody else writes there.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from opteq._collector import mend_generator, no_garbage_collected
+from opteq._capturing import mend_generator, no_garbage_collected
 from opteq.solvers.buffers import SharedBuffers
 
 Result = TypeVar("Result")

@@ -79,13 +79,18 @@ def staged(
 
 def _captured_solve(inputs: Sequence[Tensor], open_solve: OpenSolve[Any], coarse: bool = False) -> _ByGraph:
     if settings.forks and available(inputs[0].device):
-        try:
-            return ContinuedSolve(inputs, open_solve)
-        except GraphRefusedError:
-            refused = True
-        if refused:  # what was captured is gone by now, and its pool with it
-            Workshop.retire(inputs[0].device)
+        solve = _continued(inputs, open_solve)
+        if solve is not None:
+            return solve
+        Workshop.retire(inputs[0].device)  # what was captured is gone by now, and its pool with it
     return StagedSolve(inputs, open_solve, coarse)
+
+
+def _continued(inputs: Sequence[Tensor], open_solve: OpenSolve[Any]) -> ContinuedSolve[Any] | None:
+    try:
+        return ContinuedSolve(inputs, open_solve)
+    except GraphRefusedError:
+        return None
 
 
 def called(key: Hashable, inputs: Sequence[Tensor], work: Work) -> tuple[list[Tensor], object] | None:

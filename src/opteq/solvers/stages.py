@@ -1,9 +1,10 @@
 """A solve captured in parts as CUDA graphs: its start, chunks of steps, and after each of them what reads the answer.
 
 The graphs run one after the other and share one pool of memory, so what a chunk leaves is where the next one expects
-it. Inputs are copied in and answers copied out: nothing outside ever sees the memory of a graph. All solves of a stream
-share the pool and one set of buffers. Each one initialises what it reads and hands out copies, so what another one
-leaves there, or overwrites, does no harm; and nothing is held between two solves but buffers.
+it. Inputs are copied in and answers copied out, or lent and copied before they are overwritten: nobody outside of this
+library ever sees the memory of a graph. All solves of a stream share the pool and one set of buffers. Each one
+initialises what it reads, so what another one leaves there, or overwrites, does no harm; and nothing is held between
+two solves but buffers.
 """
 
 from __future__ import annotations
