@@ -162,12 +162,15 @@ class AdjointSystem:
     ) -> _AdjointSolve:
         """The system for what the state's part in them adds to the features' own gradient, in their variable."""
         reduction, at_state, at_features = taped.reduction, incoming.state, incoming.features
-        gradient = at_state
-        if at_features is not None:
+        if at_state is None:
+            assert at_features is not None
             # Once with the gradient as it came: the answer is then an addition to it, solved to a tolerance of its own.
-            gradient = _sum(at_state, self._in(reduction.expand, at_features))
-        assert gradient is not None
-        target = self._in(reduction.restrict, gradient)
+            target = self._in(reduction.product, at_features)
+        else:
+            gradient = at_state
+            if at_features is not None:
+                gradient = map_state(torch.add, gradient, self._in(reduction.expand, at_features))
+            target = self._in(reduction.restrict, gradient)
 
         def conclude(u: State) -> Answer:
             total = _sum(at_features, u)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,18 @@ class LinearMap(ABC):
     def rectified(self, v: Tensor, c: Tensor) -> Tensor:
         """``relu(A v + c)``, which some maps have a faster way for."""
         return torch.relu(self(v) + c)
+
+    def rectified_back(self, c: Tensor) -> Callable[[Tensor | None], Tensor]:
+        """``v -> A' relu(A v + c)``, for many v; None stands for zero."""
+        return lambda v: self.adjoint(torch.relu(c) if v is None else self.rectified(v, c))
+
+    def weighed_back(
+        self,
+        weigh: Callable[[Tensor], Tensor],
+        diagonal: Callable[[], Tensor] | None = None,  # noqa: ARG002
+    ) -> Callable[[Tensor], Tensor]:
+        """``v -> A' D A v``, for many v: ``weigh`` multiplies by D, and ``diagonal`` gives D where it is diagonal."""
+        return lambda v: self.adjoint(weigh(self(v)))
 
 
 class Operator(nn.Module, metaclass=NamedOptions):

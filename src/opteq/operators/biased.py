@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_modules
 
 from opteq._triton import columns, is_capturing, may_launch
+from opteq.operators import narrow_layer
 from opteq.states import working_dtype
 
 _WARPS = 4
@@ -35,6 +36,9 @@ def convolved(U: nn.Module, x: Tensor) -> Tensor | None:
         return None
     if _bytes(U, x) < _WORTH or not may_launch(x, U.bias.detach()) or _observed(U):
         return None
+    found = narrow_layer.convolved(U, x, summed)
+    if found is not None:
+        return found
     product = F.conv2d(x, U.weight, None, U.stride, U.padding, U.dilation, U.groups)
     if not (may_launch(product) and product.is_contiguous(memory_format=torch.channels_last)):
         return product.add_(U.bias.to(product.dtype).reshape(-1, 1, 1))
@@ -75,8 +79,7 @@ class _Biased(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         by_bias = None
         if ctx.needs_input_grad[1]:
-            by_bias = None if torch.is_grad_enabled() else _sums(gradient)  # else a second derivative may follow
-            by_bias = (gradient.sum(dim=(0, 2, 3)) if by_bias is None else by_bias).to(ctx.dtype)
+            by_bias = summed(gradient).to(ctx.dtype)
         return gradient if ctx.needs_input_grad[0] else None, by_bias
 
     @staticmethod
@@ -85,6 +88,12 @@ class _Biased(torch.autograd.Function):
             return tangent
         spread = by_bias.reshape(-1, 1, 1)
         return None if tangent is None else tangent + spread.to(tangent.dtype)
+
+
+def summed(gradient: Tensor) -> Tensor:
+    """Of every channel, the sum over all pixels."""
+    found = None if torch.is_grad_enabled() else _sums(gradient)  # else a second derivative may follow
+    return gradient.sum(dim=(0, 2, 3)) if found is None else found
 
 
 def _sums(gradient: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opteq._fast import settings
+from opteq.operators import narrow
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
 from opteq.operators.choice import faster, rounded_for_autocast, zeros_at_hand
 from opteq.operators.norms import bounded, certified_norm, kernel_norm
+from opteq.operators.round_trip import RoundTrip
 
 
 class ConvMap(LinearMap):
@@ -23,10 +26,11 @@ class ConvMap(LinearMap):
         # Autocast would round the weight again at every product.
         self.rounded = rounded_for_autocast(weight)
         self._turned: Tensor | None = None
+        self.rows: dict[Hashable, narrow.Rows] = {}
 
     def __call__(self, v: Tensor) -> Tensor:
         _check_picture("the convolution", v, self.weight.shape[1])
-        return F.conv2d(v, self.acting, padding=self.padding)
+        return narrow.product(self, v, False, lambda: F.conv2d(v, self.acting, padding=self.padding))
 
     def adjoint(self, u: Tensor) -> Tensor:
         """Transposed convolution with the same weight: for stride 1 and odd kernels the exact adjoint.
@@ -41,7 +45,7 @@ class ConvMap(LinearMap):
             return F.conv_transpose2d(u, weight, padding=self.padding)
 
         if torch.is_grad_enabled() or not u.is_cuda:
-            return transposed()
+            return narrow.product(self, u, True, transposed)
 
         def turned() -> Tensor:
             own = self._turned
@@ -51,10 +55,10 @@ class ConvMap(LinearMap):
             return F.conv2d(u, own, padding=self.padding)
 
         key = ("adjoint", u.shape, u.stride(), u.dtype, weight.shape, weight.dtype)
-        return faster(key, transposed, turned)
+        return narrow.product(self, u, True, lambda: faster(key, transposed, turned))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_turned": None}
+        return {**self.__dict__, "_turned": None, "rows": {}}
 
     def rectified(self, v: Tensor, c: Tensor) -> Tensor:
         """Convolution, sum and rectification in one kernel of cuDNN, where it can be used and no tape is wanted."""
@@ -63,10 +67,25 @@ class ConvMap(LinearMap):
         _check_picture("the convolution", v, self.weight.shape[1])
         weight = self.acting.to(c.dtype)
         bias = zeros_at_hand(len(weight), c)  # none would be made anew at every call
-        joined: Tensor = torch.cudnn_convolution_add_relu(
-            v.to(c.dtype), weight, c, 1.0, bias, (1, 1), self.padding, (1, 1), 1
-        )
-        return joined
+
+        def joined() -> Tensor:
+            image: Tensor = torch.cudnn_convolution_add_relu(
+                v.to(c.dtype), weight, c, 1.0, bias, (1, 1), self.padding, (1, 1), 1
+            )
+            return image
+
+        return narrow.rectified(self, v, c, joined)
+
+    def rectified_back(self, c: Tensor) -> Callable[[Tensor | None], Tensor]:
+        """``v -> A' relu(A v + c)``; in captured solves by kernels of our own where they are faster."""
+        return RoundTrip(self, super().rectified_back(c), lambda: c, rectify=True)
+
+    def weighed_back(
+        self, weigh: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor] | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """``v -> A' D A v``; likewise."""
+        plain = super().weighed_back(weigh, diagonal)
+        return plain if diagonal is None else RoundTrip(self, plain, diagonal, rectify=False)
 
     @property
     def acting(self) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq.operators import narrow
 from opteq.operators.base import LinearMap
 from opteq.operators.conv import ConvMap
 
@@ -37,10 +38,14 @@ def recalled_adjoint(linear: LinearMap, u: Tensor, value: Tensor) -> Tensor:
 def by_weight(linear: ConvMap, v: Tensor, u: Tensor, weight: Tensor | None = None) -> Tensor:
     """The derivative of ``<A v, u>`` by the weight of A, or by the one that acts in its place."""
     weight = linear.weight if weight is None else weight
-    found: Tensor = torch.ops.aten.convolution_backward(
-        u, v, weight, None, (1, 1), linear.padding, (1, 1), False, (0, 0), 1, (False, True, False)
-    )[1]
-    return found
+
+    def plain() -> Tensor:
+        found: Tensor = torch.ops.aten.convolution_backward(
+            u, v, weight, None, (1, 1), linear.padding, (1, 1), False, (0, 0), 1, (False, True, False)
+        )[1]
+        return found
+
+    return narrow.by_weight(linear, v, u, plain)
 
 
 class _Recalled(torch.autograd.Function):

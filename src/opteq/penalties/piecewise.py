@@ -65,7 +65,7 @@ class ReLU(ElementwisePenalty):
         if type(self) is not ReLU:  # whose slope may be another one
             return super().linearise(t)
         slope = self.derivative(t)  # its own square root
-        return _same(lambda v: slope * v)
+        return _same(lambda v: slope * v, lambda: t > 0)
 
     @property
     def tells_slope(self) -> bool:
@@ -73,7 +73,7 @@ class ReLU(ElementwisePenalty):
 
     def linearise_at_image(self, y: Tensor) -> Linearised:
         # One operation, and no mask to be made before.
-        return _same(lambda v: torch.ops.aten.threshold_backward(v, y.to(v.dtype), 0))
+        return _same(lambda v: torch.ops.aten.threshold_backward(v, y.to(v.dtype), 0), lambda: y > 0)
 
     def _antiderivative(self, t: Tensor) -> Tensor:
         return F.relu(t).square() / 2
@@ -191,6 +191,6 @@ def _zero(y: Tensor) -> Tensor:
     return torch.where(y.isnan(), y, 0.0)
 
 
-def _same(scale: Callable[[Tensor], Tensor]) -> Linearised:
+def _same(scale: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor]) -> Linearised:
     """Multiplication by zeros and ones, which is its own root and its own adjoint."""
-    return Linearised(factor=scale, factor_adjoint=scale, derivative=scale)
+    return Linearised(factor=scale, factor_adjoint=scale, derivative=scale, diagonal=diagonal)

@@ -27,6 +27,10 @@ class Block:
         self.c = c
         self.penalty = penalty
         self.mu = mu
+        self._around: Callable[[Tensor | None], Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_around": None}
 
     def preactivation(self, z: Tensor) -> Tensor:
         """``W z + c``."""
@@ -50,7 +54,19 @@ class Block:
 
     def __call__(self, z: Tensor) -> Tensor:
         """``T(z)``."""
-        return self.back(self.activation(z))
+        return self._there_and_back(z)
+
+    def at_zero(self) -> Tensor:
+        """``T(0)``, as ``W' sigma(c) / mu``."""
+        return self._there_and_back(None)
+
+    def _there_and_back(self, z: Tensor | None) -> Tensor:
+        if not isinstance(self.penalty, ReLU):
+            return self.back(self.penalty.prox(self.c) if z is None else self.activation(z))
+        if self._around is None:
+            self._around = self.W.rectified_back(self.c)
+        image = self._around(z)
+        return image if self.mu == 1 else image / self.mu
 
     def potential(self, z: Tensor) -> Tensor:
         """``psi(z)``, of which T is the gradient."""

@@ -235,13 +235,18 @@ class BoundOptEq(Hidden):
 
     def _reduction(self, local: Linearised) -> Reduction:
         block, mu = self.block, self.mu
+        around = block.W.weighed_back(local.derivative, local.diagonal)
+
+        def product(u: State) -> Tensor:
+            image = around(single(u))
+            return image if mu == 1 else image / mu
 
         def expand(u: State) -> Tensor:
             carried = block.W(single(u))
             return carried if mu == 1 else carried / mu
 
         return Reduction(
-            product=lambda u: block.back(local.derivative(block.W(single(u)))),
+            product=product,
             restrict=lambda g: block.W.adjoint(local.derivative(single(g))),
             expand=expand,
         )
@@ -258,7 +263,7 @@ class BoundOptEq(Hidden):
             lambda z: self.block.activation(single(z)),
             self._measured_features if self.has_merit else None,
             # W 0 + c = c, unless a product in another precision would have changed the dtype of the sum.
-            (lambda: self.block.back(self.penalty.prox(c))) if start.dtype == c.dtype else None,
+            self.block.at_zero if start.dtype == c.dtype else None,
             zero_state=True,
         )
 

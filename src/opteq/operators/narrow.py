@@ -1,0 +1,453 @@
+"""Convolutions by products of 16 bits, in captured solves.
+
+Where products of float32 may be those of TF32, halves times a power of two serve as well: they have the same 11
+significant bits, rounded the same way and at the same places as TF32 does it, so that results are as exact; and tensor
+cores take half the time for them. What is smaller than the largest entry of a sample by a factor of 2^27 and more loses
+some of these bits, and vanishes from 2^38 on, where the rounding of the others hides it. Under autocast, products have
+its dtype as they would have anyway.
+
+The kernels (:mod:`opteq.operators.narrow_kernels`) are launched by captured solves only, where launches cost nothing,
+and where they were faster than torch's when both were tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from opteq._fast import settings
+from opteq._triton import is_capturing, may_launch
+from opteq.operators.choice import is_faster, is_known
+
+# Tests set it, to run the kernels by Triton's interpreter on a CPU.
+_interpreted = False
+# Channels come in multiples of it, as memory is read in such pieces.
+_STEP = 16
+# Entries of a sample that a program takes at a time when it rounds them, and parts that a sample is cut into.
+_BLOCK, _PARTS = 4096, 16
+# The same where a program takes a whole sample.
+_ALONE = 16384
+# Weights of a row that are read at a time.
+_ROW_BLOCK = 1024
+# Pixels that are read at a time for a derivative by weights.
+_PIXELS = 64
+_refused: set[Hashable] = set()
+
+
+class Convolution(Protocol):
+    """What is asked of a convolution here: its weight, that of its products, and where it keeps what was made of it."""
+
+    weight: Tensor
+    rows: dict[Hashable, Rows]
+
+    @property
+    def acting(self) -> Tensor:
+        """The weight in the precision of products."""
+        ...
+
+
+def narrow_dtype(linear: Convolution, v: Tensor, adjoint: bool = False) -> torch.dtype | None:
+    """The 16-bit dtype in which ``v`` may be multiplied; None where it may not, or kernels can't be used."""
+    return None if torch.is_grad_enabled() else narrow_dtype_on_tape(linear.weight, v, adjoint)
+
+
+def narrow_dtype_on_tape(weight: Tensor, v: Tensor, adjoint: bool = False) -> torch.dtype | None:
+    """The same for a convolution with a weight, which may be put on a tape by its caller."""
+    if not (v.is_cuda or _interpreted) or weight.dtype != torch.float32 or v.ndim != 4:
+        return None
+    outputs, inputs = weight.shape[:2]
+    if outputs % _STEP or inputs % _STEP or v.shape[1] != (outputs if adjoint else inputs):
+        return None
+    if not (v.is_contiguous(memory_format=torch.channels_last) and v.numel() > 0):
+        return None
+    if not (_interpreted or (may_launch(v) and _has_kernels(v.device))):
+        return None
+    if torch.is_autocast_enabled(v.device.type):
+        dtype = torch.get_autocast_dtype(v.device.type)
+        return dtype if v.dtype == dtype and dtype.itemsize == 2 else None
+    return torch.float16 if v.dtype == torch.float32 and _may_round() else None
+
+
+def _may_round() -> bool:
+    """Whether convolutions of float32 may be computed in TF32."""
+    convolutions: Any = getattr(torch.backends.cudnn, "conv", None)
+    if hasattr(convolutions, "fp32_precision"):  # torch 2.9, where reading the older flag may raise
+        return bool(convolutions.fp32_precision == "tf32")
+    return bool(torch.backends.cudnn.allow_tf32)
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    """Whether a device reads boxes of memory by itself, as NVIDIA's do since Hopper, and Triton knows about it."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    try:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+    except ImportError:
+        return False
+    return hasattr(TensorDescriptor, "from_tensor")
+
+
+def is_chosen(
+    key: Hashable, plain: Callable[[], Tensor], prepare: Callable[[], Callable[[], Tensor]], outside: bool = False
+) -> bool:
+    """Whether the kernels are to be used now: while a graph is captured, where they are faster.
+
+    Outside of captures the answer is no, and the two ways are tried for the captures to come.
+
+    Args:
+        key: what distinguishes the product.
+        plain: the product by torch's operations.
+        prepare: gives the same by the kernels.
+        outside: whether they are to be used outside of captures, too, where they are faster.
+    """
+    if _interpreted:
+        return True
+    if key in _refused:
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return is_faster(key)
+    if not is_known(key):
+        try:
+            is_faster(key, plain, prepare())
+        except Exception as error:  # whatever a compiler may raise
+            _refused.add(key)
+            message = str(error).splitlines()[0] if str(error) else type(error).__name__
+            warnings.warn(f"kernels for a convolution could not be used: {message}", stacklevel=2)
+    return outside and is_faster(key)
+
+
+def product(linear: Convolution, v: Tensor, adjoint: bool, plain: Callable[[], Tensor]) -> Tensor:
+    """``A v``, or ``A' v``: by halves in place of TF32 where that is faster, else ``plain``."""
+    return _alone(linear, v, adjoint, None, plain)
+
+
+def rectified(linear: Convolution, v: Tensor, c: Tensor, plain: Callable[[], Tensor]) -> Tensor:
+    """``relu(A v + c)``, likewise."""
+    same = c.dtype == v.dtype and c.shape == (len(v), linear.weight.shape[0], *v.shape[2:])
+    if not (same and c.is_contiguous(memory_format=torch.channels_last)):
+        return plain()
+    return _alone(linear, v, False, c, plain)
+
+
+def _alone(linear: Convolution, v: Tensor, adjoint: bool, c: Tensor | None, plain: Callable[[], Tensor]) -> Tensor:
+    narrow = narrow_dtype(linear, v, adjoint)
+    if narrow is None or v.dtype != torch.float32:  # torch's own kernels for 16 bits are good
+        return plain()
+    key = ("narrow", v.shape, adjoint, c is None, linear.weight.shape, v.device)
+
+    def quick() -> Tensor:
+        with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
+            rows = Rows.of(linear, narrow, adjoint)
+            rounded, tops = rounded_to(narrow, v)
+            out = torch.empty(*rounded.shape[:3], len(rows.numbers), device=v.device)
+            convolve(rounded, rows, out, tops, c, "nothing" if c is None else "rectify")
+            return out.permute(0, 3, 1, 2)
+
+    return quick() if is_chosen(key, plain, lambda: quick) else plain()
+
+
+def by_weight(linear: Convolution, v: Tensor, u: Tensor, plain: Callable[[], Tensor]) -> Tensor:
+    """The derivative of ``<A v, u>`` by the weight of A, likewise; with one scale for all samples, as it is a sum."""
+    narrow = narrow_dtype(linear, v)
+    count, _, *taps = linear.weight.shape
+    same = u.dtype == v.dtype == torch.float32 and u.shape == (len(v), count, *v.shape[2:])
+    if narrow is None or not (same and u.is_contiguous(memory_format=torch.channels_last)):
+        return plain()
+    plan = Sums.of(*v.shape, count, taps[0] * taps[1], processors(v.device))
+    if plan is None:
+        return plain()
+    key = ("narrow, by weight", v.shape, linear.weight.shape, v.device)
+
+    def quick() -> Tensor:
+        with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
+            return correlated(*rounded_together(narrow, u), *rounded_together(narrow, v), taps, plan)
+
+    return quick() if is_chosen(key, plain, lambda: quick) else plain()
+
+
+def correlated(
+    left: Tensor, top_left: Tensor, right: Tensor, top_right: Tensor, taps: Sequence[int], plan: Sums
+) -> Tensor:
+    """``(rows, columns, *taps)``: the sum over all pixels of ``left`` times ``right`` one tap away, unscaled."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from opteq.operators import narrow_kernels as kernels
+
+    (high, wide), count, channels = taps, left.shape[3], right.shape[3]
+    parts = torch.empty(plan.parts, count, high, wide, channels, device=left.device)
+    tiles, sides = -(-count // plan.tile), -(-channels // plan.side)
+    kernels.correlate[(high * wide * tiles * sides, plan.parts)](
+        TensorDescriptor.from_tensor(left.flatten(0, 2), [math.prod(plan.box), plan.tile]),
+        TensorDescriptor.from_tensor(right, [*plan.box, plan.side]),
+        parts, top_left, top_right, plan.boxes, -(-plan.boxes // plan.parts), left.shape[1] // plan.box[1], tiles,
+        sides, ROWS=count, COLUMNS=channels, TAPS_HIGH=high, TAPS_WIDE=wide, SAMPLES=plan.box[0], HIGH=plan.box[1],
+        WIDE=plan.box[2], TILE=plan.tile, SIDE=plan.side, STAGES=plan.stages,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    return parts.sum(dim=0).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The weights of a convolution or of its adjoint, row by row, as kernels read them.
+
+    Attributes:
+        numbers: ``(rows, taps * columns)``.
+        inverses: what undoes the scale of every row.
+        sums: of the sizes of every row's weights.
+        taps: height and width of the kernel.
+        scaled: whether there are scales; else the two before mean nothing.
+    """
+
+    numbers: Tensor
+    inverses: Tensor
+    sums: Tensor
+    taps: tuple[int, int]
+    scaled: bool
+
+    @classmethod
+    def of(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool) -> Rows:
+        """Those of ``linear``, which keeps them for the rest of a capture."""
+        key = narrow, adjoint
+        made = linear.rows.get(key)
+        if made is None:
+            made = cls._made(linear, narrow, adjoint)
+            if settings.keeping and is_capturing(linear.weight):
+                linear.rows[key] = made
+        return made
+
+    @classmethod
+    def _made(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool) -> Rows:
+        from opteq.operators import narrow_kernels as kernels
+
+        weight = linear.acting.detach()
+        scaled = weight.dtype == torch.float32
+        outputs, inputs, high, wide = weight.shape
+        by_output, by_input, by_tap, by_side = weight.stride()
+        rows, columns, start, strides = outputs, inputs, 0, (by_output, by_input, by_tap, by_side)
+        if adjoint:  # the convolution with the weight turned by half a circle, its channels exchanged
+            rows, columns, start = inputs, outputs, (high - 1) * by_tap + (wide - 1) * by_side
+            strides = (by_input, by_output, -by_tap, -by_side)
+        numbers = torch.empty(rows, high * wide * columns, dtype=narrow, device=weight.device)
+        inverses, sums = torch.empty(2, rows, device=weight.device)
+        kernels.weights[(rows,)](
+            weight, numbers, inverses, sums, start, *strides, COLUMNS=columns, TAPS=high * wide, WIDTH=wide,
+            BLOCK=_ROW_BLOCK, SCALED=scaled, num_warps=4,
+        )  # fmt: skip
+        return cls(numbers, inverses, sums, (high, wide), scaled)
+
+
+def rounded_to(
+    narrow: torch.dtype, v: Tensor, offset: Tensor | None = None, gain: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Pictures ``(batch, height, width, channels)`` in 16 bits, scaled if they were in float32.
+
+    Then there is, for every sample, the size of its largest entry; and, with ``offset`` and ``gain``, behind these
+    ``offset + gain * size``.
+    """
+    from opteq.operators import narrow_kernels as kernels
+
+    if v.dtype == narrow:
+        return v.permute(0, 2, 3, 1), None
+    batch, bounded = len(v), offset is not None
+    tops = torch.empty((2 if bounded else 1) * batch, device=v.device)
+    first, second = (tops if given is None else given for given in (offset, gain))
+    if 2 * batch < processors(v.device):
+        return _rounded(narrow, v, _sizes_of_parts(v), tops, first, second, bounded), tops
+    out = _like(v, narrow)
+    kernels.narrow_alone[(batch,)](
+        v, first, second, out, tops, v[0].numel(), batch, BLOCK=_ALONE, BOUNDED=bounded, num_warps=_ALONE // 512
+    )
+    return out, tops
+
+
+def rounded_together(narrow: torch.dtype, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with one scale for all samples, and the size of their largest entry ``()``."""
+    top = _sizes_of_parts(v).amax()
+    return _rounded(narrow, v, top, top, top, top), top
+
+
+def rectified_to(narrow: torch.dtype, v: Tensor, tops: Tensor) -> Tensor:
+    """The positive part in 16 bits, by sizes of every sample."""
+    return _rounded(narrow, v, tops, tops, tops, tops, rectify=True)
+
+
+def _rounded(
+    narrow: torch.dtype,
+    v: Tensor,
+    sizes: Tensor,
+    tops: Tensor,
+    offset: Tensor,
+    gain: Tensor,
+    bounded: bool = False,
+    rectify: bool = False,
+) -> Tensor:
+    """By sizes ``(batch, parts)``, which are told then; or ``(batch,)``, or one for all."""
+    from opteq.operators import narrow_kernels as kernels
+
+    out = _like(v, narrow)
+    count = sizes.shape[1] if sizes.ndim == 2 else 1
+    kernels.narrow[(_PARTS, len(v))](
+        v, sizes, offset, gain, out, tops, v[0].numel(), count if sizes.ndim else 0, len(v), BLOCK=_BLOCK,
+        PARTS=_PARTS, COUNT=count, RECTIFY=rectify, TOLD=sizes.ndim == 2, BOUNDED=bounded, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def _like(v: Tensor, dtype: torch.dtype) -> Tensor:
+    batch, channels, height, width = v.shape
+    return torch.empty(batch, height, width, channels, dtype=dtype, device=v.device)
+
+
+def sizes(v: Tensor) -> Tensor:
+    """For every sample the size of its largest entry."""
+    return _sizes_of_parts(v).amax(dim=1)
+
+
+def _sizes_of_parts(v: Tensor) -> Tensor:
+    from opteq.operators import narrow_kernels as kernels
+
+    parts = torch.empty(len(v), _PARTS, device=v.device)
+    kernels.largest[(_PARTS, len(v))](v, parts, v[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, num_warps=8)
+    return parts
+
+
+def convolve(
+    source: Tensor,
+    rows: Rows,
+    out: Tensor,
+    tops: Tensor | None = None,
+    beside: Tensor | None = None,
+    then: str = "nothing",
+    rescaled: bool = False,
+) -> None:
+    """A convolution of ``source (batch, height, width, channels)``, written to ``out``.
+
+    Args:
+        source: in 16 bits.
+        rows: the weights.
+        out: of the same batch and size.
+        tops: size of the largest entry of every sample of ``source``, or of all, which tells its scale; None without.
+        beside: what the result is joined with, in the layout of ``out``.
+        then: ``"nothing"``; ``"rectify"``, the positive part of the sum with ``beside``; ``"weigh"``, the product;
+            ``"shift"``, the sum with ``beside (channels,)``.
+        rescaled: whether ``out`` is scaled, by bounds of its entries that stand behind ``tops``.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from opteq.operators import narrow_kernels as kernels
+
+    batch, height, width, columns = source.shape
+    count = len(rows.numbers)
+    plan = Plan.of(batch, height, width, columns, count, processors(source.device))
+    box, depth = plan.box, plan.depth
+    kernels.convolve[(plan.boxes, plan.tiles)](
+        TensorDescriptor.from_tensor(source, [*box, depth]),
+        TensorDescriptor.from_tensor(rows.numbers, [plan.tile, depth]),
+        TensorDescriptor.from_tensor(out, [*box, plan.tile]),
+        rows.inverses if beside is None else beside, rows.inverses, rows.inverses if tops is None else tops,
+        batch, height, width, -(-height // box[1]), -(-width // box[2]),
+        COLUMNS=columns, ROWS=count, TAPS_HIGH=rows.taps[0], TAPS_WIDE=rows.taps[1],
+        SAMPLES=box[0], HIGH=box[1], WIDE=box[2], TILE=plan.tile, DEPTH=depth, STAGES=plan.stages,
+        THEN=then, SCALED=tops is not None, RESCALED=rescaled, EACH=int(tops is None or tops.ndim > 0),
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a convolution is cut into programs.
+
+    Attributes:
+        box: samples, rows and columns of pixels of one program, powers of two.
+        boxes: how many cover all pixels.
+        tile: channels of one program.
+        tiles: how many cover all channels.
+        depth: channels that are read at a time.
+        stages: how many reads are under way.
+        warps: of one program.
+    """
+
+    box: tuple[int, int, int]
+    boxes: int
+    tile: int
+    tiles: int
+    depth: int
+    stages: int
+    warps: int
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, batch: int, height: int, width: int, columns: int, rows: int, processors: int) -> Plan:
+        """One for pictures of a size, by what was fastest on an H200 for those of 8, 16 and 32 pixels."""
+        depth = next(depth for depth in (64, 32, 16) if columns % depth == 0)
+        tile = 128 if rows > 64 else 64
+        box = _box(256 if depth < 64 and tile == 64 else 128, batch, height, width)
+        boxes, tiles = _covering(box, batch, height, width), -(-rows // tile)
+        # Fewer stages leave room for a second program beside, where there is one.
+        return cls(box, boxes, tile, tiles, depth, 3 if boxes * tiles > processors else 4, tile // 16)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How the derivative by a weight is cut into programs.
+
+    Attributes:
+        box: samples, rows and columns of pixels that are read at a time; they follow each other in memory.
+        boxes: how many there are.
+        parts: how many sums there are of every entry, to be added up.
+        tile: output channels of one program.
+        side: input channels of one program.
+        stages: how many reads are under way.
+        warps: of one program.
+    """
+
+    box: tuple[int, int, int]
+    boxes: int
+    parts: int
+    tile: int
+    side: int
+    stages: int
+    warps: int
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(
+        cls, batch: int, channels: int, height: int, width: int, rows: int, taps: int, processors: int
+    ) -> Sums | None:
+        """One for pictures of a size; None where they can't be cut into such boxes."""
+        samples, high = (1, _PIXELS // width) if width * height >= _PIXELS else (_PIXELS // (width * height), height)
+        box = (samples, high, width)
+        if math.prod(box) != _PIXELS or any(side & (side - 1) for side in box) or height % high or batch % samples:
+            return None
+        boxes = batch * height * width // _PIXELS
+        tile, side = 128 if rows > 64 else 64, 128 if channels > 64 else 64
+        programs = taps * -(-rows // tile) * -(-channels // side)
+        parts = max(1, min(2 * processors // programs, boxes // 8))
+        return cls(box, boxes, parts, tile, side, 3 if tile * side > 128 * 64 else 4, 4)
+
+
+def _box(pixels: int, batch: int, height: int, width: int) -> tuple[int, int, int]:
+    """Samples, rows and columns, powers of two with a given product, such that few pixels lie outside of pictures."""
+    powers = [1 << power for power in range(pixels.bit_length())]
+    boxes = [(pixels // (high * wide), high, wide) for high in powers for wide in powers if high * wide <= pixels]
+    return min(boxes, key=lambda box: (_covering(box, batch, height, width), -box[2], -box[1]))
+
+
+def _covering(box: tuple[int, int, int], *size: int) -> int:
+    """How many boxes cover a batch."""
+    return math.prod(-(-whole // side) for whole, side in zip(size, box, strict=True))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs a device works on at a time, if each needs all of a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

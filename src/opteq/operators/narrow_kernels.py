@@ -1,0 +1,203 @@
+"""Triton kernels for convolutions of 16 bits, and for what happens to their results.
+
+Pictures are channels last, ``(batch, H, W, C)`` in memory, and what a kernel multiplies has 16 bits. A convolution
+takes a box of pixels by tensor memory accesses, once for every tap: what lies outside of the picture is read as zero,
+which is the padding. The box stands on the right of the product, as the shared memory that it lands in can be seen as
+a matrix there without being moved. Sums are in float32. What happens to a product on its way to memory happens while
+it is in registers.
+
+Halves have the 11 significant bits of TF32, but a narrower range: there everything is multiplied by a power of two,
+one for every sample and every row of weights, such that nothing can become too large.
+
+:mod:`opteq.operators.narrow` launches them.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _factor(top):
+    """The power of two that takes a number of size ``top`` to [2^13, 2^14), which leaves room for rounding."""
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+    power = tl.minimum(267 - exponent, 253)  # no matter for zero; small enough to have an inverse
+    power = tl.where(top > 0.0, power, 127)
+    return (power << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse(factor):
+    """The inverse of a power of two, exactly."""
+    power = (factor.to(tl.int32, bitcast=True) >> 23) & 255
+    return ((254 - power) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weights(
+    weight, out, inverses, sums, start, by_row, by_column, by_tap, by_side, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """One row of weights, tap by tap, in the precision of products; what undoes its scale; the sum of sizes."""
+    row = tl.program_id(0)
+    top = 0.0
+    total = 0.0
+    for first in range(0, TAPS * COLUMNS, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        tap = place // COLUMNS
+        there = start + row * by_row + (place % COLUMNS) * by_column + (tap // WIDTH) * by_tap + (tap % WIDTH) * by_side
+        size = tl.abs(tl.load(weight + there, mask=place < TAPS * COLUMNS, other=0.0).to(tl.float32))
+        top = tl.maximum(top, tl.max(size, axis=0))
+        total += tl.sum(size, axis=0)
+    factor = _factor(top) if SCALED else 1.0
+    for first in range(0, TAPS * COLUMNS, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        tap = place // COLUMNS
+        there = start + row * by_row + (place % COLUMNS) * by_column + (tap // WIDTH) * by_tap + (tap % WIDTH) * by_side
+        value = tl.load(weight + there, mask=place < TAPS * COLUMNS, other=0.0).to(tl.float32) * factor
+        tl.store(out + row * (TAPS * COLUMNS) + place, value.to(out.dtype.element_ty), mask=place < TAPS * COLUMNS)
+    if SCALED:
+        tl.store(inverses + row, _inverse(factor))
+        tl.store(sums + row, total)
+
+
+@triton.jit
+def largest(source, parts, size, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """The largest entry by size of one part of a sample."""
+    sample = tl.program_id(1).to(tl.int64)
+    top = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(tl.program_id(0) * BLOCK, size, PARTS * BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        value = tl.load(source + sample * size + place, mask=place < size, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(value))
+    tl.store(parts + sample * PARTS + tl.program_id(0), tl.max(top, axis=0))
+
+
+@triton.jit
+def _note(tops, offset, gain, sample, batch, top, TOLD: tl.constexpr, BOUNDED: tl.constexpr):
+    """Write down the size of a sample, and ``offset + gain * size``, where they are asked for."""
+    if TOLD:
+        tl.store(tops + sample, top)
+    if BOUNDED:
+        tl.store(tops + batch + sample, tl.load(offset + sample) + tl.load(gain + sample) * top)
+
+
+@triton.jit(do_not_specialize=["stride", "batch"])
+def narrow(
+    source, sizes, offset, gain, out, tops, size, stride, batch, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    COUNT: tl.constexpr, RECTIFY: tl.constexpr, TOLD: tl.constexpr, BOUNDED: tl.constexpr
+):  # fmt: skip
+    """A part of a sample in half precision, by the largest of ``COUNT`` sizes; what is negative as zero, if asked."""
+    sample = tl.program_id(1).to(tl.int64)
+    top = tl.max(tl.load(sizes + sample * stride + tl.arange(0, COUNT)), axis=0)
+    factor = _factor(top)
+    for first in range(tl.program_id(0) * BLOCK, size, PARTS * BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        value = tl.load(source + sample * size + place, mask=place < size, other=0.0)
+        if RECTIFY:
+            value = tl.where(value < 0.0, 0.0, value)  # a NaN stays one
+        tl.store(out + sample * size + place, (value * factor).to(out.dtype.element_ty), mask=place < size)
+    if tl.program_id(0) == 0:
+        _note(tops, offset, gain, sample, batch, top, TOLD, BOUNDED)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def narrow_alone(source, offset, gain, out, tops, size, batch, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
+    """A whole sample in half precision, read once for its size, and once more where it is at hand by then."""
+    sample = tl.program_id(0).to(tl.int64)
+    tall = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, size, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        tall = tl.maximum(tall, tl.abs(tl.load(source + sample * size + place, mask=place < size, other=0.0)))
+    top = tl.max(tall, axis=0)
+    factor = _factor(top)
+    for first in range(0, size, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        value = tl.load(source + sample * size + place, mask=place < size, other=0.0) * factor
+        tl.store(out + sample * size + place, value.to(out.dtype.element_ty), mask=place < size)
+    _note(tops, offset, gain, sample, batch, top, True, BOUNDED)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def convolve(
+    source, weight, out, beside, inverses, tops, batch, height, width, tiles_high, tiles_wide,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, TAPS_HIGH: tl.constexpr, TAPS_WIDE: tl.constexpr,
+    SAMPLES: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, THEN: tl.constexpr, SCALED: tl.constexpr, RESCALED: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """A convolution for a box of pixels and ``TILE`` channels, then what ``THEN`` says.
+
+    Nothing; or the sum with ``beside``, rectified; or the product with it; or the sum with one number a channel. With
+    ``SCALED``, ``tops`` has the size of the source's entries, of ``EACH`` sample or of all, and, with ``RESCALED``,
+    behind those a bound of the result's.
+    """
+    PIXELS: tl.constexpr = SAMPLES * HIGH * WIDE
+    BLOCKS: tl.constexpr = COLUMNS // DEPTH
+    tile = tl.program_id(0)
+    left = (tile % tiles_wide) * WIDE
+    upper = (tile // tiles_wide % tiles_high) * HIGH
+    sample = tile // (tiles_wide * tiles_high) * SAMPLES
+    row = tl.program_id(1) * TILE
+    total = tl.zeros((TILE, PIXELS), dtype=tl.float32)
+    for turn in tl.range(0, TAPS_HIGH * TAPS_WIDE * BLOCKS, num_stages=STAGES):
+        tap = turn // BLOCKS
+        column = (turn % BLOCKS) * DEPTH
+        down = upper + tap // TAPS_WIDE - TAPS_HIGH // 2
+        box = source.load([sample, down, left + tap % TAPS_WIDE - TAPS_WIDE // 2, column]).reshape(PIXELS, DEPTH)
+        total = tl.dot(weight.load([row, tap * COLUMNS + column]), box.T, total)
+    result = total.T
+    pixel = tl.arange(0, PIXELS)
+    one = sample + pixel // (HIGH * WIDE)
+    rows = row + tl.arange(0, TILE)
+    if SCALED:
+        back = _inverse(_factor(tl.load(tops + one * EACH, mask=one < batch, other=0.0)))
+        result = result * back[:, None] * tl.load(inverses + rows, mask=rows < ROWS, other=0.0)[None, :]
+    if THEN == "shift":
+        result = result + tl.load(beside + rows, mask=rows < ROWS, other=0.0).to(tl.float32)[None, :]
+    elif THEN != "nothing":
+        down = upper + pixel // WIDE % HIGH
+        right = left + pixel % WIDE
+        inside = ((one < batch) & (down < height) & (right < width))[:, None] & (rows < ROWS)[None, :]
+        place = ((one.to(tl.int64) * height + down) * width + right) * ROWS
+        other = tl.load(beside + place[:, None] + rows[None, :], mask=inside, other=0.0).to(tl.float32)
+        if THEN == "rectify":
+            result = result + other
+            result = tl.where(result < 0.0, 0.0, result)  # a NaN stays one
+        else:
+            result = result * other
+    if RESCALED:
+        result = result * _factor(tl.load(tops + batch + one, mask=one < batch, other=0.0))[:, None]
+    out.store([sample, upper, left, row], result.to(out.dtype).reshape(SAMPLES, HIGH, WIDE, TILE))
+
+
+@triton.jit
+def correlate(
+    left, right, out, top_left, top_right, boxes, each, tiles_high, tiles, sides,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAPS_HIGH: tl.constexpr, TAPS_WIDE: tl.constexpr,
+    SAMPLES: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
+    STAGES: tl.constexpr
+):  # fmt: skip
+    """For one tap, the sum over some boxes of ``left`` times ``right`` one tap away: the derivative by a weight.
+
+    Boxes have all columns of a picture, so that their pixels follow each other in memory: ``left`` is a matrix.
+    """
+    PIXELS: tl.constexpr = SAMPLES * HIGH * WIDE
+    place = tl.program_id(0)
+    column = place % sides * SIDE
+    row = place // sides % tiles * TILE
+    tap = place // (sides * tiles)
+    first = tl.program_id(1) * each
+    total = tl.zeros((TILE, SIDE), dtype=tl.float32)
+    for box in tl.range(first, tl.minimum(first + each, boxes), num_stages=STAGES):
+        sample = box // tiles_high * SAMPLES
+        upper = box % tiles_high * HIGH + tap // TAPS_WIDE - TAPS_HIGH // 2
+        pixels = right.load([sample, upper, tap % TAPS_WIDE - TAPS_WIDE // 2, column]).reshape(PIXELS, SIDE)
+        total = tl.dot(left.load([box * PIXELS, row]).T, pixels, total)
+    total = total * _inverse(_factor(tl.load(top_left))) * _inverse(_factor(tl.load(top_right)))
+    rows = row + tl.arange(0, TILE)
+    columns = column + tl.arange(0, SIDE)
+    start = tl.program_id(1).to(tl.int64) * (ROWS * TAPS_HIGH * TAPS_WIDE * COLUMNS) + tap * COLUMNS
+    there = start + rows[:, None] * (TAPS_HIGH * TAPS_WIDE * COLUMNS) + columns[None, :]
+    tl.store(out + there, total, mask=(rows < ROWS)[:, None] & (columns < COLUMNS)[None, :])

@@ -1,0 +1,116 @@
+"""There and back by a convolution, ``v -> A' relu(A v + c)`` and ``v -> A' (d * A v)``: what solvers do all the time.
+
+A captured solve may take kernels of its own for it. What lies between the two convolutions is never seen then, and has
+16 bits (:mod:`opteq.operators.narrow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opteq._fast import settings
+from opteq.operators.narrow import Convolution, Rows, convolve, is_chosen, narrow_dtype, rectified_to, rounded_to, sizes
+
+
+class RoundTrip:
+    """One of the two maps, for a given convolution.
+
+    Args:
+        linear: the convolution.
+        plain: the same map by torch's operations; it takes None for zero, too, if it rectifies.
+        beside: c, or d; made when it is needed.
+        rectify: whether it is the first of the two maps.
+    """
+
+    def __init__(
+        self, linear: Convolution, plain: Callable[[Any], Tensor], beside: Callable[[], Tensor], rectify: bool
+    ) -> None:
+        self.linear = linear
+        self.plain = plain
+        self.beside = beside
+        self.rectify = rectify
+        self._own: _Prepared | None = None
+
+    def __call__(self, v: Tensor | None) -> Tensor:
+        """The map at ``v``; None stands for zero, where rectification is all there is on the way."""
+        if v is None:
+            return self._at_zero()
+        narrow = narrow_dtype(self.linear, v)
+        if narrow is None:
+            return self.plain(v)
+        key = ("round trip", v.shape, v.dtype, narrow, self.linear.weight.shape, self.rectify, v.device)
+        if not is_chosen(key, partial(self.plain, v), lambda: partial(self._prepared(v, narrow), v)):
+            return self.plain(v)
+        return self._kept(v, narrow)(v)
+
+    def _at_zero(self) -> Tensor:
+        c = self.beside()
+        narrow = narrow_dtype(self.linear, c, adjoint=True)
+        if narrow is None or c.dtype == narrow:
+            return self.plain(None)
+        key = ("from zero and back", c.shape, narrow, self.linear.weight.shape, c.device)
+        if not is_chosen(key, partial(self.plain, None), lambda: self._prepared(c, narrow).at_zero):
+            return self.plain(None)
+        return self._kept(c, narrow).at_zero()
+
+    def _kept(self, like: Tensor, narrow: torch.dtype) -> _Prepared:
+        made = self._own
+        if made is None or made.narrow != narrow:
+            made = self._prepared(like, narrow)
+            self._own = made if settings.keeping else self._own
+        return made
+
+    def _prepared(self, v: Tensor, narrow: torch.dtype) -> _Prepared:
+        with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
+            beside = self.beside().expand(len(v), self.linear.weight.shape[0], *v.shape[2:])
+            beside = beside.contiguous(memory_format=torch.channels_last)
+            there, back = (Rows.of(self.linear, narrow, adjoint) for adjoint in (False, True))
+            offset = gain = None
+            if there.scaled:
+                # No entry of A v is larger than that of v times the largest sum of a row's weights.
+                most = there.sums.amax().expand(len(v))
+                size = None if beside.dtype == torch.bool else sizes(beside)
+                offset = size if self.rectify and size is not None else torch.zeros_like(most)
+                gain = (most if self.rectify or size is None else most * size).contiguous()
+            if beside.dtype == torch.bool:
+                beside = beside.view(torch.uint8)
+            return _Prepared(there, back, beside, narrow, offset, gain, "rectify" if self.rectify else "weigh")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """All that a round trip needs but its argument."""
+
+    there: Rows
+    back: Rows
+    beside: Tensor
+    narrow: torch.dtype
+    offset: Tensor | None
+    gain: Tensor | None
+    then: str
+
+    def __call__(self, v: Tensor) -> Tensor:
+        with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
+            rounded, tops = rounded_to(self.narrow, v, self.offset, self.gain)
+            shape = rounded.shape[:3]
+            between = torch.empty(*shape, len(self.there.numbers), dtype=self.narrow, device=v.device)
+            convolve(rounded, self.there, between, tops, self.beside, self.then, rescaled=tops is not None)
+            out = torch.empty(*shape, len(self.back.numbers), dtype=v.dtype, device=v.device)
+            convolve(between, self.back, out, None if tops is None else tops[len(v) :])
+            return out.permute(0, 3, 1, 2)
+
+    def at_zero(self) -> Tensor:
+        """``A' relu(c)``, where there are scales."""
+        assert self.offset is not None
+        with torch.cuda.device_of(self.beside):  # type: ignore[no-untyped-call]
+            positive = rectified_to(self.narrow, self.beside, self.offset)
+            shape = (*positive.shape[:3], len(self.back.numbers))
+            out = torch.empty(shape, dtype=self.beside.dtype, device=self.beside.device)
+            convolve(positive, self.back, out, self.offset)
+            return out.permute(0, 3, 1, 2)

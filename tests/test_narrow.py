@@ -1,0 +1,633 @@
+"""Convolutions by products of 16 bits, against float64. Without a GPU Triton's interpreter runs the kernels.
+
+It can't multiply bfloat16, which is tested on a GPU only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import opteq
+from compiling import names_compiled
+from opteq._fast import settings as paths
+from opteq.operators import biased, choice, narrow, narrow_layer
+from opteq.operators.conv import ConvMap
+from opteq.operators.recalled import by_weight
+from opteq.operators.round_trip import RoundTrip
+from opteq.solvers import graphs
+
+triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are compiled")
+gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a GPU with TMA"
+)
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+
+Size = tuple[int, int, int, int, int]
+SIZES: list[Size] = [(2, 16, 32, 5, 6), (3, 32, 16, 8, 8), (1, 64, 80, 2, 9), (1, 48, 16, 1, 1), (5, 16, 16, 3, 2)]
+# Products of numbers that are rounded to 11 bits are so far off, on average; and a third rounding comes after. In a
+# sample of few pixels chance, and cancellation, can make more of it.
+TF32, FEW = 4.5e-4, 2e-3
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "_interpreted", True)
+    monkeypatch.setattr(narrow, "_PARTS", 2)  # each is a program, which takes the interpreter a while
+    monkeypatch.setattr(narrow, "_ALONE", 512)
+
+
+def last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def case(size: Size, taps: tuple[int, int] = (3, 3), device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, an argument and what is added to its product."""
+    batch, inputs, outputs, height, width = size
+    generator = torch.Generator().manual_seed(sum(size) + taps[0])
+    weight = torch.randn(outputs, inputs, *taps, generator=generator) / (inputs * taps[0] * taps[1]) ** 0.5
+    v = torch.randn(batch, inputs, height, width, generator=generator)
+    c = torch.randn(batch, outputs, height, width, generator=generator)
+    return weight.to(device), last(v.to(device)), last(c.to(device))
+
+
+def all_products(linear: ConvMap, v: Tensor, c: Tensor, slope: Tensor | None = None) -> dict[str, Tensor]:
+    """Everything that a convolution is asked for."""
+    slope = c.abs() if slope is None else slope
+    return {
+        "product": linear(v),
+        "adjoint": linear.adjoint(c),
+        "rectified": linear.rectified(v, c),
+        "rectified and back": linear.rectified_back(c)(v),
+        "masked and back": linear.weighed_back(lambda u: u * (c > 0), lambda: c > 0)(v),
+        "weighed and back": linear.weighed_back(lambda u: u * slope, lambda: slope)(v),
+        "from zero and back": linear.rectified_back(c)(None),
+    }
+
+
+def errors(
+    found: dict[str, Tensor], weight: Tensor, v: Tensor, c: Tensor, slope: Tensor | None = None
+) -> dict[str, float]:
+    """Relative errors of every sample, the largest of them."""
+    wanted = all_products(ConvMap(weight.double()), v.double(), c.double(), slope)
+    gaps = {}
+    for name, value in found.items():
+        assert value.dtype == v.dtype
+        assert value.shape == wanted[name].shape
+        assert value.is_contiguous(memory_format=torch.channels_last)
+        gap = (value.double() - wanted[name]).flatten(1).norm(dim=1) / wanted[name].flatten(1).norm(dim=1)
+        gaps[name] = float(gap.nan_to_num(nan=0.0).max())
+    return gaps
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("size", "taps"), list(zip(SIZES, [(3, 3), (1, 1), (1, 3), (3, 1), (5, 3)], strict=True)), ids=str
+)
+@torch.no_grad()
+def test_products(size: Size, taps: tuple[int, int]) -> None:
+    weight, v, c = case(size, taps)
+    assert max(errors(all_products(ConvMap(weight), v, c), weight, v, c).values()) < FEW
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """To the 11 bits of TF32, half to even not minded."""
+    return ((tensor.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_errors_are_those_of_tf32() -> None:
+    weight, v, c = case((4, 64, 64, 8, 8))
+    found = errors({"rectified and back": ConvMap(weight).rectified_back(c)(v)}, weight, v, c)
+    inside = ConvMap(rounded(weight).double())
+    between = (inside(rounded(v).double()) + c).relu().float()
+    theirs = errors({"rectified and back": last(inside.adjoint(rounded(between).double()).float())}, weight, v, c)
+    assert found["rectified and back"] < 1.05 * theirs["rectified and back"]
+    assert found["rectified and back"] > 0.9 * theirs["rectified and back"]  # or they were computed in another way
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("exponent", [-100, 60])
+@torch.no_grad()
+def test_numbers_of_all_sizes(exponent: int) -> None:
+    weight, v, c = case((2, 16, 16, 5, 6))
+    slope = c.abs()
+    by_weight, by_c = (2.0**20, 1) if exponent < 0 else (2.0**-14, 2.0**-20)
+    own, beside, kernel = v * 2.0**exponent, c * 2.0**exponent * by_c, weight * by_weight
+    found = all_products(ConvMap(kernel), own, beside, slope)
+    assert max(errors(found, kernel, own, beside, slope).values()) < TF32
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_samples_and_rows_have_scales_of_their_own() -> None:
+    weight, v, c = case((4, 16, 32, 5, 6))
+    sizes = torch.tensor([1.0, 1e-12, 1e9, 0.0]).reshape(-1, 1, 1, 1)
+    weight[3] *= 1e-9
+    weight[:, 5] *= 1e9
+    weight[7] = 0
+    v, c = last(v * sizes), last(c * sizes)
+    found = all_products(ConvMap(weight), v, c)
+    assert max(errors(found, weight, v, c).values()) < TF32
+    assert not found["product"][:, 7].any()
+    row = ConvMap(weight)(v)[:, 3].double()
+    wanted = ConvMap(weight.double())(v.double())[:, 3]
+    assert (row - wanted).norm() < TF32 * wanted.norm()
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.*invalid value:RuntimeWarning", "ignore:.*overflow:RuntimeWarning")
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+@torch.no_grad()
+def test_what_is_not_finite_stays_so_and_with_its_sample(bad: float) -> None:
+    weight, v, c = case((3, 16, 16, 4, 4))
+    linear = ConvMap(weight)
+    fine = all_products(linear, v, c)
+    v[1, 2, 1, 1] = bad
+    for name, value in all_products(linear, v, c).items():
+        if name in ("adjoint", "from zero and back"):
+            continue
+        assert not torch.isfinite(value[1]).all() or name == "rectified"
+        assert torch.equal(value[[0, 2]], fine[name][[0, 2]])
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_no_overflow_where_the_bound_is_attained() -> None:
+    """All entries alike, weights too: a product is as large as it can be."""
+    weight, v, c = (torch.full_like(part, 3.0) for part in case((2, 16, 16, 6, 6)))
+    found = all_products(ConvMap(weight), last(v), last(c))
+    assert max(errors(found, weight, v, c).values()) < TF32
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_halves_under_autocast_have_no_scale() -> None:
+    weight, v, c = case((2, 16, 32, 5, 6))
+    with torch.autocast("cpu", dtype=torch.float16):
+        linear = ConvMap(weight)
+        found = linear.rectified_back(c.half())(v.half())
+        masked = linear.weighed_back(lambda u: u * (c > 0), lambda: c > 0)(v.half())
+    gaps = errors({"rectified and back": found.float(), "masked and back": masked.float()}, weight, v, c)
+    assert found.dtype == torch.float16
+    assert max(gaps.values()) < 3 * TF32
+
+
+WHOLE = [(4, 16, 32, 4, 8), (2, 80, 16, 16, 16), (8, 16, 144, 4, 4), (1, 16, 16, 64, 64)]
+
+
+def same_by_weight(size: Size, taps: tuple[int, int], device: str = "cpu") -> None:
+    weight, v, u = case(size, taps, device)
+    v, u = v * 1e-9, u * 1e6
+    wanted = by_weight(ConvMap(weight.double()), v.double(), u.double())
+    found = by_weight(ConvMap(weight), v, u)
+    assert found.shape == wanted.shape
+    assert 1e-5 < (found - wanted).norm() / wanted.norm() < TF32
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("size", "taps"), list(zip(WHOLE[:3], [(3, 3), (5, 1), (1, 3)], strict=True)), ids=str)
+@torch.no_grad()
+def test_derivatives_by_weights(size: Size, taps: tuple[int, int]) -> None:
+    same_by_weight(size, taps)
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_sums_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "processors", lambda _: 2)
+    assert narrow.Sums.of(16, 16, 8, 8, 16, 1, 2) == narrow.Sums((1, 8, 8), 16, 2, 64, 64, 4, 4)
+    same_by_weight((16, 16, 16, 8, 8), (1, 1))
+
+
+def test_pictures_that_are_not_cut_into_boxes() -> None:
+    for size in ((8, 16, 5, 8), (8, 16, 8, 12), (3, 16, 4, 8), (8, 16, 1, 128), (8, 16, 7, 7)):
+        assert narrow.Sums.of(*size, 32, 9, 132) is None
+    for size, box in (((128, 64, 32, 32), (1, 2, 32)), ((128, 256, 8, 8), (1, 8, 8)), ((64, 256, 4, 4), (4, 4, 4))):
+        plan = narrow.Sums.of(*size, 256, 9, 132)
+        assert plan is not None
+        assert plan.box == box
+        assert plan.boxes * 64 == size[0] * size[2] * size[3]
+
+
+def biased_layer(device: str = "cpu", bias: bool = True, size: Size = (4, 16, 32, 4, 8)) -> tuple[nn.Conv2d, Tensor]:
+    torch.manual_seed(0)
+    U = nn.Conv2d(size[1], size[2], 3, padding=1, bias=bias).to(device)
+    return U, case(size, device=device)[1].requires_grad_()
+
+
+def same_layer(U: nn.Conv2d, x: Tensor) -> None:
+    found = narrow_layer.convolved(U, x, biased.summed)
+    assert found is not None
+    inputs = [x, *U.parameters()]
+    v = last(torch.randn_like(found))
+    ours = [found, *torch.autograd.grad(found, inputs, v)]
+    wanted = U(x)
+    theirs = [wanted, *torch.autograd.grad(wanted, inputs, v)]
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.shape == other.shape
+        assert (own - other).norm() < 2 * TF32 * other.norm()
+    # The gradient of a sum is one number, expanded; and of some inputs no gradient may be wanted.
+    (slope,) = torch.autograd.grad(narrow_layer.convolved(U, x.detach(), biased.summed).sum(), [U.weight])  # type: ignore[union-attr]
+    (other,) = torch.autograd.grad(U(x.detach()).sum(), [U.weight])
+    assert (slope - other).norm() < 2 * TF32 * other.norm()
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_module(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_layer, "_WORTH", 0)
+    same_layer(*biased_layer(bias=bias))
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_second_derivatives_and_forward_mode_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_layer, "_WORTH", 0)
+    U, x = biased_layer()
+    slopes, tangents = [], []
+    for layer in (lambda x: narrow_layer.convolved(U, x, biased.summed), U):
+        (slope,) = torch.autograd.grad(layer(x).tanh().square().sum(), x, create_graph=True)
+        slopes.append(torch.autograd.grad(slope.square().sum(), [x, U.weight, U.bias]))
+        with forward_ad.dual_level():
+            tangents.append(forward_ad.unpack_dual(layer(forward_ad.make_dual(x.detach(), torch.ones_like(x)))).tangent)
+    for own, other in zip((*slopes[0], tangents[0]), (*slopes[1], tangents[1]), strict=True):
+        assert (own - other).norm() < 1e-2 * other.norm()
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+def test_modules_that_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    U, x = biased_layer()
+    assert narrow_layer.convolved(U, x, biased.summed) is None  # too few operations
+    monkeypatch.setattr(narrow_layer, "_WORTH", 0)
+    assert narrow_layer.convolved(U, x, biased.summed) is not None
+    for options in ({"stride": 2}, {"padding": 0}, {"dilation": 2, "padding": 2}, {"groups": 2}, {"padding": "same"}):
+        other = nn.Conv2d(16, 32, 3, **{"padding": 1, **options})  # type: ignore[arg-type]
+        assert narrow_layer.convolved(other, x, biased.summed) is None
+    assert narrow_layer.convolved(nn.Conv2d(16, 32, 2, padding=1), x, biased.summed) is None
+    assert narrow_layer.convolved(nn.Conv2d(16, 33, 3, padding=1), x, biased.summed) is None
+    assert narrow_layer.convolved(U, x[:, :, :, :7], biased.summed) is None
+    assert narrow_layer.convolved(U.double(), x.double(), biased.summed) is None
+
+
+def called(linear: ConvMap, v: Tensor, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the kernels would be used."""
+    with monkeypatch.context() as patch:
+        patch.setattr(narrow, "convolve", lambda *_, **__: (_ for _ in ()).throw(StopAsyncIteration))
+        try:
+            linear(v)
+        except StopAsyncIteration:
+            return True
+        return False
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+def test_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, v, _ = case((2, 16, 32, 5, 6))
+    assert not called(ConvMap(weight), v, monkeypatch)  # a tape may be wanted
+    with torch.no_grad():
+        assert called(ConvMap(weight), v, monkeypatch)
+        assert not called(ConvMap(weight.double()), v.double(), monkeypatch)
+        assert not called(ConvMap(weight[:24]), v, monkeypatch)
+        assert not called(ConvMap(weight), v.contiguous(), monkeypatch)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not called(ConvMap(weight), v.bfloat16(), monkeypatch)  # torch's are as good
+        monkeypatch.setattr(narrow, "_may_round", lambda: False)
+        assert not called(ConvMap(weight), v, monkeypatch)
+
+
+def test_whether_tf32_is_allowed() -> None:
+    assert narrow._may_round()
+    precision = torch.backends.cudnn.conv
+    before = precision.fp32_precision
+    try:
+        precision.fp32_precision = "ieee"
+        assert not narrow._may_round()
+    finally:
+        precision.fp32_precision = before
+    assert narrow._may_round()
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        assert not narrow._may_round()
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
+    assert narrow._may_round()
+
+
+def test_a_cpu_takes_the_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, v, c = case((2, 16, 32, 5, 6))
+    with torch.no_grad():
+        assert not called(ConvMap(weight), v, monkeypatch)
+        found = errors(all_products(ConvMap(weight), v, c), weight, v, c)
+    assert max(found.values()) < 1e-6
+
+
+def layer_of(inputs: int, outputs: int, taps: int = 3, mu: float = 1.0, **options: object) -> opteq.Equilibrium:
+    torch.manual_seed(0)
+    problem = opteq.OptEq(
+        opteq.operators.Conv2d(inputs, outputs, taps, bound=0.8),
+        nn.Conv2d(4, outputs, 3, padding=1),
+        mu=mu,
+        **options,  # type: ignore[arg-type]
+    )
+    return opteq.Equilibrium(problem, opteq.Anderson(tol=1e-3), opteq.Implicit(tol=1e-3))
+
+
+def slopes(layer: opteq.Equilibrium, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    features = layer(x)
+    features.float().square().sum().backward()  # type: ignore[no-untyped-call]
+    found = [parameter.grad.double() for parameter in layer.parameters()]  # type: ignore[union-attr]
+    layer.zero_grad()
+    return features.detach().double(), found
+
+
+def near(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[Tensor]], bound: float) -> None:
+    assert (ours[0] - theirs[0]).norm() < bound * theirs[0].norm()
+    for own, other in zip(ours[1], theirs[1], strict=True):
+        assert (own - other).norm() < 5 * bound * other.norm()
+
+
+@triton
+@no_gpu
+@pytest.mark.parametrize(("activation", "mu"), [("relu", 1.7), ("tanh", 1.0)])
+def test_a_layer(mu: float, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of(16, 32, mu=mu, activation=activation)
+    x = last(torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1)))
+    wanted = slopes(layer, x)
+    monkeypatch.setattr(paths, "fused", False)  # a CPU has ways of its own, by which it does not come here
+    monkeypatch.setattr(narrow, "_interpreted", True)
+    near(slopes(layer, x), wanted, 4e-3)
+
+
+def test_plans_cover_every_pixel() -> None:
+    for batch, height, width in itertools.product((1, 3, 128), (1, 7, 32, 224), (1, 9, 28, 32)):
+        plan = narrow.Plan.of(batch, height, width, 48, 200, 132)
+        samples, high, wide = plan.box
+        assert samples * high * wide in (128, 256)
+        assert plan.boxes * samples * high * wide >= batch * height * width
+        assert plan.tiles * plan.tile >= 200
+        assert 48 % plan.depth == 0
+    assert narrow.Plan.of(128, 32, 32, 64, 128, 132).box == (1, 4, 32)
+    assert narrow.Plan.of(128, 8, 8, 256, 256, 132).box == (2, 8, 8)
+    assert narrow.Plan.of(128, 28, 28, 64, 64, 132).boxes * 128 < 1.15 * 128 * 28 * 28
+
+
+class Recorded(RoundTrip):
+    """Counts what is prepared."""
+
+    count = 0
+
+    def _prepared(self, *arguments: object) -> object:  # type: ignore[override]
+        self.count += 1
+        return super()._prepared(*arguments)  # type: ignore[arg-type]
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_what_may_be_left_out_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, v, c = case((2, 16, 16, 4, 4))
+    trip = Recorded(ConvMap(weight), lambda v: v, lambda: c, rectify=True)
+    monkeypatch.setattr(paths, "keeping", False)
+    trip(v)
+    trip(v)
+    assert trip.count == 2
+    monkeypatch.setattr(paths, "keeping", True)
+    trip(v)
+    trip(v)
+    assert trip.count == 3
+
+
+def test_choices_are_made_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing, measured, asked = [False], [], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(choice, "_second_is_faster", {})
+    monkeypatch.setattr(narrow, "_refused", set())
+    times = {"plain": 2.0, "quick": 1.0}
+    monkeypatch.setattr(choice, "_milliseconds", lambda way: measured.append(way) or times[way()])  # type: ignore[func-returns-value]
+
+    def prepare() -> Callable[[], str]:
+        asked.append(1)
+        return lambda: "quick"
+
+    def chosen(key: str) -> bool:
+        return narrow.is_chosen(key, lambda: "plain", prepare)  # type: ignore[arg-type, return-value]
+
+    capturing[0] = True
+    assert not chosen("a")  # nothing is known
+    capturing[0] = False
+    assert not chosen("a")
+    assert not chosen("a")
+    assert len(asked) == 1
+    assert len(measured) == 2
+    capturing[0] = True
+    assert chosen("a")
+    times["quick"] = 3.0
+    capturing[0] = False
+    assert not chosen("b")
+    capturing[0] = True
+    assert not chosen("b")
+    assert chosen("a")
+
+    def broken() -> Callable[[], str]:
+        asked.append(1)
+        raise ValueError("no such instruction")
+
+    capturing[0] = False
+    with pytest.warns(UserWarning, match="no such instruction"):
+        assert not narrow.is_chosen("c", lambda: "plain", broken)  # type: ignore[arg-type, return-value]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not narrow.is_chosen("c", lambda: "plain", broken)  # type: ignore[arg-type, return-value]
+    assert len(asked) == 3
+
+
+SCRIPT = """
+import sys
+from compiling import ptx
+from opteq.operators import narrow_kernels as kernels
+
+capability = int(sys.argv[1])
+for kind in ("fp16", "bf16"):
+    scaled = kind == "fp16"
+    wide = "fp32" if scaled else kind
+    ptx(kernels.weights, capability, {"weight": "*" + wide, "out": "*" + kind, "inverses": "*fp32", "sums": "*fp32",
+        **dict.fromkeys(("start", "by_row", "by_column", "by_tap", "by_side"), "i32")},
+        {"COLUMNS": 48, "TAPS": 9, "WIDTH": 3, "BLOCK": 1024, "SCALED": scaled}, num_warps=4)
+    for then, beside, out in (("nothing", "*fp32", wide), ("rectify", "*" + wide, kind), ("weigh", "*u8", kind)):
+        code = ptx(kernels.convolve, capability, {
+            "source": f"tensordesc<{kind}[1, 4, 32, 64]>", "weight": f"tensordesc<{kind}[128, 64]>",
+            "out": f"tensordesc<{out}[1, 4, 32, 128]>", "beside": beside, "inverses": "*fp32", "tops": "*fp32",
+            **dict.fromkeys(("batch", "height", "width", "tiles_high", "tiles_wide"), "i32")},
+            {"COLUMNS": 64, "ROWS": 128, "TAPS_HIGH": 3, "TAPS_WIDE": 3, "SAMPLES": 1, "HIGH": 4, "WIDE": 32,
+             "TILE": 128, "DEPTH": 64, "STAGES": 3, "THEN": then, "SCALED": scaled,
+             "RESCALED": scaled and then != "nothing", "EACH": 1}, num_warps=8, num_stages=3)
+        assert "wgmma.mma_async" in code and "cp.async.bulk.tensor.4d" in code
+for kernel in (kernels.largest, kernels.narrow, kernels.narrow_alone):
+    names = ("source", "parts", "sizes", "offset", "gain", "tops")
+    ptx(kernel, capability, {"out": "*fp16", **dict.fromkeys(names, "*fp32"), "size": "i32", "batch": "i32",
+        "stride": "i32"}, {"BLOCK": 4096, "PARTS": 16, "COUNT": 16, "RECTIFY": False, "TOLD": True, "BOUNDED": True},
+        num_warps=8)
+code = ptx(kernels.correlate, capability, {
+    "left": "tensordesc<fp16[64, 128]>", "right": "tensordesc<fp16[1, 2, 32, 64]>", "out": "*fp32",
+    "top_left": "*fp32", "top_right": "*fp32",
+    **dict.fromkeys(("boxes", "each", "tiles_high", "tiles", "sides"), "i32")},
+    {"ROWS": 128, "COLUMNS": 64, "TAPS_HIGH": 3, "TAPS_WIDE": 3, "SAMPLES": 1, "HIGH": 2, "WIDE": 32, "TILE": 128,
+     "SIDE": 64, "STAGES": 4}, num_warps=4, num_stages=4)
+assert "wgmma.mma_async" in code and "cp.async.bulk.tensor.4d" in code
+"""
+
+
+@triton
+def test_kernels_compile(tmp_path: Path) -> None:
+    assert names_compiled(SCRIPT, 90, tmp_path) == {
+        "weights", "convolve", "largest", "narrow", "narrow_alone", "correlate"
+    }  # fmt: skip
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[object]]:
+    """The kernels wherever they can be used; gives what was chosen."""
+    turns = itertools.cycle([0.0, 1.0])
+    made: dict[object, bool] = {}
+    monkeypatch.setattr(choice, "_second_is_faster", made)
+    monkeypatch.setattr(choice, "_milliseconds", lambda way: (way(), next(turns))[1])
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    graphs.forget()
+    yield made.keys()  # type: ignore[misc]
+    graphs.forget()
+
+
+def captured(work: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What a graph gives, after a run outside of it."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+    graph.replay()
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize(
+    "size", [*SIZES, (16, 32, 64, 32, 32), (8, 64, 128, 28, 28), (9, 256, 144, 16, 16), (128, 256, 256, 8, 8)], ids=str
+)
+@torch.no_grad()
+def test_products_on_a_gpu(size: Size, always: set[object]) -> None:
+    weight, v, c = case(size, device="cuda")
+    found = captured(lambda: all_products(ConvMap(weight), v, c))
+    assert max(errors(found, weight, v, c).values()) < FEW
+    assert len(always) >= 5
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("size", [*WHOLE, (128, 256, 256, 8, 8), (32, 64, 128, 32, 32)], ids=str)
+@torch.no_grad()
+def test_derivatives_by_weights_on_a_gpu(size: Size, always: set[object]) -> None:
+    weight, v, u = case(size, device="cuda")
+    wanted = by_weight(ConvMap(weight.double()), v.double(), u.double())
+    found = captured(lambda: {"slope": by_weight(ConvMap(weight), v, u)})["slope"]
+    assert 1e-5 < (found - wanted).norm() / wanted.norm() < TF32
+    assert always
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_module_on_a_gpu(bias: bool, always: set[object]) -> None:
+    same_layer(*biased_layer("cuda", bias, (64, 64, 128, 32, 32)))
+    assert always
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_autocast_on_a_gpu(dtype: torch.dtype, always: set[object]) -> None:
+    weight, v, c = case((8, 64, 128, 16, 16), device="cuda")
+
+    def work() -> dict[str, Tensor]:
+        with torch.autocast("cuda", dtype=dtype):
+            linear = ConvMap(weight)
+            there = linear.rectified_back(c.to(dtype))(v.to(dtype))
+            masked = linear.weighed_back(lambda u: u * (c > 0), lambda: c > 0)(v.to(dtype))
+        assert there.dtype == dtype
+        return {"rectified and back": there.float(), "masked and back": masked.float()}
+
+    bound = 3 * TF32 if dtype == torch.float16 else 1e-2
+    assert max(errors(captured(work), weight, v, c).values()) < bound
+    assert any(isinstance(key, tuple) and key[0] == "round trip" for key in always)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize(("inputs", "outputs", "side"), [(32, 64, 16), (64, 64, 7), (48, 16, 12)])
+def test_a_layer_on_a_gpu(activation: str, inputs: int, outputs: int, side: int, always: set[object]) -> None:
+    layer = layer_of(inputs, outputs, activation=activation, mu=1.3).cuda()
+    for seed in range(5):
+        x = last(torch.randn(8, 4, side, side, generator=torch.Generator().manual_seed(seed)).cuda())
+        with torch.no_grad():
+            layer.problem.W.weight.mul_(1.02)  # type: ignore[union-attr, operator]
+        with opteq.fast_paths(fused=False, graphs=False):
+            wanted = slopes(layer, x)
+        near(slopes(layer, x), wanted, 4e-3)
+    kind = "round trip" if inputs <= outputs else "narrow"  # else the state is solved for, not the features
+    assert any(isinstance(key, tuple) and key[0] == kind for key in always)
+
+
+@pytest.mark.gpu
+@gpu
+def test_an_input_of_nan_on_a_gpu(always: set[object]) -> None:
+    layer = layer_of(32, 64).cuda()
+    layer.on_failure = "ignore"
+    for turn in range(4):
+        x = last(torch.randn(4, 4, 8, 8).cuda())
+        if turn == 3:
+            x[2, 0, 0, 0] = float("nan")
+        solution = layer.solve(x)
+    fine = torch.isfinite(solution.features).flatten(1).all(dim=1)
+    assert solution.report.codes[[0, 1, 3]].eq(0).all()
+    assert int(solution.report.codes[2]) != 0
+    assert fine[[0, 1, 3]].all()
+    assert always
