@@ -23,7 +23,9 @@ from opteq.operators import biased, choice, narrow, narrow_layer
 from opteq.operators.conv import ConvMap
 from opteq.operators.recalled import by_weight
 from opteq.operators.round_trip import RoundTrip
-from opteq.solvers import graphs
+from opteq.problems.base import Problem
+from opteq.solvers import Solver, graphs
+from opteq.states import blocks
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are compiled")
@@ -44,6 +46,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow, "_interpreted", True)
     monkeypatch.setattr(narrow, "_PARTS", 2)  # each is a program, which takes the interpreter a while
     monkeypatch.setattr(narrow, "_ALONE", 512)
+    monkeypatch.setattr(narrow, "_LEAST", 0)
 
 
 def last(tensor: Tensor) -> Tensor:
@@ -290,6 +293,94 @@ def test_second_derivatives_and_forward_mode_of_a_module(monkeypatch: pytest.Mon
 @triton
 @no_gpu
 @pytest.mark.usefixtures("interpreted")
+def test_samples_of_a_module_have_nothing_to_do_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_layer, "_WORTH", 0)
+    U, x = biased_layer()
+    sizes = torch.tensor([1.0, 1e12, 1e-12, 0.0]).reshape(-1, 1, 1, 1)
+    x = last(x.detach() * sizes).requires_grad_()
+    found = narrow_layer.convolved(U, x, biased.summed)
+    assert found is not None
+    wanted = U(x)
+    v = last(torch.randn_like(wanted) * torch.tensor([1e-9, 1e-12, 1e9, 1.0]).reshape(-1, 1, 1, 1))
+    ours, theirs = (torch.autograd.grad(value, [x, U.weight], v) for value in (found, wanted))
+    for own, other in ((found, wanted), (ours[0], theirs[0])):
+        gap = (own - other).flatten(1).norm(dim=1) / other.flatten(1).norm(dim=1)
+        assert gap.max() < 2 * TF32
+    assert (ours[1] - theirs[1]).norm() < 2 * TF32 * theirs[1].norm()
+    several = torch.randn(2, *found.shape)
+    (slopes,) = torch.autograd.grad(narrow_layer.convolved(U, x, biased.summed), U.bias, several, is_grads_batched=True)
+    torch.testing.assert_close(slopes, several.sum(dim=(1, 3, 4)), rtol=1e-4, atol=1e-4)
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+def test_transformations_take_the_plain_operations() -> None:
+    weight, v, c = case((4, 16, 16, 4, 4))
+    linear = ConvMap(weight)
+    with torch.no_grad():
+        for product, argument in ((linear, v), (linear.adjoint, c), (linear.rectified_back(c[:1]), v)):
+            one_by_one = torch.func.vmap(lambda u, product=product: product(u[None])[0])(argument)
+            torch.testing.assert_close(one_by_one.norm(), product(argument).norm(), rtol=0.2, atol=0)
+    layer = layer_of(16, 32)
+    x = last(torch.randn(2, 4, 6, 6))
+    slopes = torch.func.jacrev(lambda x: layer(x).sum(dim=(1, 2, 3)))(x)
+    assert slopes.shape == (2, 2, 4, 6, 6)
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_scales_and_none_are_not_confused() -> None:
+    """A map that is used as it is, and under autocast; and one that was made outside of where it is used."""
+    weight, v, c = case((2, 16, 16, 4, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "recording", True)
+        with torch.autocast("cpu", dtype=torch.float16):
+            linear = ConvMap(weight)
+        there = linear.rectified_back(c)
+        wide = there(v)
+        with torch.autocast("cpu", dtype=torch.float16):
+            half = there(v.half())
+        again = there(v)
+    wanted = all_products(ConvMap(weight.double()), v.double(), c.double())["rectified and back"]
+    for found in (wide, half, again):
+        assert (found.double() - wanted).norm() < 3 * TF32 * wanted.norm()
+    outside = ConvMap(weight)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert (outside.rectified_back(c)(v.half()).double() - wanted).norm() < 3 * TF32 * wanted.norm()
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_what_is_added_may_be_broadcast() -> None:
+    weight, v, _ = case((3, 16, 16, 4, 4))
+    exact = ConvMap(weight.double())
+    for c in (torch.full((1, 1, 1, 1), 0.3), torch.full((16, 1, 1), -0.2)):
+        there = ConvMap(weight).rectified_back(c)
+        for part in (v, v[:2], last(v[:, :, :3])):
+            wanted = exact.adjoint(torch.relu(exact(part.double()) + c))
+            assert (there(part) - wanted).norm() < FEW * wanted.norm()
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_a_large_negative_number_that_is_cut_off_hides_nothing() -> None:
+    weight, v, c = case((2, 16, 16, 4, 4))
+    c[:, 3] = -1e15
+    found = errors({"rectified and back": ConvMap(weight).rectified_back(c)(v),
+                    "from zero and back": ConvMap(weight).rectified_back(c)(None)}, weight, v, c)  # fmt: skip
+    assert max(found.values()) < TF32
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
 def test_modules_that_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     U, x = biased_layer()
     assert narrow_layer.convolved(U, x, biased.summed) is None  # too few operations
@@ -328,6 +419,10 @@ def test_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not called(ConvMap(weight), v.contiguous(), monkeypatch)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not called(ConvMap(weight), v.bfloat16(), monkeypatch)  # torch's are as good
+        monkeypatch.setattr(narrow, "_LEAST", 2 * 2 * 30 * 16 * 32 * 9 + 1)
+        assert not called(ConvMap(weight), v, monkeypatch)
+        monkeypatch.setattr(narrow, "_LEAST", 2 * 2 * 30 * 16 * 32 * 9)
+        assert called(ConvMap(weight), v, monkeypatch)
         monkeypatch.setattr(narrow, "_may_round", lambda: False)
         assert not called(ConvMap(weight), v, monkeypatch)
 
@@ -392,6 +487,7 @@ def test_a_layer(mu: float, activation: str, monkeypatch: pytest.MonkeyPatch) ->
     wanted = slopes(layer, x)
     monkeypatch.setattr(paths, "fused", False)  # a CPU has ways of its own, by which it does not come here
     monkeypatch.setattr(narrow, "_interpreted", True)
+    monkeypatch.setattr(narrow, "_LEAST", 0)
     near(slopes(layer, x), wanted, 4e-3)
 
 
@@ -448,11 +544,14 @@ def test_choices_are_made_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -
         return lambda: "quick"
 
     def chosen(key: str) -> bool:
-        return narrow.is_chosen(key, lambda: "plain", prepare)  # type: ignore[arg-type, return-value]
+        return narrow.is_chosen(key, torch.ones(1), lambda: "plain", prepare)  # type: ignore[arg-type, return-value]
 
     capturing[0] = True
     assert not chosen("a")  # nothing is known
     capturing[0] = False
+    with opteq.fast_paths(graphs=False):
+        assert not chosen("a")  # and nothing need be
+    assert not asked
     assert not chosen("a")
     assert not chosen("a")
     assert len(asked) == 1
@@ -472,10 +571,10 @@ def test_choices_are_made_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -
 
     capturing[0] = False
     with pytest.warns(UserWarning, match="no such instruction"):
-        assert not narrow.is_chosen("c", lambda: "plain", broken)  # type: ignore[arg-type, return-value]
+        assert not narrow.is_chosen("c", torch.ones(1), lambda: "plain", broken)  # type: ignore[arg-type, return-value]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not narrow.is_chosen("c", lambda: "plain", broken)  # type: ignore[arg-type, return-value]
+        assert not narrow.is_chosen("c", torch.ones(1), lambda: "plain", broken)  # type: ignore[arg-type, return-value]
     assert len(asked) == 3
 
 
@@ -503,8 +602,10 @@ for kind in ("fp16", "bf16"):
 for kernel in (kernels.largest, kernels.narrow, kernels.narrow_alone):
     names = ("source", "parts", "sizes", "offset", "gain", "tops")
     ptx(kernel, capability, {"out": "*fp16", **dict.fromkeys(names, "*fp32"), "size": "i32", "batch": "i32",
-        "stride": "i32"}, {"BLOCK": 4096, "PARTS": 16, "COUNT": 16, "RECTIFY": False, "TOLD": True, "BOUNDED": True},
-        num_warps=8)
+        "stride": "i32"}, {"BLOCK": 4096, "PARTS": 16, "COUNT": 16, "RECTIFY": False, "TOLD": True, "BOUNDED": True,
+        "POSITIVE": False}, num_warps=8)
+ptx(kernels.balance, capability, {"batch": "i32",
+    **dict.fromkeys(("tops_left", "tops_right", "sizes", "total"), "*fp32")}, {"PADDED": 128}, num_warps=4)
 code = ptx(kernels.correlate, capability, {
     "left": "tensordesc<fp16[64, 128]>", "right": "tensordesc<fp16[1, 2, 32, 64]>", "out": "*fp32",
     "top_left": "*fp32", "top_right": "*fp32",
@@ -518,7 +619,7 @@ assert "wgmma.mma_async" in code and "cp.async.bulk.tensor.4d" in code
 @triton
 def test_kernels_compile(tmp_path: Path) -> None:
     assert names_compiled(SCRIPT, 90, tmp_path) == {
-        "weights", "convolve", "largest", "narrow", "narrow_alone", "correlate"
+        "weights", "convolve", "largest", "narrow", "narrow_alone", "correlate", "balance"
     }  # fmt: skip
 
 
@@ -530,6 +631,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[object]]:
     monkeypatch.setattr(choice, "_second_is_faster", made)
     monkeypatch.setattr(choice, "_milliseconds", lambda way: (way(), next(turns))[1])
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(narrow, "_LEAST", 0)
     graphs.forget()
     yield made.keys()  # type: ignore[misc]
     graphs.forget()
@@ -630,4 +732,51 @@ def test_an_input_of_nan_on_a_gpu(always: set[object]) -> None:
     assert solution.report.codes[[0, 1, 3]].eq(0).all()
     assert int(solution.report.codes[2]) != 0
     assert fine[[0, 1, 3]].all()
+    assert always
+
+
+def wide(scale: int = 1) -> opteq.Branch:
+    return opteq.Branch(opteq.operators.Conv2d(16, 32, 3, bound=0.7), nn.Conv2d(4, 32, 3, padding=1), scale)
+
+
+OTHERS: dict[str, Callable[[], Problem]] = {
+    "deep": lambda: opteq.DeepOptEq(
+        [(opteq.operators.Conv2d(16, m, 3, bound=0.7), nn.Conv2d(4, m, 3, padding=1)) for m in (32, 48)], alpha=0.8
+    ),
+    "mopteq": lambda: opteq.MOptEq([wide(), wide(2)], diversity=0.05, smoothing=0.5),
+    "popteq": lambda: opteq.POptEq([wide(), wide(2)]),
+    "geq": lambda: opteq.GEQ(
+        opteq.operators.Conv2d(16, 32, 3, bound=0.7), nn.Conv2d(4, 16, 3, padding=1), opteq.kernels.Linear()
+    ),
+    "side by side": lambda: opteq.Parallel([
+        opteq.OptEq(opteq.operators.Conv2d(16, 32, 3, bound=0.8), nn.Conv2d(4, 32, 3, padding=1)),
+        opteq.OptEq(opteq.operators.Conv2d(32, 16, 3, bound=0.8), nn.Conv2d(4, 16, 3, padding=1)),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("name", list(OTHERS))
+@pytest.mark.parametrize("solver", [opteq.Anderson(tol=1e-3), opteq.Picard(tol=1e-3, max_steps=200)], ids=type)
+def test_other_problems_on_a_gpu(name: str, solver: Solver, always: set[object]) -> None:
+    torch.manual_seed(1)
+    layer = opteq.Equilibrium(OTHERS[name](), solver, opteq.Implicit(tol=1e-3)).cuda()
+
+    def pass_by(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        parts = blocks(layer(x))
+        sum((part.square().sum() for part in parts), torch.zeros((), device="cuda")).backward()  # type: ignore[no-untyped-call]
+        found = [p.grad.double() for p in layer.parameters() if p.grad is not None]
+        layer.zero_grad(set_to_none=True)
+        return [part.detach().double() for part in parts], found
+
+    for seed in range(4):
+        x = last(torch.randn(4, 4, 16, 16, generator=torch.Generator().manual_seed(seed)).cuda())
+        with opteq.fast_paths(fused=False, graphs=False):
+            features, wanted = pass_by(x)
+        found, ours = pass_by(x)
+        for own, other in zip(found, features, strict=True):
+            assert (own - other).norm() < 5e-3 * other.norm()
+        for own, other in zip(ours, wanted, strict=True):
+            assert (own - other).norm() < 3e-2 * other.norm() + 1e-6
     assert always

@@ -22,6 +22,7 @@ class Settings:
         bounds: Triton kernels for the bounds of wide operators on a GPU, in half precision with bounds on its errors.
         keeping: keep what was computed on the way where it may be of use again. Not in a part of a captured solve that
             may be left out when it is replayed: who found it kept would read what nobody has computed.
+        recording: whether a solve is captured at the moment, of which every part is made anew.
         interpreted: take the fused path on a CPU too, where Triton's interpreter runs the kernels: for tests.
     """
 
@@ -31,6 +32,7 @@ class Settings:
     looking: bool = True
     bounds: bool = True
     keeping: bool = True
+    recording: bool = False
     interpreted: bool = False
 
 

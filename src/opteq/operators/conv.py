@@ -51,7 +51,8 @@ class ConvMap(LinearMap):
             own = self._turned
             if own is None or own.dtype != weight.dtype:
                 own = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
-                self._turned = own if settings.keeping else self._turned
+                capturing = torch.cuda.is_current_stream_capturing()
+                self._turned = own if settings.keeping and (settings.recording or not capturing) else self._turned
             return F.conv2d(u, own, padding=self.padding)
 
         key = ("adjoint", u.shape, u.stride(), u.dtype, weight.shape, weight.dtype)

@@ -1,13 +1,15 @@
-"""Convolutions by products of 16 bits, in captured solves.
+"""Convolutions by products of 16 bits.
 
 Where products of float32 may be those of TF32, halves times a power of two serve as well: they have the same 11
 significant bits, rounded the same way and at the same places as TF32 does it, so that results are as exact; and tensor
-cores take half the time for them. What is smaller than the largest entry of a sample by a factor of 2^27 and more loses
-some of these bits, and vanishes from 2^38 on, where the rounding of the others hides it. Under autocast, products have
-its dtype as they would have anyway.
+cores take half the time for them. Nothing can become too large: a scale follows from the largest entry of a sample or,
+between two convolutions, from a bound of it. What is too small for halves then, by a factor of 2^27 and more, loses
+some of its bits, and from 2^38 on all of them, where TF32 would have kept them. The rounding of large entries hides
+that, unless they meet zeros on their way: one entry of 1e9 among others of size one, and a weight of zero for it.
 
-The kernels (:mod:`opteq.operators.narrow_kernels`) are launched by captured solves only, where launches cost nothing,
-and where they were faster than torch's when both were tried.
+Under autocast, products have its dtype, as they would have anyway. The kernels
+(:mod:`opteq.operators.narrow_kernels`) are launched by captured solves, where launches cost nothing, and for large
+input terms (:mod:`opteq.operators.narrow_layer`); in both where they were faster than torch's when both were tried.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from opteq._fast import settings
-from opteq._triton import is_capturing, may_launch
+from opteq._triton import may_launch
 from opteq.operators.choice import is_faster, is_known
 
 # Tests set it, to run the kernels by Triton's interpreter on a CPU.
@@ -38,6 +40,8 @@ _ALONE = 16384
 _ROW_BLOCK = 1024
 # Pixels that are read at a time for a derivative by weights.
 _PIXELS = 64
+# Operations below which a product takes little more than its launch; nothing is compiled for those.
+_LEAST = 5 * 10**8
 _refused: set[Hashable] = set()
 
 
@@ -55,19 +59,28 @@ class Convolution(Protocol):
 
 def narrow_dtype(linear: Convolution, v: Tensor, adjoint: bool = False) -> torch.dtype | None:
     """The 16-bit dtype in which ``v`` may be multiplied; None where it may not, or kernels can't be used."""
-    return None if torch.is_grad_enabled() else narrow_dtype_on_tape(linear.weight, v, adjoint)
+    if torch.is_grad_enabled():
+        return None
+    found = narrow_dtype_on_tape(linear.weight, v, adjoint)
+    # A map that was made outside of a region with autocast has no rounded weight.
+    return None if found is None or (v.dtype == found) != (linear.acting.dtype == found) else found
 
 
 def narrow_dtype_on_tape(weight: Tensor, v: Tensor, adjoint: bool = False) -> torch.dtype | None:
     """The same for a convolution with a weight, which may be put on a tape by its caller."""
     if not (v.is_cuda or _interpreted) or weight.dtype != torch.float32 or v.ndim != 4:
         return None
+    # Whose members under a transformation can't be asked for their layout, for one.
+    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(v):
+        return None
     outputs, inputs = weight.shape[:2]
     if outputs % _STEP or inputs % _STEP or v.shape[1] != (outputs if adjoint else inputs):
         return None
-    if not (v.is_contiguous(memory_format=torch.channels_last) and v.numel() > 0):
+    if 2 * v.numel() * weight.numel() < _LEAST * v.shape[1] or v.numel() == 0:
         return None
-    if not (_interpreted or (may_launch(v) and _has_kernels(v.device))):
+    if not (_interpreted or (may_launch(v, weight.detach()) and _has_kernels(v.device))):
+        return None
+    if not is_plain(v):
         return None
     if torch.is_autocast_enabled(v.device.type):
         dtype = torch.get_autocast_dtype(v.device.type)
@@ -75,8 +88,16 @@ def narrow_dtype_on_tape(weight: Tensor, v: Tensor, adjoint: bool = False) -> to
     return torch.float16 if v.dtype == torch.float32 and _may_round() else None
 
 
+def is_plain(v: Tensor) -> bool:
+    """Whether pictures are channels last, with the strides of their sizes even where those do not matter."""
+    _, channels, height, width = v.shape
+    return v.stride() == (channels * height * width, 1, width * channels, channels)
+
+
 def _may_round() -> bool:
     """Whether convolutions of float32 may be computed in TF32."""
+    if not torch.backends.cudnn.enabled:
+        return False
     convolutions: Any = getattr(torch.backends.cudnn, "conv", None)
     if hasattr(convolutions, "fp32_precision"):  # torch 2.9, where reading the older flag may raise
         return bool(convolutions.fp32_precision == "tf32")
@@ -96,7 +117,11 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def is_chosen(
-    key: Hashable, plain: Callable[[], Tensor], prepare: Callable[[], Callable[[], Tensor]], outside: bool = False
+    key: Hashable,
+    v: Tensor,
+    plain: Callable[[], Tensor],
+    prepare: Callable[[], Callable[[], Tensor]],
+    outside: bool = False,
 ) -> bool:
     """Whether the kernels are to be used now: while a graph is captured, where they are faster.
 
@@ -104,6 +129,7 @@ def is_chosen(
 
     Args:
         key: what distinguishes the product.
+        v: its argument.
         plain: the product by torch's operations.
         prepare: gives the same by the kernels.
         outside: whether they are to be used outside of captures, too, where they are faster.
@@ -115,8 +141,11 @@ def is_chosen(
     if torch.cuda.is_current_stream_capturing():
         return is_faster(key)
     if not is_known(key):
+        if not (settings.graphs or outside):  # no capture will come
+            return False
         try:
-            is_faster(key, plain, prepare())
+            with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # whose time is measured
+                is_faster(key, plain, prepare())
         except Exception as error:  # whatever a compiler may raise
             _refused.add(key)
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -132,16 +161,16 @@ def product(linear: Convolution, v: Tensor, adjoint: bool, plain: Callable[[], T
 def rectified(linear: Convolution, v: Tensor, c: Tensor, plain: Callable[[], Tensor]) -> Tensor:
     """``relu(A v + c)``, likewise."""
     same = c.dtype == v.dtype and c.shape == (len(v), linear.weight.shape[0], *v.shape[2:])
-    if not (same and c.is_contiguous(memory_format=torch.channels_last)):
-        return plain()
-    return _alone(linear, v, False, c, plain)
+    return _alone(linear, v, False, c, plain) if same else plain()
 
 
 def _alone(linear: Convolution, v: Tensor, adjoint: bool, c: Tensor | None, plain: Callable[[], Tensor]) -> Tensor:
     narrow = narrow_dtype(linear, v, adjoint)
     if narrow is None or v.dtype != torch.float32:  # torch's own kernels for 16 bits are good
         return plain()
-    key = ("narrow", v.shape, adjoint, c is None, linear.weight.shape, v.device)
+    if c is not None and not is_plain(c):
+        return plain()
+    key = ("narrow", v.shape, adjoint, c is None, linear.weight.shape, linear.weight.stride(), v.device)
 
     def quick() -> Tensor:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
@@ -151,7 +180,7 @@ def _alone(linear: Convolution, v: Tensor, adjoint: bool, c: Tensor | None, plai
             convolve(rounded, rows, out, tops, c, "nothing" if c is None else "rectify")
             return out.permute(0, 3, 1, 2)
 
-    return quick() if is_chosen(key, plain, lambda: quick) else plain()
+    return quick() if is_chosen(key, v, plain, lambda: quick) else plain()
 
 
 def by_weight(linear: Convolution, v: Tensor, u: Tensor, plain: Callable[[], Tensor]) -> Tensor:
@@ -159,7 +188,7 @@ def by_weight(linear: Convolution, v: Tensor, u: Tensor, plain: Callable[[], Ten
     narrow = narrow_dtype(linear, v)
     count, _, *taps = linear.weight.shape
     same = u.dtype == v.dtype == torch.float32 and u.shape == (len(v), count, *v.shape[2:])
-    if narrow is None or not (same and u.is_contiguous(memory_format=torch.channels_last)):
+    if narrow is None or not same or torch._C._functorch.is_legacy_batchedtensor(u) or not is_plain(u):
         return plain()
     plan = Sums.of(*v.shape, count, taps[0] * taps[1], processors(v.device))
     if plan is None:
@@ -170,7 +199,7 @@ def by_weight(linear: Convolution, v: Tensor, u: Tensor, plain: Callable[[], Ten
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
             return correlated(*rounded_together(narrow, u), *rounded_together(narrow, v), taps, plan)
 
-    return quick() if is_chosen(key, plain, lambda: quick) else plain()
+    return quick() if is_chosen(key, v, plain, lambda: quick) else plain()
 
 
 def correlated(
@@ -216,11 +245,11 @@ class Rows:
     @classmethod
     def of(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool) -> Rows:
         """Those of ``linear``, which keeps them for the rest of a capture."""
-        key = narrow, adjoint
+        key = narrow, adjoint, linear.acting.dtype
         made = linear.rows.get(key)
         if made is None:
             made = cls._made(linear, narrow, adjoint)
-            if settings.keeping and is_capturing(linear.weight):
+            if settings.keeping and settings.recording:
                 linear.rows[key] = made
         return made
 
@@ -275,9 +304,22 @@ def rounded_together(narrow: torch.dtype, v: Tensor) -> tuple[Tensor, Tensor]:
     return _rounded(narrow, v, top, top, top, top), top
 
 
-def rectified_to(narrow: torch.dtype, v: Tensor, tops: Tensor) -> Tensor:
-    """The positive part in 16 bits, by sizes of every sample."""
-    return _rounded(narrow, v, tops, tops, tops, tops, rectify=True)
+def rounded_by(narrow: torch.dtype, v: Tensor, tops: Tensor, rectify: bool = False) -> Tensor:
+    """The same by known sizes of every sample; or of the positive part, which is then taken."""
+    return _rounded(narrow, v, tops, tops, tops, tops, rectify=rectify)
+
+
+def balanced(tops_left: Tensor, tops_right: Tensor) -> tuple[Tensor, Tensor]:
+    """Sizes by which to round what is summed up with pictures that have a scale for every sample, and one for the sum.
+
+    The two scales of a sample have the same product for all samples then.
+    """
+    from opteq.operators import narrow_kernels as kernels
+
+    sizes, total = torch.empty_like(tops_left), torch.empty(2, device=tops_left.device)
+    padded = 1 << (len(sizes) - 1).bit_length()
+    kernels.balance[(1,)](tops_left, tops_right, sizes, total, len(sizes), PADDED=padded, num_warps=4)
+    return sizes, total
 
 
 def _rounded(
@@ -295,7 +337,7 @@ def _rounded(
 
     out = _like(v, narrow)
     count = sizes.shape[1] if sizes.ndim == 2 else 1
-    kernels.narrow[(_PARTS, len(v))](
+    kernels.narrow[(len(v), _PARTS)](
         v, sizes, offset, gain, out, tops, v[0].numel(), count if sizes.ndim else 0, len(v), BLOCK=_BLOCK,
         PARTS=_PARTS, COUNT=count, RECTIFY=rectify, TOLD=sizes.ndim == 2, BOUNDED=bounded, num_warps=8,
     )  # fmt: skip
@@ -307,16 +349,18 @@ def _like(v: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(batch, height, width, channels, dtype=dtype, device=v.device)
 
 
-def sizes(v: Tensor) -> Tensor:
-    """For every sample the size of its largest entry."""
-    return _sizes_of_parts(v).amax(dim=1)
+def sizes(v: Tensor, positive: bool = False) -> Tensor:
+    """For every sample the size of its largest entry, or of its largest positive one."""
+    return _sizes_of_parts(v, positive).amax(dim=1)
 
 
-def _sizes_of_parts(v: Tensor) -> Tensor:
+def _sizes_of_parts(v: Tensor, positive: bool = False) -> Tensor:
     from opteq.operators import narrow_kernels as kernels
 
     parts = torch.empty(len(v), _PARTS, device=v.device)
-    kernels.largest[(_PARTS, len(v))](v, parts, v[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, num_warps=8)
+    kernels.largest[(len(v), _PARTS)](
+        v, parts, v[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, POSITIVE=positive, num_warps=8
+    )
     return parts
 
 
@@ -393,7 +437,8 @@ class Plan:
         box = _box(256 if depth < 64 and tile == 64 else 128, batch, height, width)
         boxes, tiles = _covering(box, batch, height, width), -(-rows // tile)
         # Fewer stages leave room for a second program beside, where there is one.
-        return cls(box, boxes, tile, tiles, depth, 3 if boxes * tiles > processors else 4, tile // 16)
+        stages = 3 if tile == 128 and boxes * tiles > processors else 4
+        return cls(box, boxes, tile, tiles, depth, stages, 4)
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,16 @@ import triton.language as tl
 
 
 @triton.jit
+def _power(top):
+    """The exponent of :func:`_factor`."""
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+    return tl.where(top > 0.0, tl.minimum(140 - exponent, 126), 0)  # small enough to have an inverse
+
+
+@triton.jit
 def _factor(top):
     """The power of two that takes a number of size ``top`` to [2^13, 2^14), which leaves room for rounding."""
-    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
-    power = tl.minimum(267 - exponent, 253)  # no matter for zero; small enough to have an inverse
-    power = tl.where(top > 0.0, power, 127)
-    return (power << 23).to(tl.float32, bitcast=True)
+    return ((_power(top) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -64,15 +68,15 @@ def weights(
 
 
 @triton.jit
-def largest(source, parts, size, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """The largest entry by size of one part of a sample."""
-    sample = tl.program_id(1).to(tl.int64)
+def largest(source, parts, size, BLOCK: tl.constexpr, PARTS: tl.constexpr, POSITIVE: tl.constexpr):
+    """The largest entry of one part of a sample: by size, or of those that are positive."""
+    sample = tl.program_id(0).to(tl.int64)
     top = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(tl.program_id(0) * BLOCK, size, PARTS * BLOCK):
+    for first in range(tl.program_id(1) * BLOCK, size, PARTS * BLOCK):
         place = first + tl.arange(0, BLOCK)
         value = tl.load(source + sample * size + place, mask=place < size, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.abs(value))
-    tl.store(parts + sample * PARTS + tl.program_id(0), tl.max(top, axis=0))
+        top = tl.maximum(top, value if POSITIVE else tl.abs(value))
+    tl.store(parts + sample * PARTS + tl.program_id(1), tl.max(top, axis=0))
 
 
 @triton.jit
@@ -90,17 +94,36 @@ def narrow(
     COUNT: tl.constexpr, RECTIFY: tl.constexpr, TOLD: tl.constexpr, BOUNDED: tl.constexpr
 ):  # fmt: skip
     """A part of a sample in half precision, by the largest of ``COUNT`` sizes; what is negative as zero, if asked."""
-    sample = tl.program_id(1).to(tl.int64)
+    sample = tl.program_id(0).to(tl.int64)
     top = tl.max(tl.load(sizes + sample * stride + tl.arange(0, COUNT)), axis=0)
     factor = _factor(top)
-    for first in range(tl.program_id(0) * BLOCK, size, PARTS * BLOCK):
+    for first in range(tl.program_id(1) * BLOCK, size, PARTS * BLOCK):
         place = first + tl.arange(0, BLOCK)
         value = tl.load(source + sample * size + place, mask=place < size, other=0.0)
         if RECTIFY:
             value = tl.where(value < 0.0, 0.0, value)  # a NaN stays one
         tl.store(out + sample * size + place, (value * factor).to(out.dtype.element_ty), mask=place < size)
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         _note(tops, offset, gain, sample, batch, top, TOLD, BOUNDED)
+
+
+@triton.jit
+def balance(tops_left, tops_right, sizes, total, batch, PADDED: tl.constexpr):
+    """Sizes that give the left side factors whose products with those of the right side are one and the same.
+
+    That product is the largest for which nothing becomes too large; its size, and one that stands for a factor of one,
+    are left in ``total``.
+    """
+    place = tl.arange(0, PADDED)
+    inside = place < batch
+    left = _power(tl.load(tops_left + place, mask=inside, other=1.0))
+    right = _power(tl.load(tops_right + place, mask=inside, other=1.0))
+    least = tl.min(tl.where(inside, left + right, 1000), axis=0)
+    least = tl.minimum(tl.maximum(least, -112), 126)
+    own = tl.minimum(tl.maximum(13 - (least - right), -126), 127)
+    tl.store(sizes + place, ((own + 127) << 23).to(tl.float32, bitcast=True), mask=inside)
+    tl.store(total, ((13 - least + 127) << 23).to(tl.float32, bitcast=True))
+    tl.store(total + 1, 8192.0)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -115,8 +138,9 @@ def narrow_alone(source, offset, gain, out, tops, size, batch, BLOCK: tl.constex
     factor = _factor(top)
     for first in range(0, size, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        value = tl.load(source + sample * size + place, mask=place < size, other=0.0) * factor
-        tl.store(out + sample * size + place, value.to(out.dtype.element_ty), mask=place < size)
+        # It is not needed again soon, unlike what is written.
+        value = tl.load(source + sample * size + place, mask=place < size, other=0.0, eviction_policy="evict_first")
+        tl.store(out + sample * size + place, (value * factor).to(out.dtype.element_ty), mask=place < size)
     _note(tops, offset, gain, sample, batch, top, True, BOUNDED)
 
 
@@ -161,7 +185,8 @@ def convolve(
         right = left + pixel % WIDE
         inside = ((one < batch) & (down < height) & (right < width))[:, None] & (rows < ROWS)[None, :]
         place = ((one.to(tl.int64) * height + down) * width + right) * ROWS
-        other = tl.load(beside + place[:, None] + rows[None, :], mask=inside, other=0.0).to(tl.float32)
+        there = beside + place[:, None] + rows[None, :]
+        other = tl.load(there, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if THEN == "rectify":
             result = result + other
             result = tl.where(result < 0.0, 0.0, result)  # a NaN stays one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,27 +37,52 @@ def convolved(U: nn.Conv2d, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Te
     if plan is None:
         return None
     weight, bias = U.weight, U.bias
-    key = ("narrow layer", x.shape, weight.shape, bias is None, x.device)
+    key = ("narrow layer", x.shape, weight.shape, weight.stride(), bias is None, x.device)
     linear = ConvMap(weight.detach())
 
     def plain() -> Tensor:
         return F.conv2d(x.detach(), weight.detach(), None if bias is None else bias.detach(), 1, U.padding)
 
     def quick() -> Tensor:
-        return _forward(linear, *narrow.rounded_together(_HALF, x.detach()), bias)
+        return _product(linear, False, *_rounded(x.detach()), bias)
 
-    if not narrow.is_chosen(key, plain, lambda: quick, outside=True):
+    def prepared() -> Callable[[], Tensor]:
+        # What the way back needs is loaded now: it may be captured later, and what fails should fail here.
+        with torch.no_grad():
+            (rounded, tops), (arrived, sizes) = _rounded(x.detach()), _rounded(plain())
+            _product(linear, True, arrived, sizes)
+            _by_weight(plain(), sizes, rounded, tops, taps, plan)
+        return quick
+
+    if not narrow.is_chosen(key, x, plain, prepared, outside=True):
         return None
     found: Tensor = _Convolved.apply(x, weight, bias, linear, plan, summed)  # type: ignore[no-untyped-call]
     return found
 
 
-def _forward(linear: ConvMap, rounded: Tensor, top: Tensor, bias: Tensor | None) -> Tensor:
+def _rounded(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures as halves, each with a scale of its own: samples have nothing to do with each other."""
+    with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
+        rounded, tops = narrow.rounded_to(_HALF, v)
+    assert tops is not None
+    return rounded, tops
+
+
+def _product(linear: ConvMap, adjoint: bool, rounded: Tensor, tops: Tensor, bias: Tensor | None = None) -> Tensor:
     with torch.no_grad(), torch.cuda.device_of(rounded):  # type: ignore[no-untyped-call]
-        rows = narrow.Rows.of(linear, _HALF, False)
+        rows = narrow.Rows.of(linear, _HALF, adjoint)
         out = torch.empty(*rounded.shape[:3], len(rows.numbers), device=rounded.device)
-        narrow.convolve(rounded, rows, out, top, bias, "nothing" if bias is None else "shift")
+        narrow.convolve(rounded, rows, out, tops, bias, "nothing" if bias is None else "shift")
         return out.permute(0, 3, 1, 2)
+
+
+def _by_weight(
+    gradient: Tensor, sizes: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: narrow.Sums
+) -> Tensor:
+    """A sum over samples, so that the scales of each should have one product."""
+    with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
+        own, total = narrow.balanced(sizes, tops)
+        return narrow.correlated(narrow.rounded_by(_HALF, gradient, own), total[0], rounded, total[1], taps, plan)
 
 
 class _Convolved(torch.autograd.Function):
@@ -65,35 +90,33 @@ class _Convolved(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: ConvMap, plan: narrow.Sums, summed: Any
     ) -> Tensor:
-        ctx.linear, ctx.plan, ctx.summed, ctx.biased = linear, plan, summed, bias is not None
-        rounded, top = narrow.rounded_together(_HALF, x)
-        ctx.save_for_backward(x, weight, rounded, top)
+        ctx.linear, ctx.plan, ctx.summed = linear, plan, summed
+        rounded, tops = _rounded(x)
+        ctx.save_for_backward(x, weight, rounded, tops)
         ctx.save_for_forward(x, weight)
-        return _forward(linear, rounded, top, bias)
+        return _product(linear, False, rounded, tops, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rounded, top = ctx.saved_tensors
+        x, weight, rounded, tops = ctx.saved_tensors
         by_x, by_weight, by_bias = ctx.needs_input_grad[:3]
-        wanted = by_x, by_weight, False
         sums = ctx.summed(gradient) if by_bias else None
-        if torch.is_grad_enabled() or type(gradient) is not Tensor or torch._C._are_functorch_transforms_active():
-            padding = ctx.linear.padding  # a second derivative may follow, or somebody looks on
+        if torch.is_grad_enabled() or _is_watched(gradient):  # a second derivative may follow
             plain = torch.ops.aten.convolution_backward(
-                gradient, x, weight, None, (1, 1), padding, (1, 1), False, (0, 0), 1, wanted
-            )
+                gradient, x, weight, None, (1, 1), ctx.linear.padding, (1, 1), False, (0, 0), 1,
+                (by_x, by_weight, False),
+            )  # fmt: skip
             return plain[0], plain[1], sums, None, None, None
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
-        with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]  # kernels run on the current device
-            arrived, size = narrow.rounded_together(_HALF, gradient)
-            slope = None
-            if by_x:
-                out = torch.empty(*rounded.shape, device=rounded.device)
-                narrow.convolve(arrived, narrow.Rows.of(ctx.linear, _HALF, True), out, size)
-                slope = out.permute(0, 3, 1, 2)
-            taps = weight.shape[2:]
-            found = narrow.correlated(arrived, size, rounded, top, taps, ctx.plan) if by_weight else None
-        return slope, found, sums, None, None, None
+        gradient = _arranged(gradient)
+        arrived, sizes = _rounded(gradient)
+        return (
+            _product(ctx.linear, True, arrived, sizes) if by_x else None,
+            _by_weight(gradient, sizes, rounded, tops, weight.shape[2:], ctx.plan) if by_weight else None,
+            sums,
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
     def jvp(ctx: Any, by_x: Tensor | None, by_weight: Tensor | None, by_bias: Tensor | None, *_: Any) -> Tensor | None:
@@ -108,3 +131,18 @@ class _Convolved(torch.autograd.Function):
             shape = (len(x), len(weight), *x.shape[2:])
             total = spread.expand(shape) if total is None else total + spread
         return total
+
+
+def _arranged(v: Tensor) -> Tensor:
+    """Channels last, with the strides of its sizes."""
+    return v if narrow.is_plain(v) else v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def _is_watched(gradient: Tensor) -> bool:
+    """Whether a transformation of torch looks on, or it is a tensor of another kind."""
+    return (
+        type(gradient) is not Tensor
+        or gradient.dtype != torch.float32
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._functorch.is_legacy_batchedtensor(gradient)
+    )

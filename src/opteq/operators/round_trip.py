@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opteq._fast import settings
-from opteq.operators.narrow import Convolution, Rows, convolve, is_chosen, narrow_dtype, rectified_to, rounded_to, sizes
+from opteq.operators.narrow import Convolution, Rows, convolve, is_chosen, narrow_dtype, rounded_by, rounded_to, sizes
 
 
 class RoundTrip:
@@ -44,8 +44,9 @@ class RoundTrip:
         narrow = narrow_dtype(self.linear, v)
         if narrow is None:
             return self.plain(v)
-        key = ("round trip", v.shape, v.dtype, narrow, self.linear.weight.shape, self.rectify, v.device)
-        if not is_chosen(key, partial(self.plain, v), lambda: partial(self._prepared(v, narrow), v)):
+        weight = self.linear.weight
+        key = ("round trip", v.shape, v.dtype, narrow, weight.shape, weight.stride(), self.rectify, v.device)
+        if not is_chosen(key, v, partial(self.plain, v), lambda: partial(self._prepared(v, narrow), v)):
             return self.plain(v)
         return self._kept(v, narrow)(v)
 
@@ -54,16 +55,17 @@ class RoundTrip:
         narrow = narrow_dtype(self.linear, c, adjoint=True)
         if narrow is None or c.dtype == narrow:
             return self.plain(None)
-        key = ("from zero and back", c.shape, narrow, self.linear.weight.shape, c.device)
-        if not is_chosen(key, partial(self.plain, None), lambda: self._prepared(c, narrow).at_zero):
+        weight = self.linear.weight
+        key = ("from zero and back", c.shape, narrow, weight.shape, weight.stride(), c.device)
+        if not is_chosen(key, c, partial(self.plain, None), lambda: self._prepared(c, narrow).at_zero):
             return self.plain(None)
         return self._kept(c, narrow).at_zero()
 
     def _kept(self, like: Tensor, narrow: torch.dtype) -> _Prepared:
         made = self._own
-        if made is None or made.narrow != narrow:
+        if made is None or not made.serves(like, narrow):
             made = self._prepared(like, narrow)
-            self._own = made if settings.keeping else self._own
+            self._own = made if settings.keeping and (settings.recording or not like.is_cuda) else self._own
         return made
 
     def _prepared(self, v: Tensor, narrow: torch.dtype) -> _Prepared:
@@ -75,7 +77,7 @@ class RoundTrip:
             if there.scaled:
                 # No entry of A v is larger than that of v times the largest sum of a row's weights.
                 most = there.sums.amax().expand(len(v))
-                size = None if beside.dtype == torch.bool else sizes(beside)
+                size = None if beside.dtype == torch.bool else sizes(beside, positive=self.rectify)
                 offset = size if self.rectify and size is not None else torch.zeros_like(most)
                 gain = (most if self.rectify or size is None else most * size).contiguous()
             if beside.dtype == torch.bool:
@@ -95,6 +97,14 @@ class _Prepared:
     gain: Tensor | None
     then: str
 
+    def serves(self, v: Tensor, narrow: torch.dtype) -> bool:
+        """Whether it was made for arguments, or results of the first product, like ``v``."""
+        pixels = len(v), *v.shape[2:]
+        scaled = v.dtype == torch.float32
+        return (self.narrow, self.there.scaled) == (narrow, scaled) and pixels == (
+            len(self.beside), *self.beside.shape[2:]
+        )  # fmt: skip
+
     def __call__(self, v: Tensor) -> Tensor:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
             rounded, tops = rounded_to(self.narrow, v, self.offset, self.gain)
@@ -109,7 +119,7 @@ class _Prepared:
         """``A' relu(c)``, where there are scales."""
         assert self.offset is not None
         with torch.cuda.device_of(self.beside):  # type: ignore[no-untyped-call]
-            positive = rectified_to(self.narrow, self.beside, self.offset)
+            positive = rounded_by(self.narrow, self.beside, self.offset, rectify=True)
             shape = (*positive.shape[:3], len(self.back.numbers))
             out = torch.empty(shape, dtype=self.beside.dtype, device=self.beside.device)
             convolve(positive, self.back, out, self.offset)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opteq._capturing import mend_generator, no_garbage_collected
+from opteq._fast import settings
 from opteq.solvers.buffers import SharedBuffers
 
 Result = TypeVar("Result")
@@ -78,6 +79,7 @@ class Workshop:
         With ``keep`` it can become part of another graph, and is made ready to run only when it is replayed itself.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
+        recording, settings.recording = settings.recording, True
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             result = work()
@@ -87,6 +89,8 @@ class Workshop:
             self._all.pop(self.key, None)
             _abandon(graph)
             raise
+        finally:
+            settings.recording = recording
         return graph, result
 
 

@@ -149,7 +149,7 @@ def _climate() -> Hashable:
 def _tried(capture: Callable[[], Captured]) -> Captured | None:
     try:
         return capture()
-    except RuntimeError as error:
+    except Exception as error:  # kernels that are compiled on the way may raise what they like
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"a solve could not be captured as a CUDA graph and runs step by step: {message}", stacklevel=2)
         return None
