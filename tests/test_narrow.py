@@ -74,6 +74,8 @@ def all_products(linear: ConvMap, v: Tensor, c: Tensor, slope: Tensor | None = N
         "masked and back": linear.weighed_back(lambda u: u * (c > 0), lambda: c > 0)(v),
         "weighed and back": linear.weighed_back(lambda u: u * slope, lambda: slope)(v),
         "from zero and back": linear.rectified_back(c)(None),
+        "masked": linear.weighed(v, lambda u: u * (c > 0), lambda: c > 0),
+        "weighed": linear.weighed(v, lambda u: u * slope, lambda: slope),
     }
 
 

@@ -174,9 +174,13 @@ class AdjointSystem:
 
         def conclude(u: State) -> Answer:
             total = _sum(at_features, u)
-            vector = _sum(at_state, self._in(reduction.expand, total))
+            step = taped.image
+            if at_state is None and taped.inside is not None and reduction.weighed is not None:
+                vector, step = self._in(reduction.weighed, total), taped.inside
+            else:
+                vector = _sum(at_state, self._in(reduction.expand, total))
             with torch.enable_grad(), self.autocast.entered():
-                ends = [*blocks(taped.image()), *blocks(taped.features())]
+                ends = [*blocks(step()), *blocks(taped.features())]
             # The tape is needed again: every stage of a captured solve ends with this.
             pairs = list(zip(ends, [*blocks(vector), *blocks(total)], strict=True))
             return packed(gradients_through(pairs, leaves, again=True))

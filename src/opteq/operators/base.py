@@ -36,6 +36,15 @@ class LinearMap(ABC):
         """``v -> A' relu(A v + c)``, for many v; None stands for zero."""
         return lambda v: self.adjoint(torch.relu(c) if v is None else self.rectified(v, c))
 
+    def weighed(
+        self,
+        v: Tensor,
+        weigh: Callable[[Tensor], Tensor],
+        diagonal: Callable[[], Tensor] | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        """``D A v``, where ``weigh`` multiplies by D, and ``diagonal`` gives D where it is diagonal."""
+        return weigh(self(v))
+
     def weighed_back(
         self,
         weigh: Callable[[Tensor], Tensor],

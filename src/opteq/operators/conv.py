@@ -81,6 +81,16 @@ class ConvMap(LinearMap):
         """``v -> A' relu(A v + c)``; in captured solves by kernels of our own where they are faster."""
         return RoundTrip(self, super().rectified_back(c), lambda: c, rectify=True)
 
+    def weighed(
+        self, v: Tensor, weigh: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """``D A v``; likewise."""
+
+        def plain() -> Tensor:
+            return weigh(self(v))
+
+        return plain() if diagonal is None else narrow.weighed(self, v, diagonal, plain)
+
     def weighed_back(
         self, weigh: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor] | None = None
     ) -> Callable[[Tensor], Tensor]:

@@ -161,23 +161,41 @@ def product(linear: Convolution, v: Tensor, adjoint: bool, plain: Callable[[], T
 def rectified(linear: Convolution, v: Tensor, c: Tensor, plain: Callable[[], Tensor]) -> Tensor:
     """``relu(A v + c)``, likewise."""
     same = c.dtype == v.dtype and c.shape == (len(v), linear.weight.shape[0], *v.shape[2:])
-    return _alone(linear, v, False, c, plain) if same else plain()
+    return _alone(linear, v, False, lambda: c, plain, "rectify") if same else plain()
 
 
-def _alone(linear: Convolution, v: Tensor, adjoint: bool, c: Tensor | None, plain: Callable[[], Tensor]) -> Tensor:
+def weighed(linear: Convolution, v: Tensor, diagonal: Callable[[], Tensor], plain: Callable[[], Tensor]) -> Tensor:
+    """``d * (A v)``, likewise."""
+    return _alone(linear, v, False, diagonal, plain, "weigh")
+
+
+def as_beside(tensor: Tensor, linear: Convolution, v: Tensor) -> Tensor:
+    """What is joined with a product of ``v``, as kernels read it."""
+    tensor = tensor.expand(len(v), linear.weight.shape[0], *v.shape[2:])
+    if not is_plain(tensor):
+        tensor = tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _alone(
+    linear: Convolution,
+    v: Tensor,
+    adjoint: bool,
+    beside: Callable[[], Tensor] | None,
+    plain: Callable[[], Tensor],
+    then: str = "nothing",
+) -> Tensor:
     narrow = narrow_dtype(linear, v, adjoint)
     if narrow is None or v.dtype != torch.float32:  # torch's own kernels for 16 bits are good
         return plain()
-    if c is not None and not is_plain(c):
-        return plain()
-    key = ("narrow", v.shape, adjoint, c is None, linear.weight.shape, linear.weight.stride(), v.device)
+    key = ("narrow", v.shape, adjoint, then, linear.weight.shape, linear.weight.stride(), v.device)
 
     def quick() -> Tensor:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
             rows = Rows.of(linear, narrow, adjoint)
             rounded, tops = rounded_to(narrow, v)
             out = torch.empty(*rounded.shape[:3], len(rows.numbers), device=v.device)
-            convolve(rounded, rows, out, tops, c, "nothing" if c is None else "rectify")
+            convolve(rounded, rows, out, tops, None if beside is None else as_beside(beside(), linear, v), then)
             return out.permute(0, 3, 1, 2)
 
     return quick() if is_chosen(key, v, plain, lambda: quick) else plain()

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from opteq._fast import settings
-from opteq.operators.narrow import Convolution, Rows, convolve, is_chosen, narrow_dtype, rounded_by, rounded_to, sizes
+from opteq.operators.narrow import (
+    Convolution,
+    Rows,
+    as_beside,
+    convolve,
+    is_chosen,
+    narrow_dtype,
+    rounded_by,
+    rounded_to,
+    sizes,
+)
 
 
 class RoundTrip:
@@ -70,18 +80,17 @@ class RoundTrip:
 
     def _prepared(self, v: Tensor, narrow: torch.dtype) -> _Prepared:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
-            beside = self.beside().expand(len(v), self.linear.weight.shape[0], *v.shape[2:])
-            beside = beside.contiguous(memory_format=torch.channels_last)
+            beside = self.beside()
+            truth = beside.dtype == torch.bool
+            beside = as_beside(beside, self.linear, v)
             there, back = (Rows.of(self.linear, narrow, adjoint) for adjoint in (False, True))
             offset = gain = None
             if there.scaled:
                 # No entry of A v is larger than that of v times the largest sum of a row's weights.
                 most = there.sums.amax().expand(len(v))
-                size = None if beside.dtype == torch.bool else sizes(beside, positive=self.rectify)
+                size = None if truth else sizes(beside, positive=self.rectify)
                 offset = size if self.rectify and size is not None else torch.zeros_like(most)
                 gain = (most if self.rectify or size is None else most * size).contiguous()
-            if beside.dtype == torch.bool:
-                beside = beside.view(torch.uint8)
             return _Prepared(there, back, beside, narrow, offset, gain, "rectify" if self.rectify else "weigh")
 
 

@@ -41,11 +41,13 @@ class Reduction:
         product: ``u -> C D B u``.
         restrict: ``g -> C D g``.
         expand: ``u -> B u``.
+        weighed: ``u -> D B u``, where it can be had in one go.
     """
 
     product: Product
     restrict: Product
     expand: Product
+    weighed: Product | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,10 @@ class TapedLinearisation:
         reduction: the adjoint system in the variable of the features, of constants.
         image: the step as a function of constant features, on the tape.
         features: the features of the constant state, on the tape.
+        inside: the same step without its activation, where its gradient can be multiplied by D beforehand.
     """
 
     reduction: Reduction
     image: Callable[[], State]
     features: Callable[[], State]
+    inside: Callable[[], State] | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
+from opteq._fast import settings
 from opteq.operators import Operator, module_norm
 from opteq.operators.conv import ConvMap
 from opteq.operators.recalled import recalled
@@ -217,8 +218,9 @@ class BoundOptEq(Hidden):
             with torch.no_grad():
                 image = block.activation(z)
             local = self.penalty.linearise_at_image(image)
-            on_tape = partial(recalled, block.W, z, block.c, image, local.derivative)
-            return TapedLinearisation(self._reduction(local), on_tape, features_on_tape)
+            bare = partial(recalled, block.W, z, block.c, image)  # of which the derivative counts, not the value
+            on_tape = partial(bare, local.derivative)
+            return TapedLinearisation(self._reduction(local), on_tape, features_on_tape, bare)
         inside = block.preactivation(z)
         with torch.no_grad():
             local = self.penalty.linearise(inside.detach())
@@ -235,7 +237,8 @@ class BoundOptEq(Hidden):
 
     def _reduction(self, local: Linearised) -> Reduction:
         block, mu = self.block, self.mu
-        around = block.W.weighed_back(local.derivative, local.diagonal)
+        diagonal = None if local.diagonal is None else _remembered(local.diagonal)
+        around = block.W.weighed_back(local.derivative, diagonal)
 
         def product(u: State) -> Tensor:
             image = around(single(u))
@@ -245,8 +248,13 @@ class BoundOptEq(Hidden):
             carried = block.W(single(u))
             return carried if mu == 1 else carried / mu
 
+        def weighed(u: State) -> Tensor:
+            image = block.W.weighed(single(u), local.derivative, diagonal)
+            return image if mu == 1 else image / mu
+
         return Reduction(
             product=product,
+            weighed=weighed,
             restrict=lambda g: block.W.adjoint(local.derivative(single(g))),
             expand=expand,
         )
@@ -321,6 +329,19 @@ _CLOSED_FORM = BoundOptEq.step, BoundOptEq.linearise, BoundOptEq.features
 def _format(*tensors: Tensor) -> torch.memory_format:
     """That of a convolution's output, by its operands."""
     return torch.channels_last if any(is_channels_last(tensor) for tensor in tensors) else torch.contiguous_format
+
+
+def _remembered(make: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """What ``make`` gives, made once if it may be kept."""
+    made: list[Tensor] = []
+
+    def get() -> Tensor:
+        found = made[0] if made else make()
+        if not made and settings.keeping:
+            made.append(found)
+        return found
+
+    return get
 
 
 def _name(regularizer: Regularizer | None) -> str:
