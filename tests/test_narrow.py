@@ -660,7 +660,7 @@ def test_products_on_a_gpu(size: Size, always: set[object]) -> None:
     weight, v, c = case(size, device="cuda")
     found = captured(lambda: all_products(ConvMap(weight), v, c))
     assert max(errors(found, weight, v, c).values()) < FEW
-    assert len(always) >= 5
+    assert len(always) >= 5 or size[3:] == (1, 1)  # where strides may be anything, and kernels are not used
 
 
 @pytest.mark.gpu
@@ -678,7 +678,8 @@ def test_derivatives_by_weights_on_a_gpu(size: Size, always: set[object]) -> Non
 @pytest.mark.gpu
 @gpu
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_module_on_a_gpu(bias: bool, always: set[object]) -> None:
+def test_a_module_on_a_gpu(bias: bool, always: set[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_layer, "_WORTH", 0)
     same_layer(*biased_layer("cuda", bias, (64, 64, 128, 32, 32)))
     assert always
 
