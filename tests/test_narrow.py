@@ -226,6 +226,21 @@ def test_derivatives_by_weights(size: Size, taps: tuple[int, int]) -> None:
 @triton
 @no_gpu
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("size", [1e-30, 1e-8, 1.0, 1e12])
+@torch.no_grad()
+def test_samples_count_in_a_sum_by_their_products(size: float) -> None:
+    """Whatever the sizes of the two factors; those that are zero on one side have no say."""
+    weight, v, u = case((5, 16, 16, 8, 8), (1, 1))
+    v *= torch.tensor([1e6, 1e-6, 0.0, 1.0, 1e-20]).reshape(-1, 1, 1, 1)
+    u *= size * torch.tensor([1e-6, 1e6, 1e20, 0.0, 1e-3]).reshape(-1, 1, 1, 1)
+    wanted = by_weight(ConvMap(weight.double()), v.double(), u.double())
+    found = by_weight(ConvMap(weight), v, u)
+    assert 1e-5 < (found - wanted).norm() / wanted.norm() < TF32
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
 @torch.no_grad()
 def test_sums_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow, "processors", lambda _: 2)
@@ -599,7 +614,7 @@ for kind in ("fp16", "bf16"):
             **dict.fromkeys(("batch", "height", "width", "tiles_high", "tiles_wide"), "i32")},
             {"COLUMNS": 64, "ROWS": 128, "TAPS_HIGH": 3, "TAPS_WIDE": 3, "SAMPLES": 1, "HIGH": 4, "WIDE": 32,
              "TILE": 128, "DEPTH": 64, "STAGES": 3, "THEN": then, "SCALED": scaled,
-             "RESCALED": scaled and then != "nothing", "EACH": 1}, num_warps=8, num_stages=3)
+             "RESCALED": scaled and then != "nothing"}, num_warps=8, num_stages=3)
         assert "wgmma.mma_async" in code and "cp.async.bulk.tensor.4d" in code
 for kernel in (kernels.largest, kernels.narrow, kernels.narrow_alone):
     names = ("source", "parts", "sizes", "offset", "gain", "tops")

@@ -5,7 +5,8 @@ significant bits, rounded the same way and at the same places as TF32 does it, s
 cores take half the time for them. Nothing can become too large: a scale follows from the largest entry of a sample or,
 between two convolutions, from a bound of it. What is too small for halves then, by a factor of 2^27 and more, loses
 some of its bits, and from 2^38 on all of them, where TF32 would have kept them. The rounding of large entries hides
-that, unless they meet zeros on their way: one entry of 1e9 among others of size one, and a weight of zero for it.
+that, unless they meet zeros on their way: one entry of 1e9 among others of size one, and a weight of zero for it. (The
+bound is the largest sum of a row's weights times the largest entry, which may be far above what is attained.)
 
 Under autocast, products have its dtype, as they would have anyway. The kernels
 (:mod:`opteq.operators.narrow_kernels`) are launched by captured solves, where launches cost nothing, and for large
@@ -202,7 +203,7 @@ def _alone(
 
 
 def by_weight(linear: Convolution, v: Tensor, u: Tensor, plain: Callable[[], Tensor]) -> Tensor:
-    """The derivative of ``<A v, u>`` by the weight of A, likewise; with one scale for all samples, as it is a sum."""
+    """The derivative of ``<A v, u>`` by the weight of A, likewise."""
     narrow = narrow_dtype(linear, v)
     count, _, *taps = linear.weight.shape
     same = u.dtype == v.dtype == torch.float32 and u.shape == (len(v), count, *v.shape[2:])
@@ -215,9 +216,18 @@ def by_weight(linear: Convolution, v: Tensor, u: Tensor, plain: Callable[[], Ten
 
     def quick() -> Tensor:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
-            return correlated(*rounded_together(narrow, u), *rounded_together(narrow, v), taps, plan)
+            return summed(u, sizes(u), *rounded_with_sizes(narrow, v), taps, plan)
 
     return quick() if is_chosen(key, v, plain, lambda: quick) else plain()
+
+
+def summed(u: Tensor, tops_u: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: Sums) -> Tensor:
+    """The derivative of ``<A v, u>`` by the weight of A, where v is rounded already.
+
+    It is a sum over samples: the scales of u are such that their products with those of v are the same for all.
+    """
+    own, total = balanced(tops_u, tops)
+    return correlated(rounded_by(rounded.dtype, u, own), total[0], rounded, total[1], taps, plan)
 
 
 def correlated(
@@ -316,10 +326,11 @@ def rounded_to(
     return out, tops
 
 
-def rounded_together(narrow: torch.dtype, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with one scale for all samples, and the size of their largest entry ``()``."""
-    top = _sizes_of_parts(v).amax()
-    return _rounded(narrow, v, top, top, top, top), top
+def rounded_with_sizes(narrow: torch.dtype, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for pictures in float32."""
+    rounded, tops = rounded_to(narrow, v)
+    assert tops is not None
+    return rounded, tops
 
 
 def rounded_by(narrow: torch.dtype, v: Tensor, tops: Tensor, rectify: bool = False) -> Tensor:
@@ -350,13 +361,13 @@ def _rounded(
     bounded: bool = False,
     rectify: bool = False,
 ) -> Tensor:
-    """By sizes ``(batch, parts)``, which are told then; or ``(batch,)``, or one for all."""
+    """By sizes ``(batch, parts)``, which are told then; or ``(batch,)``."""
     from opteq.operators import narrow_kernels as kernels
 
     out = _like(v, narrow)
     count = sizes.shape[1] if sizes.ndim == 2 else 1
     kernels.narrow[(len(v), _PARTS)](
-        v, sizes, offset, gain, out, tops, v[0].numel(), count if sizes.ndim else 0, len(v), BLOCK=_BLOCK,
+        v, sizes, offset, gain, out, tops, v[0].numel(), count, len(v), BLOCK=_BLOCK,
         PARTS=_PARTS, COUNT=count, RECTIFY=rectify, TOLD=sizes.ndim == 2, BOUNDED=bounded, num_warps=8,
     )  # fmt: skip
     return out
@@ -397,7 +408,7 @@ def convolve(
         source: in 16 bits.
         rows: the weights.
         out: of the same batch and size.
-        tops: size of the largest entry of every sample of ``source``, or of all, which tells its scale; None without.
+        tops: size of the largest entry of every sample of ``source``, which tells its scale; None without scales.
         beside: what the result is joined with, in the layout of ``out``.
         then: ``"nothing"``; ``"rectify"``, the positive part of the sum with ``beside``; ``"weigh"``, the product;
             ``"shift"``, the sum with ``beside (channels,)``.
@@ -419,7 +430,7 @@ def convolve(
         batch, height, width, -(-height // box[1]), -(-width // box[2]),
         COLUMNS=columns, ROWS=count, TAPS_HIGH=rows.taps[0], TAPS_WIDE=rows.taps[1],
         SAMPLES=box[0], HIGH=box[1], WIDE=box[2], TILE=plan.tile, DEPTH=depth, STAGES=plan.stages,
-        THEN=then, SCALED=tops is not None, RESCALED=rescaled, EACH=int(tops is None or tops.ndim > 0),
+        THEN=then, SCALED=tops is not None, RESCALED=rescaled,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 

@@ -111,19 +111,24 @@ def narrow(
 def balance(tops_left, tops_right, sizes, total, batch, PADDED: tl.constexpr):
     """Sizes that give the left side factors whose products with those of the right side are one and the same.
 
-    That product is the largest for which nothing becomes too large; its size, and one that stands for a factor of one,
-    are left in ``total``.
+    That product is the largest for which nothing becomes too large. Two sizes whose factors have it are left in
+    ``total``: by itself it may be beyond the range of float32.
     """
     place = tl.arange(0, PADDED)
     inside = place < batch
-    left = _power(tl.load(tops_left + place, mask=inside, other=1.0))
-    right = _power(tl.load(tops_right + place, mask=inside, other=1.0))
-    least = tl.min(tl.where(inside, left + right, 1000), axis=0)
-    least = tl.minimum(tl.maximum(least, -112), 126)
-    own = tl.minimum(tl.maximum(13 - (least - right), -126), 127)
+    top_left = tl.load(tops_left + place, mask=inside, other=0.0)
+    top_right = tl.load(tops_right + place, mask=inside, other=0.0)
+    left = _power(top_left)
+    right = _power(top_right)
+    # A sample that is zero on one side adds nothing, and has no say.
+    least = tl.min(tl.where((top_left > 0.0) & (top_right > 0.0), left + right, 1000), axis=0)
+    least = tl.minimum(tl.maximum(least, -224), 250)
+    own = tl.where(top_right > 0.0, 13 - (least - right), 13 - left)
+    own = tl.minimum(tl.maximum(own, -126), 127)
     tl.store(sizes + place, ((own + 127) << 23).to(tl.float32, bitcast=True), mask=inside)
-    tl.store(total, ((13 - least + 127) << 23).to(tl.float32, bitcast=True))
-    tl.store(total + 1, 8192.0)
+    half = least >> 1
+    tl.store(total, ((140 - half) << 23).to(tl.float32, bitcast=True))
+    tl.store(total + 1, ((140 - (least - half)) << 23).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -149,13 +154,13 @@ def convolve(
     source, weight, out, beside, inverses, tops, batch, height, width, tiles_high, tiles_wide,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, TAPS_HIGH: tl.constexpr, TAPS_WIDE: tl.constexpr,
     SAMPLES: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr, THEN: tl.constexpr, SCALED: tl.constexpr, RESCALED: tl.constexpr, EACH: tl.constexpr
+    STAGES: tl.constexpr, THEN: tl.constexpr, SCALED: tl.constexpr, RESCALED: tl.constexpr
 ):  # fmt: skip
     """A convolution for a box of pixels and ``TILE`` channels, then what ``THEN`` says.
 
     Nothing; or the sum with ``beside``, rectified; or the product with it; or the sum with one number a channel. With
-    ``SCALED``, ``tops`` has the size of the source's entries, of ``EACH`` sample or of all, and, with ``RESCALED``,
-    behind those a bound of the result's.
+    ``SCALED``, ``tops`` has the size of the source's entries and, with ``RESCALED``, behind those a bound of the
+    result's.
     """
     PIXELS: tl.constexpr = SAMPLES * HIGH * WIDE
     BLOCKS: tl.constexpr = COLUMNS // DEPTH
@@ -176,7 +181,7 @@ def convolve(
     one = sample + pixel // (HIGH * WIDE)
     rows = row + tl.arange(0, TILE)
     if SCALED:
-        back = _inverse(_factor(tl.load(tops + one * EACH, mask=one < batch, other=0.0)))
+        back = _inverse(_factor(tl.load(tops + one, mask=one < batch, other=0.0)))
         result = result * back[:, None] * tl.load(inverses + rows, mask=rows < ROWS, other=0.0)[None, :]
     if THEN == "shift":
         result = result + tl.load(beside + rows, mask=rows < ROWS, other=0.0).to(tl.float32)[None, :]

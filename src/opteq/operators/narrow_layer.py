@@ -63,9 +63,7 @@ def convolved(U: nn.Conv2d, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Te
 def _rounded(v: Tensor) -> tuple[Tensor, Tensor]:
     """Pictures as halves, each with a scale of its own: samples have nothing to do with each other."""
     with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
-        rounded, tops = narrow.rounded_to(_HALF, v)
-    assert tops is not None
-    return rounded, tops
+        return narrow.rounded_with_sizes(_HALF, v)
 
 
 def _product(linear: ConvMap, adjoint: bool, rounded: Tensor, tops: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,10 +77,8 @@ def _product(linear: ConvMap, adjoint: bool, rounded: Tensor, tops: Tensor, bias
 def _by_weight(
     gradient: Tensor, sizes: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: narrow.Sums
 ) -> Tensor:
-    """A sum over samples, so that the scales of each should have one product."""
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
-        own, total = narrow.balanced(sizes, tops)
-        return narrow.correlated(narrow.rounded_by(_HALF, gradient, own), total[0], rounded, total[1], taps, plan)
+        return narrow.summed(gradient, sizes, rounded, tops, taps, plan)
 
 
 class _Convolved(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq._fast import settings
+from opteq._triton import is_capturing
 from opteq.operators import Operator, module_norm
 from opteq.operators.conv import ConvMap
 from opteq.operators.recalled import recalled
@@ -337,7 +338,7 @@ def _remembered(make: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
     def get() -> Tensor:
         found = made[0] if made else make()
-        if not made and settings.keeping:
+        if not made and settings.keeping and (settings.recording or not is_capturing(found)):
             made.append(found)
         return found
 

@@ -162,7 +162,7 @@ class StagedSolve(Stages[Solve]):
             try:
                 with self.workshop.entered():
                     self.whole[place], _ = self.workshop.record(partial(self._all_of_it, place, open_solve))
-            except RuntimeError:  # there may be no memory for it; the stages are there
+            except Exception:  # there may be no memory for it; the stages are there
                 self.whole[place] = None
             if len(self.whole) > _MOST_WHOLE:
                 self.whole.popitem(last=False)
