@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from opteq.operators import narrow
 from opteq.operators.conv import ConvMap
+from opteq.operators.narrow_plans import Sums, processors
 
 _HALF = torch.float16
 # Operations from which the time that is saved is longer than what a dozen launches from Python take.
@@ -33,7 +34,7 @@ def convolved(U: nn.Conv2d, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Te
         return None
     if narrow.narrow_dtype_on_tape(U.weight, x) != _HALF or x.dtype == _HALF:
         return None
-    plan = narrow.Sums.of(*x.shape, len(U.weight), taps[0] * taps[1], narrow.processors(x.device))
+    plan = Sums.of(*x.shape, len(U.weight), taps[0] * taps[1], processors(x.device))
     if plan is None:
         return None
     weight, bias = U.weight, U.bias
@@ -75,7 +76,7 @@ def _product(linear: ConvMap, adjoint: bool, rounded: Tensor, tops: Tensor, bias
 
 
 def _by_weight(
-    gradient: Tensor, sizes: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: narrow.Sums
+    gradient: Tensor, sizes: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: Sums
 ) -> Tensor:
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
         return narrow.summed(gradient, sizes, rounded, tops, taps, plan)
@@ -84,7 +85,7 @@ def _by_weight(
 class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: ConvMap, plan: narrow.Sums, summed: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: ConvMap, plan: Sums, summed: Any
     ) -> Tensor:
         ctx.linear, ctx.plan, ctx.summed = linear, plan, summed
         rounded, tops = _rounded(x)
