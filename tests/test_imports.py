@@ -17,7 +17,19 @@ SOURCE = Path(opteq.__file__).parent
 
 # The house, floor by floor: a module imports from lower floors and from its own room, never from above.
 FLOORS: list[set[str]] = [
-    {"_errors", "_validate", "_autocast", "_capturing", "_fast", "_files", "_held", "_options", "_triton", "states"},
+    {
+        "_errors",
+        "_validate",
+        "_autocast",
+        "_capturing",
+        "_fast",
+        "_files",
+        "_held",
+        "_options",
+        "_precision",
+        "_triton",
+        "states",
+    },
     {"operators", "penalties"},
     {"kernels", "couplings", "regularizers", "solvers"},
     {"problems", "solution"},

@@ -19,7 +19,8 @@ from torch.autograd import forward_ad
 import opteq
 from compiling import names_compiled
 from opteq._fast import settings as paths
-from opteq.operators import biased, choice, narrow, narrow_layer
+from opteq._precision import convolutions_may_round
+from opteq.operators import biased, choice, narrow, narrow_choice, narrow_layer, narrow_rounding
 from opteq.operators.conv import ConvMap
 from opteq.operators.narrow_plans import Plan, Sums
 from opteq.operators.recalled import by_weight
@@ -44,10 +45,10 @@ TF32, FEW = 4.5e-4, 2e-3
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow, "_interpreted", True)
-    monkeypatch.setattr(narrow, "_PARTS", 2)  # each is a program, which takes the interpreter a while
-    monkeypatch.setattr(narrow, "_ALONE", 512)
-    monkeypatch.setattr(narrow, "_LEAST", 0)
+    monkeypatch.setattr(narrow_choice, "_interpreted", True)
+    monkeypatch.setattr(narrow_rounding, "_PARTS", 2)  # each is a program, which takes the interpreter a while
+    monkeypatch.setattr(narrow_rounding, "_ALONE", 512)
+    monkeypatch.setattr(narrow_choice, "_LEAST", 0)
     monkeypatch.setattr(paths, "recording", True)  # so that a map keeps its rows
 
 
@@ -289,7 +290,13 @@ def same_layer(U: nn.Conv2d, x: Tensor) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_module(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow_layer, "_WORTH", 0)
-    same_layer(*biased_layer(bias=bias))
+    U, x = biased_layer(bias=bias)
+    same_layer(U, x)
+    monkeypatch.setattr(paths, "interpreted", True)
+    monkeypatch.setattr(biased, "_WORTH", 0)
+    found = biased.convolved(U, x)
+    assert found is not None
+    assert "_Convolved" in type(found.grad_fn).__name__
 
 
 @triton
@@ -438,30 +445,30 @@ def test_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not called(ConvMap(weight), v.contiguous(), monkeypatch)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not called(ConvMap(weight), v.bfloat16(), monkeypatch)  # torch's are as good
-        monkeypatch.setattr(narrow, "_LEAST", 2 * 2 * 30 * 16 * 32 * 9 + 1)
+        monkeypatch.setattr(narrow_choice, "_LEAST", 2 * 2 * 30 * 16 * 32 * 9 + 1)
         assert not called(ConvMap(weight), v, monkeypatch)
-        monkeypatch.setattr(narrow, "_LEAST", 2 * 2 * 30 * 16 * 32 * 9)
+        monkeypatch.setattr(narrow_choice, "_LEAST", 2 * 2 * 30 * 16 * 32 * 9)
         assert called(ConvMap(weight), v, monkeypatch)
-        monkeypatch.setattr(narrow, "_may_round", lambda: False)
+        monkeypatch.setattr(narrow_choice, "convolutions_may_round", lambda: False)
         assert not called(ConvMap(weight), v, monkeypatch)
 
 
 def test_whether_tf32_is_allowed() -> None:
-    assert narrow._may_round()
+    assert convolutions_may_round()
     precision = torch.backends.cudnn.conv
     before = precision.fp32_precision
     try:
         precision.fp32_precision = "ieee"
-        assert not narrow._may_round()
+        assert not convolutions_may_round()
     finally:
         precision.fp32_precision = before
-    assert narrow._may_round()
+    assert convolutions_may_round()
     torch.backends.cudnn.allow_tf32 = False
     try:
-        assert not narrow._may_round()
+        assert not convolutions_may_round()
     finally:
         torch.backends.cudnn.allow_tf32 = True
-    assert narrow._may_round()
+    assert convolutions_may_round()
 
 
 def test_a_cpu_takes_the_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,8 +512,8 @@ def test_a_layer(mu: float, activation: str, monkeypatch: pytest.MonkeyPatch) ->
     x = last(torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1)))
     wanted = slopes(layer, x)
     monkeypatch.setattr(paths, "fused", False)  # a CPU has ways of its own, by which it does not come here
-    monkeypatch.setattr(narrow, "_interpreted", True)
-    monkeypatch.setattr(narrow, "_LEAST", 0)
+    monkeypatch.setattr(narrow_choice, "_interpreted", True)
+    monkeypatch.setattr(narrow_choice, "_LEAST", 0)
     near(slopes(layer, x), wanted, 4e-3)
 
 
@@ -554,7 +561,7 @@ def test_choices_are_made_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -
     capturing, measured, asked = [False], [], []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(choice, "_second_is_faster", {})
-    monkeypatch.setattr(narrow, "_refused", set())
+    monkeypatch.setattr(narrow_choice, "_refused", set())
     times = {"plain": 2.0, "quick": 1.0}
     monkeypatch.setattr(choice, "_milliseconds", lambda way: measured.append(way) or times[way()])  # type: ignore[func-returns-value]
 
@@ -563,7 +570,7 @@ def test_choices_are_made_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -
         return lambda: "quick"
 
     def chosen(key: str) -> bool:
-        return narrow.is_chosen(key, torch.ones(1), lambda: "plain", prepare)  # type: ignore[arg-type, return-value]
+        return narrow_choice.is_chosen(key, torch.ones(1), lambda: "plain", prepare)  # type: ignore[arg-type, return-value]
 
     capturing[0] = True
     assert not chosen("a")  # nothing is known
@@ -590,10 +597,10 @@ def test_choices_are_made_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -
 
     capturing[0] = False
     with pytest.warns(UserWarning, match="no such instruction"):
-        assert not narrow.is_chosen("c", torch.ones(1), lambda: "plain", broken)  # type: ignore[arg-type, return-value]
+        assert not narrow_choice.is_chosen("c", torch.ones(1), lambda: "plain", broken)  # type: ignore[arg-type, return-value]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not narrow.is_chosen("c", torch.ones(1), lambda: "plain", broken)  # type: ignore[arg-type, return-value]
+        assert not narrow_choice.is_chosen("c", torch.ones(1), lambda: "plain", broken)  # type: ignore[arg-type, return-value]
     assert len(asked) == 3
 
 
@@ -650,7 +657,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[object]]:
     monkeypatch.setattr(choice, "_second_is_faster", made)
     monkeypatch.setattr(choice, "_milliseconds", lambda way: (way(), next(turns))[1])
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    monkeypatch.setattr(narrow, "_LEAST", 0)
+    monkeypatch.setattr(narrow_choice, "_LEAST", 0)
     graphs.forget()
     yield made.keys()  # type: ignore[misc]
     graphs.forget()

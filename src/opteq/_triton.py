@@ -43,6 +43,11 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def may_keep(tensor: Tensor) -> bool:
+    """Whether ``tensor``, just made, may be kept for later: not if a capture that is not ours will make it anew."""
+    return settings.keeping and (settings.recording or not is_capturing(tensor))
+
+
 def columns(channels: int) -> int:
     """How many channels a program takes, a power of two: few programs should have places without a channel."""
     if channels <= 32:

@@ -29,15 +29,16 @@ _ready: set[Hashable] = set()
 
 
 def convolved(U: nn.Module, x: Tensor) -> Tensor | None:
-    """``U(x)`` for a convolution of torch's with a bias; None where U should be called."""
-    if type(U) is not nn.Conv2d or U.bias is None or U.padding_mode != "zeros" or x.ndim != 4:
+    """``U(x)`` for a convolution of torch's; None where U should be called."""
+    if type(U) is not nn.Conv2d or U.padding_mode != "zeros" or x.ndim != 4:
         return None
-    if U.bias.dtype != U.weight.dtype:  # which torch refuses
+    biases = [] if U.bias is None else [U.bias.detach()]
+    if any(bias.dtype != U.weight.dtype for bias in biases):  # which torch refuses
         return None
-    if _bytes(U, x) < _WORTH or not may_launch(x, U.bias.detach()) or _observed(U):
+    if _bytes(U, x) < _WORTH or not may_launch(x, *biases) or _observed(U):
         return None
     found = narrow_layer.convolved(U, x, summed)
-    if found is not None:
+    if found is not None or U.bias is None:
         return found
     product = F.conv2d(x, U.weight, None, U.stride, U.padding, U.dilation, U.groups)
     if not (may_launch(product) and product.is_contiguous(memory_format=torch.channels_last)):

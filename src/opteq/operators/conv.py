@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opteq._fast import settings
+from opteq._triton import may_keep
 from opteq.operators import narrow
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
 from opteq.operators.choice import faster, rounded_for_autocast, zeros_at_hand
+from opteq.operators.narrow_products import Rows
 from opteq.operators.norms import bounded, certified_norm, kernel_norm
 from opteq.operators.round_trip import RoundTrip
 
@@ -26,7 +28,7 @@ class ConvMap(LinearMap):
         # Autocast would round the weight again at every product.
         self.rounded = rounded_for_autocast(weight)
         self._turned: Tensor | None = None
-        self.rows: dict[Hashable, narrow.Rows] = {}
+        self.rows: dict[Hashable, Rows] = {}
 
     def __call__(self, v: Tensor) -> Tensor:
         _check_picture("the convolution", v, self.weight.shape[1])
@@ -51,8 +53,7 @@ class ConvMap(LinearMap):
             own = self._turned
             if own is None or own.dtype != weight.dtype:
                 own = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
-                capturing = torch.cuda.is_current_stream_capturing()
-                self._turned = own if settings.keeping and (settings.recording or not capturing) else self._turned
+                self._turned = own if may_keep(own) else self._turned
             return F.conv2d(u, own, padding=self.padding)
 
         key = ("adjoint", u.shape, u.stride(), u.dtype, weight.shape, weight.dtype)

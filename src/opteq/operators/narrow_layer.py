@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.operators import narrow
 from opteq.operators.conv import ConvMap
+from opteq.operators.narrow_choice import is_chosen, is_plain, narrow_dtype_on_tape
 from opteq.operators.narrow_plans import Sums, processors
+from opteq.operators.narrow_products import Rows, balanced_sum, convolve
+from opteq.operators.narrow_rounding import rounded_with_sizes
 
 _HALF = torch.float16
 # Operations from which the time that is saved is longer than what a dozen launches from Python take.
@@ -32,7 +34,7 @@ def convolved(U: nn.Conv2d, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Te
         return None
     if 2 * x[:, 0].numel() * U.weight.numel() < _WORTH:
         return None
-    if narrow.narrow_dtype_on_tape(U.weight, x) != _HALF or x.dtype == _HALF:
+    if narrow_dtype_on_tape(U.weight, x) != _HALF or x.dtype == _HALF:
         return None
     plan = Sums.of(*x.shape, len(U.weight), taps[0] * taps[1], processors(x.device))
     if plan is None:
@@ -55,7 +57,7 @@ def convolved(U: nn.Conv2d, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Te
             _by_weight(plain(), sizes, rounded, tops, taps, plan)
         return quick
 
-    if not narrow.is_chosen(key, x, plain, prepared, outside=True):
+    if not is_chosen(key, x, plain, prepared, outside=True):
         return None
     found: Tensor = _Convolved.apply(x, weight, bias, linear, plan, summed)  # type: ignore[no-untyped-call]
     return found
@@ -64,14 +66,14 @@ def convolved(U: nn.Conv2d, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Te
 def _rounded(v: Tensor) -> tuple[Tensor, Tensor]:
     """Pictures as halves, each with a scale of its own: samples have nothing to do with each other."""
     with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
-        return narrow.rounded_with_sizes(_HALF, v)
+        return rounded_with_sizes(_HALF, v)
 
 
 def _product(linear: ConvMap, adjoint: bool, rounded: Tensor, tops: Tensor, bias: Tensor | None = None) -> Tensor:
     with torch.no_grad(), torch.cuda.device_of(rounded):  # type: ignore[no-untyped-call]
-        rows = narrow.Rows.of(linear, _HALF, adjoint)
+        rows = Rows.of(linear, _HALF, adjoint)
         out = torch.empty(*rounded.shape[:3], len(rows.numbers), device=rounded.device)
-        narrow.convolve(rounded, rows, out, tops, bias, "nothing" if bias is None else "shift")
+        convolve(rounded, rows, out, tops, bias, "nothing" if bias is None else "shift")
         return out.permute(0, 3, 1, 2)
 
 
@@ -79,7 +81,7 @@ def _by_weight(
     gradient: Tensor, sizes: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: Sums
 ) -> Tensor:
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
-        return narrow.summed(gradient, sizes, rounded, tops, taps, plan)
+        return balanced_sum(gradient, sizes, rounded, tops, taps, plan)
 
 
 class _Convolved(torch.autograd.Function):
@@ -132,7 +134,7 @@ class _Convolved(torch.autograd.Function):
 
 def _arranged(v: Tensor) -> Tensor:
     """Channels last, with the strides of its sizes."""
-    return v if narrow.is_plain(v) else v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return v if is_plain(v) else v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def _is_watched(gradient: Tensor) -> bool:

@@ -14,18 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq._fast import settings
-from opteq.operators.narrow import (
-    Convolution,
-    Rows,
-    as_beside,
-    convolve,
-    is_chosen,
-    narrow_dtype,
-    rounded_by,
-    rounded_to,
-    sizes,
-)
+from opteq._triton import may_keep
+from opteq.operators.narrow import as_beside
+from opteq.operators.narrow_choice import is_chosen, narrow_dtype
+from opteq.operators.narrow_products import Convolution, Rows, convolve
+from opteq.operators.narrow_rounding import rounded_by, rounded_to, sizes
 
 
 class RoundTrip:
@@ -75,7 +68,7 @@ class RoundTrip:
         made = self._own
         if made is None or not made.serves(like, narrow):
             made = self._prepared(like, narrow)
-            self._own = made if settings.keeping and (settings.recording or not like.is_cuda) else self._own
+            self._own = made if may_keep(like) else self._own
         return made
 
     def _prepared(self, v: Tensor, narrow: torch.dtype) -> _Prepared:

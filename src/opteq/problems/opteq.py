@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq._fast import settings
-from opteq._triton import is_capturing
+from opteq._triton import may_keep
 from opteq.operators import Operator, module_norm
 from opteq.operators.conv import ConvMap
 from opteq.operators.recalled import recalled
@@ -338,7 +337,7 @@ def _remembered(make: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
     def get() -> Tensor:
         found = made[0] if made else make()
-        if not made and settings.keeping and (settings.recording or not is_capturing(found)):
+        if not made and may_keep(found):
             made.append(found)
         return found
 

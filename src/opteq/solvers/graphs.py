@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opteq._fast import settings
+from opteq._precision import products
 from opteq.solvers.branching import GraphRefusedError, available
 from opteq.solvers.buffers import fill
 from opteq.solvers.capture import Workshop, on, raw_stream
@@ -137,13 +138,8 @@ def _launched(
 
 def _climate() -> Hashable:
     """Settings of the process that decide which kernels a capture records: a replay would not notice a change."""
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    convolutions: Any = getattr(cudnn, "conv", None)
-    if hasattr(convolutions, "fp32_precision"):  # torch 2.9, where reading the older flags may raise
-        precision: Hashable = (cuda.fp32_precision, convolutions.fp32_precision)
-    else:
-        precision = (cuda.allow_tf32, cudnn.allow_tf32)
-    return settings.fused, settings.forks, precision, cudnn.enabled, torch.are_deterministic_algorithms_enabled()
+    cudnn = torch.backends.cudnn.enabled
+    return settings.fused, settings.forks, products(), cudnn, torch.are_deterministic_algorithms_enabled()
 
 
 def _tried(capture: Callable[[], Captured]) -> Captured | None:

@@ -1,0 +1,153 @@
+"""The products of :mod:`opteq.operators.narrow`, with everything rounded: convolutions, and derivatives by weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opteq._fast import settings
+from opteq.operators.narrow_plans import Plan, Sums, processors
+from opteq.operators.narrow_rounding import balanced, rounded_by
+
+# Weights of a row that are read at a time.
+_ROW_BLOCK = 1024
+
+
+class Convolution(Protocol):
+    """What is asked of a convolution here: its weight, that of its products, and where it keeps what was made of it."""
+
+    weight: Tensor
+    rows: dict[Hashable, Rows]
+
+    @property
+    def acting(self) -> Tensor:
+        """The weight in the precision of products."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The weights of a convolution or of its adjoint, row by row, as kernels read them.
+
+    Attributes:
+        numbers: ``(rows, taps * columns)``.
+        inverses: what undoes the scale of every row.
+        sums: of the sizes of every row's weights.
+        taps: height and width of the kernel.
+        scaled: whether there are scales; else the two before mean nothing.
+    """
+
+    numbers: Tensor
+    inverses: Tensor
+    sums: Tensor
+    taps: tuple[int, int]
+    scaled: bool
+
+    @classmethod
+    def of(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool) -> Rows:
+        """Those of ``linear``, which keeps them for the rest of a capture."""
+        key = narrow, adjoint, linear.acting.dtype
+        made = linear.rows.get(key)
+        if made is None:
+            made = cls._made(linear, narrow, adjoint)
+            if settings.keeping and settings.recording:
+                linear.rows[key] = made
+        return made
+
+    @classmethod
+    def _made(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool) -> Rows:
+        from opteq.operators import narrow_kernels as kernels
+
+        weight = linear.acting.detach()
+        scaled = weight.dtype == torch.float32
+        outputs, inputs, high, wide = weight.shape
+        by_output, by_input, by_tap, by_side = weight.stride()
+        rows, columns, start, strides = outputs, inputs, 0, (by_output, by_input, by_tap, by_side)
+        if adjoint:  # the convolution with the weight turned by half a circle, its channels exchanged
+            rows, columns, start = inputs, outputs, (high - 1) * by_tap + (wide - 1) * by_side
+            strides = (by_input, by_output, -by_tap, -by_side)
+        numbers = torch.empty(rows, high * wide * columns, dtype=narrow, device=weight.device)
+        inverses, sums = torch.empty(2, rows, device=weight.device)
+        kernels.weights[(rows,)](
+            weight, numbers, inverses, sums, start, *strides, COLUMNS=columns, TAPS=high * wide, WIDTH=wide,
+            BLOCK=_ROW_BLOCK, SCALED=scaled, num_warps=4,
+        )  # fmt: skip
+        return cls(numbers, inverses, sums, (high, wide), scaled)
+
+
+def convolve(
+    source: Tensor,
+    rows: Rows,
+    out: Tensor,
+    tops: Tensor | None = None,
+    beside: Tensor | None = None,
+    then: str = "nothing",
+    rescaled: bool = False,
+) -> None:
+    """A convolution of ``source (batch, height, width, channels)``, written to ``out``.
+
+    Args:
+        source: in 16 bits.
+        rows: the weights.
+        out: of the same batch and size.
+        tops: size of the largest entry of every sample of ``source``, which tells its scale; None without scales.
+        beside: what the result is joined with, in the layout of ``out``.
+        then: ``"nothing"``; ``"rectify"``, the positive part of the sum with ``beside``; ``"weigh"``, the product;
+            ``"shift"``, the sum with ``beside (channels,)``.
+        rescaled: whether ``out`` is scaled, by bounds of its entries that stand behind ``tops``.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from opteq.operators import narrow_kernels as kernels
+
+    batch, height, width, columns = source.shape
+    count = len(rows.numbers)
+    plan = Plan.of(batch, height, width, columns, count, processors(source.device))
+    box, depth = plan.box, plan.depth
+    kernels.convolve[(plan.boxes, plan.tiles)](
+        TensorDescriptor.from_tensor(source, [*box, depth]),
+        TensorDescriptor.from_tensor(rows.numbers, [plan.tile, depth]),
+        TensorDescriptor.from_tensor(out, [*box, plan.tile]),
+        rows.inverses if beside is None else beside, rows.inverses, rows.inverses if tops is None else tops,
+        batch, height, width, -(-height // box[1]), -(-width // box[2]),
+        COLUMNS=columns, ROWS=count, TAPS_HIGH=rows.taps[0], TAPS_WIDE=rows.taps[1],
+        SAMPLES=box[0], HIGH=box[1], WIDE=box[2], TILE=plan.tile, DEPTH=depth, STAGES=plan.stages,
+        THEN=then, SCALED=tops is not None, RESCALED=rescaled,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+
+
+def balanced_sum(u: Tensor, tops_u: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: Sums) -> Tensor:
+    """The derivative of ``<A v, u>`` by the weight of A, where v is rounded already.
+
+    It is a sum over samples: the scales of u are such that their products with those of v are the same for all.
+    """
+    own, total = balanced(tops_u, tops)
+    return correlated(rounded_by(rounded.dtype, u, own), total[0], rounded, total[1], taps, plan)
+
+
+def correlated(
+    left: Tensor, top_left: Tensor, right: Tensor, top_right: Tensor, taps: Sequence[int], plan: Sums
+) -> Tensor:
+    """``(rows, columns, *taps)``: the sum over all pixels of ``left`` times ``right`` one tap away, unscaled."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from opteq.operators import narrow_kernels as kernels
+
+    (high, wide), count, channels = taps, left.shape[3], right.shape[3]
+    parts = torch.empty(plan.parts, count, high, wide, channels, device=left.device)
+    tiles, sides = -(-count // plan.tile), -(-channels // plan.side)
+    kernels.correlate[(high * wide * tiles * sides, plan.parts)](
+        TensorDescriptor.from_tensor(left.flatten(0, 2), [math.prod(plan.box), plan.tile]),
+        TensorDescriptor.from_tensor(right, [*plan.box, plan.side]),
+        parts, top_left, top_right, plan.boxes, -(-plan.boxes // plan.parts), left.shape[1] // plan.box[1], tiles,
+        sides, ROWS=count, COLUMNS=channels, TAPS_HIGH=high, TAPS_WIDE=wide, SAMPLES=plan.box[0], HIGH=plan.box[1],
+        WIDE=plan.box[2], TILE=plan.tile, SIDE=plan.side, STAGES=plan.stages,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    return parts.sum(dim=0).permute(0, 3, 1, 2)
