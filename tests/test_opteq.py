@@ -18,6 +18,7 @@ from opteq.penalties import Penalty
 from opteq.problems.block import Block
 from opteq.problems.linearisation import Structure
 from opteq.problems.opteq import BoundOptEq
+from opteq.states import blocks
 from oracles import dense_jacobian, relu_programme
 
 SHARP = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
@@ -603,3 +604,31 @@ def test_an_input_without_a_batch_is_refused(problem: opteq.problems.Problem) ->
     with pytest.raises(ValueError, match=r"no batch dimension; its shape is \(6,\). Give x\[None\]"):
         opteq.Equilibrium(problem)(torch.randn(6))
     opteq.Equilibrium(problem)(torch.randn(1, 6))
+
+
+class Softer(opteq.penalties.ReLU):
+    """A ReLU by name, with another slope."""
+
+    lipschitz = 0.5
+
+    def prox(self, t: Tensor) -> Tensor:
+        return t.clamp_min(0) / 2
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return (t > 0).to(t.dtype) / 2
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_an_activation_derived_from_relu_is_asked_itself(channels: int) -> None:
+    torch.manual_seed(0)
+    W, U = op.Conv2d(channels, channels, 3, bound=0.8), nn.Conv2d(2, channels, 1)
+    x = torch.randn(2, 2, 6, 6)
+    for problem in (opteq.OptEq(W, U, Softer()), opteq.MOptEq([opteq.Branch(W, U)], activation=Softer())):
+        solution = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6)).solve(x)
+        inside = blocks(problem(x).preactivation(solution.state))[0]
+        torch.testing.assert_close(blocks(solution.state)[0], inside.clamp_min(0) / 2, rtol=1e-3, atol=1e-4)
+        unrolled = opteq.Equilibrium(problem, opteq.Picard(tol=1e-6), opteq.Unrolled(steps=40)).solve(x)
+        found, wanted = (
+            torch.autograd.grad(blocks(each.features)[0].square().sum(), U.weight)[0] for each in (solution, unrolled)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)

@@ -38,7 +38,7 @@ class Block:
 
     def activation(self, z: Tensor) -> Tensor:
         """``sigma(W z + c)``."""
-        if isinstance(self.penalty, ReLU):
+        if type(self.penalty) is ReLU:
             return self.W.rectified(z, self.c)
         return self.penalty.prox(self.preactivation(z))
 
@@ -61,7 +61,7 @@ class Block:
         return self._there_and_back(None)
 
     def _there_and_back(self, z: Tensor | None) -> Tensor:
-        if not isinstance(self.penalty, ReLU):
+        if type(self.penalty) is not ReLU:
             return self.back(self.penalty.prox(self.c) if z is None else self.activation(z))
         if self._around is None:
             self._around = self.W.rectified_back(self.c)

@@ -133,7 +133,7 @@ class Expansion:
         """What :meth:`_difference` needs beside t."""
         if self.coarse is None:
             return ()
-        if not isinstance(self.penalty, ReLU):
+        if type(self.penalty) is not ReLU:
             return (self.penalty.prox(t),)
         fall = t.to(torch.bfloat16).neg_()
         return fall, fall.clamp(min=0)
@@ -144,6 +144,6 @@ class Expansion:
         Of a ReLU it is ``max(move, -t) - max(-t, 0)``. With t rounded that is 0 where it should be, and elsewhere off
         by the rounding of a t that is smaller than the move: bfloat16 will do.
         """
-        if isinstance(self.penalty, ReLU):
+        if type(self.penalty) is ReLU:
             return torch.maximum(move, known[2]).sub_(known[3])
         return self.penalty.prox(known[1] + move) - known[2]

@@ -279,7 +279,7 @@ class BoundMOptEq(Hidden):
     def _activated(self, fused: Features) -> Tensors:
         """``sigma(W_i h_i + c_i)``."""
         triples = zip(self.maps, fused, self.injections, strict=True)
-        if isinstance(self.penalty, ReLU):
+        if type(self.penalty) is ReLU:
             return tuple(W.rectified(h, c) for W, h, c in triples)
         return tuple(self.penalty.prox(W(h) + c) for W, h, c in triples)
 
