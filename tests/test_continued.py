@@ -111,7 +111,7 @@ class Solve:
         self.batch = torch.zeros(3, dtype=torch.int64)
         self.at = -1
         self.ran = 0  # stages since the solve began
-        self.read = -1
+        self.read = self.settled = -1
         made: ContinuedSolve = object.__new__(ContinuedSolve)
         made.looks, made.device, made.age = looks, torch.device("cpu"), 1
         made.plans, made.expectation, made.calls, made.sent = OrderedDict(), Expectation(), 0, None
@@ -119,7 +119,8 @@ class Solve:
         made.workshop = SimpleNamespace(buffers=SimpleNamespace(overwritten_by=lambda age: None))  # type: ignore[assignment]
         made.answer = SimpleNamespace(forget=lambda: None, copies=self.copies)  # type: ignore[assignment]
         made.flags = [torch.ones(3, dtype=torch.int32) for _ in histories]
-        made.stages = [Stage(self.steps(k), self.finish(k), taken) for k, taken in enumerate(histories)]
+        made.stages = [Stage(self.steps(k), self.settle(k), taken) for k, taken in enumerate(histories)]
+        made.conclusion = self.conclude
         self.made = made
 
     def steps(self, place: int) -> Callable[[], None]:
@@ -132,12 +133,16 @@ class Solve:
 
         return work
 
-    def finish(self, place: int) -> Callable[[], None]:
+    def settle(self, place: int) -> Callable[[], None]:
         def work() -> None:
             assert self.at == place
-            self.read = place
+            assert self.settled == -1
+            self.settled = place
 
         return work
+
+    def conclude(self) -> None:
+        self.read, self.settled = self.settled, -1
 
     def copies(self, lend: bool) -> list[Tensor]:
         assert not lend

@@ -680,6 +680,7 @@ def test_who_wants_to_raise_waits() -> None:
         layer(hard)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("on_failure", ["ignore", "warn"])
 @pytest.mark.parametrize("name", ["opteq-relu", "opteq-conv", "opteq-tanh"])
 def test_a_training_step_to_a_tolerance_waits_for_nothing(name: str, on_failure: str) -> None:

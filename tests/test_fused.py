@@ -744,7 +744,12 @@ def test_random_states(
 
 
 def solve_linear(
-    matrices: Tensor, rhs: State, tol: float = 1e-9, max_steps: int = 40, coupled: bool = False
+    matrices: Tensor,
+    rhs: State,
+    tol: float = 1e-9,
+    max_steps: int = 40,
+    coupled: bool = False,
+    added: State | None = None,
 ) -> tuple[tuple[State, Finish], tuple[State, Finish]]:
     """``A v = rhs`` by the plain path and by the fused one; ``matrices`` is A a row, on states packed as rows."""
     solver = opteq.CG(tol=tol, max_steps=max_steps)
@@ -759,8 +764,8 @@ def solve_linear(
     found = []
     with torch.no_grad():
         for session in (
-            LinearSolver.open_states(solver, product, rhs, layout, 0.0),
-            solver.open_states(product, rhs, layout, 0.0),
+            LinearSolver.open_states(solver, product, rhs, layout, 0.0, added),
+            solver.open_states(product, rhs, layout, 0.0, added),
         ):
             drive(session.run)
             finish = session.finish()
@@ -896,8 +901,16 @@ def test_linear_systems_on_tuples(dtype: torch.dtype, coupled: bool) -> None:
     width = 36 if coupled else 18
     values = torch.linspace(0.8, 1.2, width, dtype=torch.float64)
     matrices = spectrum(*([values] if coupled else [values, values]))
-    pair = solve_linear(matrices, rhs, tol={torch.float64: 1e-9}.get(dtype, 1e-3), coupled=coupled)
+    tol = {torch.float64: 1e-9}.get(dtype, 1e-3)
+    pair = solve_linear(matrices, rhs, tol, coupled=coupled)
     exact = dtype == torch.float64
+    # What is added may lie in memory in another order.
+    added = map_state(lambda part: part.flip(0).contiguous(), rhs)
+    with_more = solve_linear(matrices, rhs, tol, coupled=coupled, added=added)
+    same_linear(with_more, near={torch.float64: 1e-8, torch.float32: 2e-3}.get(dtype, 0.03), exact=exact)
+    for sums, alone, more in zip(blocks(with_more[1][0]), blocks(pair[1][0]), blocks(added), strict=True):
+        near = 2 * torch.finfo(dtype).eps * float(alone.abs().max() + more.abs().max())
+        torch.testing.assert_close(sums, alone + more, rtol=0, atol=near)  # a sum of both is rounded once
     same_linear(pair, near={torch.float64: 1e-8, torch.float32: 2e-3}.get(dtype, 0.03), exact=exact)
 
 
@@ -1037,8 +1050,10 @@ def build(kernel, capability, wide, state, column, warps, constants):
     wide_pointer = "*fp64" if wide == tl.float64 else "*fp32"
     types = BOOKS | {"sums": wide_pointer, "merits": wide_pointer, "damping": wide_pointer}
     types |= {"residuals": column, "moves": column, "columns": column, "parts": "i32", "column": "i64"}
+    types["squares"] = "*fp64"
     types |= dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys("rows width slot place first step".split(), "i32")
     if kernel.__name__.startswith("cg_"):
+        types |= dict.fromkeys("rhs low added out product".split(), state) | {"scale": wide_pointer}
         state = wide_pointer
     ptx(kernel, capability, dict.fromkeys(kernel.arg_names, state) | types, constants, num_warps=warps)
 
@@ -1069,11 +1084,13 @@ for wide, state, column, half in (
         (k.plain_observe, 8, {"K": 2, "BLOCK": 4096, "NON_FINITE": 2, "START": False}),
         (k.keep, 8, {"BLOCK": 4096}),
         (k.summarise, 1, {"BLOCK": 128, "CONVERGED": 0, "MAX_STEPS": 1}),
-        (k.cg_begin, 8, {"BLOCK": 4096, "NON_FINITE": 2, "FIRST": True}),
+        (k.cg_squares, 8, {"BLOCK": 4096}),
+        (k.cg_begin, 8, {"BLOCK": 4096, "NON_FINITE": 2, "FIRST": True, "SQUARED": half, "NARROW": half}),
         (k.cg_curvature, 8, {"BLOCK": 4096}),
         (k.cg_update, 8, {"BLOCK": 4096}),
         (k.cg_judge, 1, ENDS),
-        (k.cg_direction, 8, {"BLOCK": 4096}),
+        (k.cg_direction, 8, {"BLOCK": 4096, "NARROW": half}),
+        (k.cg_settle, 8, {"BLOCK": 4096, "ADDED": half}),
     ):
         if half or (capability == 90 and kernel in (k.judge, k.anderson_observe, k.cg_update) and "M" not in more):
             build(kernel, capability, wide, state, column, warps, common | more)

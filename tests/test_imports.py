@@ -22,6 +22,8 @@ FLOORS: list[set[str]] = [
         "_validate",
         "_autocast",
         "_capturing",
+        "_copying",
+        "_copying_kernels",
         "_fast",
         "_files",
         "_held",

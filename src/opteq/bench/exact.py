@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from opteq.solvers import Anderson, Picard
 from opteq.solvers.linear import CG
@@ -35,6 +34,6 @@ class ExactPicard(Picard):
 class ExactCG(CG):
     """Conjugate gradients for exactly ``max_steps`` steps."""
 
-    def rule(self, rhs: Tensor, eps: float) -> Rule:
+    def rule(self, dtype: torch.dtype, device: torch.device, eps: float) -> Rule:
         """As the parent's, without an end before the last step."""
-        return replace(super().rule(rhs, eps), tol=_NEVER)
+        return replace(super().rule(dtype, device, eps), tol=_NEVER)

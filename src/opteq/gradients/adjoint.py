@@ -18,7 +18,7 @@ from opteq.solvers.buffers import own
 from opteq.solvers.graphs import staged, usable
 from opteq.solvers.linear import CG, MINRES, LinearSolver
 from opteq.solvers.linear.base import LinearSession
-from opteq.solvers.loop import Run, drive
+from opteq.solvers.loop import Finish, Run, drive
 from opteq.states import Layout, State, blocks, in_layout_of, like, map_state
 
 Answer = tuple[list[Tensor], object]
@@ -43,9 +43,9 @@ class _AdjointSolve:
         """What advances."""
         return self.session.run
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self, finish: Finish) -> list[Tensor]:
         """What it was all for, and how the system was solved, the history last."""
-        finish, layout = self.session.finish(), self.layout
+        finish, layout = self.session.finish(finish), self.layout
         found, self.facts = self.conclude(layout.restore(finish.point))
         numbers = [layout.per_sample(number) for number in (finish.residual, finish.steps, finish.codes)]
         return [*found, *numbers, finish.trace]
@@ -104,7 +104,7 @@ class AdjointSystem:
                     solve = self._opened(self.frozen, given.owned().arranged(), replayed)
             if answer is None:
                 drive(solve.run)
-                tensors = solve.tensors()  # which learns the facts
+                tensors = solve.tensors(solve.run.finish())  # which learns the facts
                 answer = tensors, solve.facts
         (*parts, residual, steps, codes, history), places = answer
         report = Report(
@@ -136,7 +136,7 @@ class AdjointSystem:
             "adjoint", frozen.structure, self.linear, self.autocast, arrived,
             None if replayed is None else replayed.key,
         )  # fmt: skip
-        return staged(key, given.tensors(), open_solve)
+        return staged(key, given.tensors(), open_solve, forms=given.forms())
 
     def _opened(self, frozen: Frozen, given: _Given, replayed: Replay | None) -> _AdjointSolve:
         """The solve with the given tensors in the problem's place."""
@@ -172,8 +172,7 @@ class AdjointSystem:
                 gradient = map_state(torch.add, gradient, self._in(reduction.expand, at_features))
             target = self._in(reduction.restrict, gradient)
 
-        def conclude(u: State) -> Answer:
-            total = _sum(at_features, u)
+        def conclude(total: State) -> Answer:
             step = taped.image
             if at_state is None and taped.inside is not None and reduction.weighed is not None:
                 vector, step = self._in(reduction.weighed, total), taped.inside
@@ -181,11 +180,11 @@ class AdjointSystem:
                 vector = _sum(at_state, self._in(reduction.expand, total))
             with torch.enable_grad(), self.autocast.entered():
                 ends = [*blocks(step()), *blocks(taped.features())]
-            # The tape is needed again: every stage of a captured solve ends with this.
+            # The tape is needed again: a captured solve may end in more than one graph.
             pairs = list(zip(ends, [*blocks(vector), *blocks(total)], strict=True))
             return packed(gradients_through(pairs, leaves, again=True))
 
-        return self._session(reduction.product, target, conclude)
+        return self._session(reduction.product, target, conclude, at_features)
 
     def _open(
         self,
@@ -209,9 +208,11 @@ class AdjointSystem:
 
         return self._session(local.scaled, self._in(local.factor_adjoint, gradient), recover)
 
-    def _session(self, product: Product, target: State, conclude: Callable[[State], Answer]) -> _AdjointSolve:
+    def _session(
+        self, product: Product, target: State, conclude: Callable[[State], Answer], added: State | None = None
+    ) -> _AdjointSolve:
         layout = Layout.of(target, self.layout.coupled)
-        session = self.linear.open_states(lambda v: self._in(product, v), target, layout, self.eps)
+        session = self.linear.open_states(lambda v: self._in(product, v), target, layout, self.eps, added)
         return _AdjointSolve(session, layout, conclude)
 
     def _in(self, product: Product, v: State) -> State:
@@ -253,6 +254,16 @@ class _Given:
         """The same with nothing that was lent: a solve that is not captured takes its time, and views."""
         features = None if self.features is None else map_state(own, self.features)
         return replace(self, state=map_state(own, self.state), features=features)
+
+    def forms(self) -> list[Tensor]:
+        """Tensors with the strides that :meth:`arranged` gives to these, in the order of :meth:`tensors`."""
+        found = [*self.held, *blocks(self.state), *(() if self.features is None else blocks(self.features))]
+        pairs = (self.incoming.state, self.state), (self.incoming.features, self.features)
+        for gradient, value in pairs:
+            if gradient is not None and value is not None:
+                parts = zip(blocks(gradient), blocks(value), strict=True)
+                found += [own if own.dtype == part.dtype else part for part, own in parts]
+        return found
 
     def arranged(self) -> _Given:
         """The same with gradients in the layout of what they arrive at: a solve would turn them around at every step.

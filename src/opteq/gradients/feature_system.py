@@ -82,7 +82,8 @@ class FeatureSystem:
             history=finish.trace,
         )
         vector = single(layout.restore(finish.point))
-        if isinstance(session.run, RefinedRun):  # which ends with a product by its answer, of length one then
+        # A refined run ends with a product by its answer, which is of length one then.
+        if session.scale is not None and isinstance(session.run, RefinedRun):
             return vector, carried * session.scale[:, :, None, None], report
         return vector, expansion.W(vector), report
 

@@ -17,7 +17,7 @@ from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.base import Session
 from opteq.solvers.graphs import staged
-from opteq.solvers.loop import Run, drive
+from opteq.solvers.loop import Finish, Run, drive
 from opteq.states import State, blocks, like, map_state, single
 
 
@@ -63,9 +63,9 @@ class _Search:
         """What advances."""
         return self.session.run
 
-    def outcome(self) -> Outcome:
-        """Where it stands, in the state's variable."""
-        outcome = self.session.outcome()
+    def outcome(self, finish: Finish | None = None) -> Outcome:
+        """Where it stands, or stood at a ``finish``, in the state's variable."""
+        outcome = self.session.outcome(finish)
         if self.form is None:
             return outcome
         with self.session.caller.entered():
@@ -79,9 +79,9 @@ class _Search:
             )
         return replace(outcome, state=state)
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self, finish: Finish) -> list[Tensor]:
         """The outcome as a list, the history last."""
-        outcome = self.outcome()
+        outcome = self.outcome(finish)
         features = None
         if self.read_out is not None:
             with self.session.caller.entered():

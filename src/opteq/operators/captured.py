@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from opteq._capturing import mend_generator, no_garbage_collected
+from opteq._copying import copy_all
 from opteq._fast import settings
 
 Scalar = Callable[..., Tensor]
@@ -127,12 +128,11 @@ class _Graph:
     def replay(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
         """Values and gradients at ``inputs``, as copies."""
         with torch.no_grad():
-            torch._foreach_copy_(self.inputs, [given.detach() for given in inputs])
+            copy_all(self.inputs, [given.detach() for given in inputs])
             self.graph.replay()
-            # One launch for all copies, not one each.
             inside = [tensor for value, slopes in self.found for tensor in (value, *slopes)]
             outside = [torch.empty_like(tensor) for tensor in inside]
-            torch._foreach_copy_(outside, inside)
+            copy_all(outside, inside)
         rest = iter(outside)
         return [(next(rest), [next(rest) for _ in slopes]) for _, slopes in self.found]
 

@@ -67,9 +67,8 @@ def _alone(
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
             rows = Rows.of(linear, narrow, adjoint)
             rounded, tops = rounded_to(narrow, v)
-            out = torch.empty(*rounded.shape[:3], len(rows.numbers), device=v.device)
-            convolve(rounded, rows, out, tops, None if beside is None else as_beside(beside(), linear, v), then)
-            return out.permute(0, 3, 1, 2)
+            joined = None if beside is None else as_beside(beside(), linear, v)
+            return convolve(rounded, rows, v.dtype, tops, joined, then)
 
     return quick() if is_chosen(key, v, plain, lambda: quick) else plain()
 

@@ -72,9 +72,7 @@ def _rounded(v: Tensor) -> tuple[Tensor, Tensor]:
 def _product(linear: ConvMap, adjoint: bool, rounded: Tensor, tops: Tensor, bias: Tensor | None = None) -> Tensor:
     with torch.no_grad(), torch.cuda.device_of(rounded):  # type: ignore[no-untyped-call]
         rows = Rows.of(linear, _HALF, adjoint)
-        out = torch.empty(*rounded.shape[:3], len(rows.numbers), device=rounded.device)
-        convolve(rounded, rows, out, tops, bias, "nothing" if bias is None else "shift")
-        return out.permute(0, 3, 1, 2)
+        return convolve(rounded, rows, torch.float32, tops, bias, "nothing" if bias is None else "shift")
 
 
 def _by_weight(

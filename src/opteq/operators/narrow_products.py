@@ -83,23 +83,23 @@ class Rows:
 def convolve(
     source: Tensor,
     rows: Rows,
-    out: Tensor,
+    dtype: torch.dtype,
     tops: Tensor | None = None,
     beside: Tensor | None = None,
     then: str = "nothing",
     rescaled: bool = False,
-) -> None:
-    """A convolution of ``source (batch, height, width, channels)``, written to ``out``.
+) -> Tensor:
+    """A convolution of ``source (batch, height, width, channels)``, as channels-last pictures.
 
     Args:
         source: in 16 bits.
         rows: the weights.
-        out: of the same batch and size.
+        dtype: of the result.
         tops: size of the largest entry of every sample of ``source``, which tells its scale; None without scales.
-        beside: what the result is joined with, in the layout of ``out``.
+        beside: what the result is joined with, in its layout.
         then: ``"nothing"``; ``"rectify"``, the positive part of the sum with ``beside``; ``"weigh"``, the product;
             ``"shift"``, the sum with ``beside (channels,)``.
-        rescaled: whether ``out`` is scaled, by bounds of its entries that stand behind ``tops``.
+        rescaled: whether the result is scaled, by bounds of its entries that stand behind ``tops``.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -107,12 +107,13 @@ def convolve(
 
     batch, height, width, columns = source.shape
     count = len(rows.numbers)
+    out = torch.empty(batch, count, height, width, dtype=dtype, device=source.device, memory_format=torch.channels_last)
     plan = Plan.of(batch, height, width, columns, count, processors(source.device))
     box, depth = plan.box, plan.depth
     kernels.convolve[(plan.boxes, plan.tiles)](
         TensorDescriptor.from_tensor(source, [*box, depth]),
         TensorDescriptor.from_tensor(rows.numbers, [plan.tile, depth]),
-        TensorDescriptor.from_tensor(out, [*box, plan.tile]),
+        TensorDescriptor.from_tensor(out.permute(0, 2, 3, 1), [*box, plan.tile]),
         rows.inverses if beside is None else beside, rows.inverses, rows.inverses if tops is None else tops,
         batch, height, width, -(-height // box[1]), -(-width // box[2]),
         COLUMNS=columns, ROWS=count, TAPS_HIGH=rows.taps[0], TAPS_WIDE=rows.taps[1],
@@ -120,6 +121,7 @@ def convolve(
         THEN=then, SCALED=tops is not None, RESCALED=rescaled,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
+    return out
 
 
 def balanced_sum(u: Tensor, tops_u: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: Sums) -> Tensor:

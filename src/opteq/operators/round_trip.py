@@ -110,19 +110,14 @@ class _Prepared:
     def __call__(self, v: Tensor) -> Tensor:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
             rounded, tops = rounded_to(self.narrow, v, self.offset, self.gain)
-            shape = rounded.shape[:3]
-            between = torch.empty(*shape, len(self.there.numbers), dtype=self.narrow, device=v.device)
-            convolve(rounded, self.there, between, tops, self.beside, self.then, rescaled=tops is not None)
-            out = torch.empty(*shape, len(self.back.numbers), dtype=v.dtype, device=v.device)
-            convolve(between, self.back, out, None if tops is None else tops[len(v) :])
-            return out.permute(0, 3, 1, 2)
+            between = convolve(
+                rounded, self.there, self.narrow, tops, self.beside, self.then, rescaled=tops is not None
+            ).permute(0, 2, 3, 1)
+            return convolve(between, self.back, v.dtype, None if tops is None else tops[len(v) :])
 
     def at_zero(self) -> Tensor:
         """``A' relu(c)``, where there are scales."""
         assert self.offset is not None
         with torch.cuda.device_of(self.beside):  # type: ignore[no-untyped-call]
             positive = rounded_by(self.narrow, self.beside, self.offset, rectify=True)
-            shape = (*positive.shape[:3], len(self.back.numbers))
-            out = torch.empty(shape, dtype=self.beside.dtype, device=self.beside.device)
-            convolve(positive, self.back, out, self.offset)
-            return out.permute(0, 3, 1, 2)
+            return convolve(positive, self.back, self.beside.dtype, self.offset)

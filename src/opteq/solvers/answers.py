@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,40 +16,41 @@ _NUMBERS = (torch.float64, torch.int64)
 
 
 class Answers:
-    """Buffers for a list of tensors with fixed shapes, but for the first dimension of the last, the history.
+    """Buffers for a list of tensors, the last of which is the history; they hold those of ``tensors``.
 
     Args:
         lot: where buffers are taken from.
-        tensors: an answer, for its form.
-        longest: as many entries as the history can have.
+        tensors: an answer. What nobody else refers to becomes a buffer itself, and is not copied, where none is there.
     """
 
-    def __init__(self, lot: Lot, tensors: Sequence[Tensor], longest: int) -> None:
-        *fixed, history = tensors
-        self._shapes = [*(tensor.shape for tensor in fixed), torch.Size((longest, *history.shape[1:]))]
+    def __init__(self, lot: Lot, tensors: list[Tensor]) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
+        last = len(tensors) - 1
         self._packed = [
             place
-            for place, tensor in enumerate(tensors)
-            if tensor.dtype in _NUMBERS and (tensor.ndim <= 1 or tensor is history)
+            for place, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True))
+            if dtype in _NUMBERS and (len(shape) <= 1 or place == last)
         ]
-        self._alone = {
-            place: lot.take(tensor.new_empty(longest, *tensor.shape[1:]) if tensor is history else tensor)
-            for place, tensor in enumerate(tensors)
-            if place not in self._packed
-        }
         room = sum(math.prod(self._shapes[place]) for place in self._packed)
-        self._numbers: Buffer | None = lot.take(history.new_empty(room, dtype=torch.int64)) if room else None
+        device = tensors[0].device
+        self._numbers: Buffer | None = None
+        if room:
+            self._numbers = lot.take(torch.empty(room, dtype=torch.int64, device=device))
+        apart = [nobody_elses(tensors, place) for place in range(len(tensors))]
+        self._alone = {
+            place: lot.take(tensors[place], apart[place]) for place in range(len(tensors)) if place not in self._packed
+        }
+        self.write(tensors)
 
     def write(self, tensors: Sequence[Tensor]) -> None:
-        """Bring an answer to the buffers; its history may be shorter than they allow."""
+        """Bring an answer to the buffers."""
         for place, buffer in self._alone.items():
-            tensor = tensors[place]
-            own = buffer.tensor
-            (own[: len(tensor)] if own.shape != tensor.shape else own).copy_(tensor)
+            if buffer.tensor is not tensors[place]:
+                buffer.tensor.copy_(tensors[place])
         if self._numbers is not None:
             flat = [tensors[place].reshape(-1).view(torch.int64) for place in self._packed]
-            torch.cat(flat, out=self._numbers.tensor[: sum(len(part) for part in flat)])
+            torch.cat(flat, out=self._numbers.tensor)
 
     def forget(self) -> None:
         """To be called before anything is written: whatever happens then, nobody takes it for what was there."""
@@ -78,3 +80,21 @@ class Answers:
                 made[place] = own if len(shape) == 1 else own.view(shape)
                 begin += size
         return [made[place] for place in range(len(self._shapes))]
+
+
+def nobody_elses(tensors: list[Tensor], place: int) -> bool:
+    """Whether only this list refers to a tensor, and only this tensor to its memory."""
+    alone = [torch.empty(0, device="cpu")]
+    dense = tensors[place].untyped_storage().nbytes() == tensors[place].numel() * tensors[place].element_size()
+    return (
+        dense
+        and not tensors[place].requires_grad
+        and sys.getrefcount(tensors[place]) == sys.getrefcount(alone[0])
+        and tensors[place]._use_count() == alone[0]._use_count()  # type: ignore[attr-defined]
+        and _uses(tensors[place]) == _uses(alone[0])
+    )
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors have the memory of this one, and one more."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -13,7 +13,7 @@ from opteq._autocast import Autocast
 from opteq._options import NamedOptions
 from opteq._validate import positive, whole
 from opteq.solvers.guarded import GuardedIteration
-from opteq.solvers.loop import PlainRun, Process, Rule, Run, drive
+from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run, drive
 from opteq.solvers.method import InverseEstimate, Method, StateTask, Task
 from opteq.solvers.refined import Known, Refinable, RefinedIteration, RefinedRun
 from opteq.solvers.trace import Trace, read_trace
@@ -271,9 +271,10 @@ class Session:
     caller: Autocast
     method: Method | None
 
-    def outcome(self) -> Outcome:
-        """Where the solve stands, as an answer."""
-        layout, finish = self.layout, self.run.finish()
+    def outcome(self, finish: Finish | None = None) -> Outcome:
+        """Where the solve stands, as an answer; or stood, at a ``finish`` of its run."""
+        layout = self.layout
+        finish = self.run.finish() if finish is None else finish
         process = self.run.process if isinstance(self.run, RefinedRun) else None
         return Outcome(
             state=layout.restore(finish.point),

@@ -14,16 +14,18 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from opteq._copying import copy_all
+
 
 class Buffer:
     """Memory that graphs know by its address, and which tensor's values are in it."""
 
     age = 0
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, taken: bool = False) -> None:
         # Made while a graph is captured, it lies in memory that earlier graphs may write to when they run again.
         self.captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
-        self.tensor = torch.empty_like(like)
+        self.tensor = like if taken else torch.empty_like(like)
         self._source: weakref.ref[Tensor] | None = None
         self._version = -1
         self._lent: weakref.ref[Tensor] | None = None
@@ -67,12 +69,12 @@ def own(tensor: Tensor) -> Tensor:
 
 
 def fill(buffers: Sequence[Buffer], tensors: Sequence[Tensor]) -> None:
-    """Bring the values of ``tensors`` to ``buffers``, in one launch for those that are not there."""
+    """Bring the values of ``tensors`` to ``buffers``, where they are not there."""
     absent = [(buffer, tensor) for buffer, tensor in zip(buffers, tensors, strict=True) if not buffer.holds(tensor)]
     for buffer, _ in absent:
         buffer.note(None)
     if absent:
-        torch._foreach_copy_([buffer.tensor for buffer, _ in absent], [tensor for _, tensor in absent])
+        copy_all([buffer.tensor for buffer, _ in absent], [tensor for _, tensor in absent])
     for buffer, tensor in absent:
         buffer.note(tensor)
 
@@ -84,20 +86,23 @@ class Lot:
         self._shared = shared
         self._taken: dict[Hashable, int] = {}
 
-    def filled(self, tensors: Sequence[Tensor]) -> list[Buffer]:
-        """Buffers with the values of ``tensors``."""
+    def filled(self, tensors: Sequence[Tensor], forms: Sequence[Tensor] | None = None) -> list[Buffer]:
+        """Buffers with the values of ``tensors``, and with the strides of ``forms`` where these are given."""
         # Buffers of inference mode could not be written to outside of it, and the next batch may come from there.
         with torch.inference_mode(False):
-            buffers = [self.take(tensor) for tensor in tensors]
+            buffers = [self.take(tensor) for tensor in (tensors if forms is None else forms)]
         fill(buffers, tensors)
         return buffers
 
-    def take(self, like: Tensor) -> Buffer:
-        """A buffer with shape, strides and dtype of ``like`` that this solve has not taken yet."""
+    def take(self, like: Tensor, itself: bool = False) -> Buffer:
+        """A buffer with shape, strides and dtype of ``like`` that this solve has not taken yet.
+
+        It may be ``like`` ``itself``, of which the caller makes no other use.
+        """
         form = like.shape, like.stride(), like.dtype
         place = self._taken.get(form, 0)
         self._taken[form] = place + 1
-        return self._shared.at((*form, place), like)
+        return self._shared.at((*form, place), like, itself)
 
 
 class SharedBuffers:
@@ -111,11 +116,11 @@ class SharedBuffers:
         """The beginning of a solve's buffers."""
         return Lot(self)
 
-    def at(self, key: Hashable, like: Tensor) -> Buffer:
-        """The buffer of this key, made where there is none."""
+    def at(self, key: Hashable, like: Tensor, itself: bool = False) -> Buffer:
+        """The buffer of this key, made where there is none, maybe of ``like`` ``itself``."""
         found = self._buffers.get(key)
         if found is None:
-            found = self._buffers[key] = Buffer(like)
+            found = self._buffers[key] = Buffer(like, itself)
             found.age = self._age
             self._youngest = self._age if found.captured else self._youngest
         return found

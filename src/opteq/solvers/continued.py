@@ -34,13 +34,19 @@ class ContinuedSolve(Stages[Solve]):
     keeps = True
     misjudged = False  # stages of several steps would only save launches, of which there is one
 
-    def __init__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], coarse: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        open_solve: OpenSolve[Solve],
+        coarse: bool = False,
+        forms: Sequence[Tensor] | None = None,
+    ) -> None:
         self.flags: list[Tensor] = []  # of every stage: which rows go on
         self.plans: OrderedDict[int, BranchingGraph] = OrderedDict()
         self.expectation = Expectation()
         self.calls = 0
         self.sent: Sent | None = None  # how many steps the samples of an earlier solve took
-        super().__init__(inputs, open_solve, coarse)
+        super().__init__(inputs, open_solve, coarse, forms)
         self._plan(self._place())
 
     def __call__(
@@ -95,17 +101,18 @@ class ContinuedSolve(Stages[Solve]):
     def _planned(self, place: int) -> BranchingGraph:
         graph = BranchingGraph(self.device)
         self._put(graph.start, 0, ends(place, len(self.stages) - 1))
+        graph.start.then(self.conclusion)
         return graph.finished()
 
     def _put(self, way: Way, begin: int, places: Sequence[int]) -> None:
-        """Stages from ``begin`` to the first of ``places``; then to the next one where a row is left, or the answer."""
+        """Stages from ``begin`` to the first of ``places``, and on to the next one where a row is left."""
         end, *further = places
         for stage in self.stages[begin : end + 1]:
             way.then(stage.steps)
         if further:
             onward, way = way.fork(self.flags[end])
             self._put(onward, end + 1, further)
-        way.then(self.stages[end].finish)
+        way.then(self.stages[end].settle)
 
     def _note(self, run: Run, place: int) -> None:
         assert place == len(self.flags)

@@ -35,10 +35,16 @@ class CapturedCall:
 
     misjudged = coarse = False
 
-    def __init__(self, inputs: Sequence[Tensor], work: Work, coarse: bool = False) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        work: Work,
+        coarse: bool = False,  # noqa: ARG002
+        forms: Sequence[Tensor] | None = None,
+    ) -> None:
         workshop = Workshop.here(inputs[0].device)
         lot = workshop.buffers.lot()
-        self.inputs = lot.filled(inputs)
+        self.inputs = lot.filled(inputs, forms)
         self.buffers, self.age = workshop.buffers, workshop.buffers.next_age()
         with workshop.entered():
             # What leaves is copied out of the pool before another solve writes there: within the stream's order.
@@ -60,7 +66,11 @@ _one_at_a_time = threading.RLock()
 
 
 def staged(
-    key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], lend: bool = False
+    key: Hashable,
+    inputs: Sequence[Tensor],
+    open_solve: OpenSolve[Solve],
+    lend: bool = False,
+    forms: Sequence[Tensor] | None = None,
 ) -> tuple[list[Any], object] | None:
     """The answer of a solve by graphs, and the facts about it; None where it should be run as it is.
 
@@ -74,22 +84,30 @@ def staged(
         inputs: every tensor that the solve depends on.
         open_solve: begins a solve that reads the given copies of the inputs.
         lend: whether tensors of the answer may be :meth:`~opteq.solvers.buffers.Buffer.lend` ones.
+        forms: tensors of the same shapes and dtypes whose strides the copies have; None for those of the inputs.
     """
-    return _by_graph(key, inputs, _captured_solve, open_solve, lend)
+    return _by_graph(key, inputs, _captured_solve, open_solve, lend, forms)
 
 
-def _captured_solve(inputs: Sequence[Tensor], open_solve: OpenSolve[Any], coarse: bool = False) -> _ByGraph:
+def _captured_solve(
+    inputs: Sequence[Tensor],
+    open_solve: OpenSolve[Any],
+    coarse: bool = False,
+    forms: Sequence[Tensor] | None = None,
+) -> _ByGraph:
     if settings.forks and available(inputs[0].device):
-        solve = _continued(inputs, open_solve)
+        solve = _continued(inputs, open_solve, forms)
         if solve is not None:
             return solve
         Workshop.retire(inputs[0].device)  # what was captured is gone by now, and its pool with it
-    return StagedSolve(inputs, open_solve, coarse)
+    return StagedSolve(inputs, open_solve, coarse, forms)
 
 
-def _continued(inputs: Sequence[Tensor], open_solve: OpenSolve[Any]) -> ContinuedSolve[Any] | None:
+def _continued(
+    inputs: Sequence[Tensor], open_solve: OpenSolve[Any], forms: Sequence[Tensor] | None
+) -> ContinuedSolve[Any] | None:
     try:
-        return ContinuedSolve(inputs, open_solve)
+        return ContinuedSolve(inputs, open_solve, forms=forms)
     except GraphRefusedError:
         return None
 
@@ -100,7 +118,12 @@ def called(key: Hashable, inputs: Sequence[Tensor], work: Work) -> tuple[list[Te
 
 
 def _by_graph(
-    key: Hashable, inputs: Sequence[Tensor], kind: Callable[..., _ByGraph], work: Any, lend: bool = False
+    key: Hashable,
+    inputs: Sequence[Tensor],
+    kind: Callable[..., _ByGraph],
+    work: Any,
+    lend: bool = False,
+    forms: Sequence[Tensor] | None = None,
 ) -> tuple[list[Any], object] | None:
     if not usable(inputs):
         return None
@@ -110,29 +133,34 @@ def _by_graph(
         return None
     try:
         with on(inputs[0].device):
-            return _launched(key, inputs, kind, work, lend)
+            return _launched(key, inputs, kind, work, lend, inputs if forms is None else forms)
     finally:
         _one_at_a_time.release()
 
 
 def _launched(
-    key: Hashable, inputs: Sequence[Tensor], kind: Callable[..., _ByGraph], work: Any, lend: bool
+    key: Hashable,
+    inputs: Sequence[Tensor],
+    kind: Callable[..., _ByGraph],
+    work: Any,
+    lend: bool,
+    forms: Sequence[Tensor],
 ) -> tuple[list[Any], object] | None:
     device = inputs[0].device
     stream = raw_stream(device)
-    form = (key, device, stream, _climate(), tuple((i.shape, i.dtype, i.stride()) for i in inputs))
+    form = (key, device, stream, _climate(), tuple((i.shape, i.dtype, i.stride()) for i in forms))
     if form not in _solves:
         if form not in _seen:
             _remember(_seen, form, None)
             return None
         # The solve that ran as it is has left its memory with the allocator, where a graph's pool can't have it.
         torch.cuda.empty_cache()
-        _remember(_solves, form, _tried(lambda: kind(inputs, work)))
+        _remember(_solves, form, _tried(lambda: kind(inputs, work, forms=forms)))
     _solves.move_to_end(form)
     solve = _solves[form]
     if solve is not None and solve.misjudged:
         coarse = not solve.coarse
-        solve = _solves[form] = _tried(lambda: kind(inputs, work, coarse))
+        solve = _solves[form] = _tried(lambda: kind(inputs, work, coarse, forms))
     return None if solve is None else (solve(inputs, work, lend), solve.facts)
 
 

@@ -52,7 +52,8 @@ class Rule:
 class Finish:
     """Where rows stand: best point, its residual, steps taken, status code, and the residual's history.
 
-    ``point`` is a matrix with a row a sample, or the parts of a state where a run works on these directly.
+    ``point`` is a matrix with a row a sample, or the parts of a state where a run works on these directly. ``room`` is
+    all of the memory whose beginning is ``trace``, where every tensor here is at the same place after every step.
     """
 
     point: Tensor | tuple[Tensor, ...]
@@ -60,6 +61,7 @@ class Finish:
     steps: Tensor
     codes: Tensor
     trace: Tensor
+    room: Tensor | None = None
 
 
 class Run(Protocol):

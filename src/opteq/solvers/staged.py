@@ -48,9 +48,16 @@ class StagedSolve(Stages[Solve]):
         inputs: of the first solve, for their form.
         open_solve: begins a solve that reads the given copies of the inputs. It is not kept.
         coarse: whether a stage has several steps.
+        forms: tensors whose strides the copies have; None for those of the inputs.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], coarse: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        open_solve: OpenSolve[Solve],
+        coarse: bool = False,
+        forms: Sequence[Tensor] | None = None,
+    ) -> None:
         device = inputs[0].device
         self.whole: OrderedDict[int, Any] = OrderedDict()  # by the place of its end: all of a solve in one graph
         self.left: list[Tensor] = []  # of every stage: which rows go on, in memory of the host
@@ -64,7 +71,7 @@ class StagedSolve(Stages[Solve]):
         largest = max(max(tensor.shape, default=1) for tensor in inputs)
         self.slots = HostSlots(8 * largest, torch.cuda.current_stream(device).cuda_stream)
         self.tell = _teller(device) if settings.fused and has_triton() else None
-        super().__init__(inputs, open_solve, coarse)
+        super().__init__(inputs, open_solve, coarse, forms)
 
     def __call__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], lend: bool = False) -> list[Tensor]:
         """The answer for ``inputs``, lent or as tensors of its own."""
@@ -134,7 +141,8 @@ class StagedSolve(Stages[Solve]):
         assert self.answer is not None
         if whole is None:
             self.answer.forget()  # it may have been read out already, too early
-            self.stages[place].finish.replay()
+            self.stages[place].settle.replay()
+            self.conclusion.replay()
         return self.answer.copies(lend)
 
     def _goes_on(self, place: int, quiet: bool) -> bool:
@@ -176,7 +184,7 @@ class StagedSolve(Stages[Solve]):
             self._advance(solve.run, chunk)
         if self.looks:
             self._note(solve.run, place)
-        self._read(solve)
+        self._conclude(solve, self._settle(solve.run, None).finish)
 
     def _prepare(self) -> None:
         self.slots.prepare()

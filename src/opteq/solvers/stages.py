@@ -1,4 +1,5 @@
-"""A solve captured in parts as CUDA graphs: its start, chunks of steps, and after each of them what reads the answer.
+"""A solve captured in parts as CUDA graphs: its start, chunks of steps, what brings their results to one place, and
+what makes the answer of these.
 
 The graphs run one after the other and share one pool of memory, so what a chunk leaves is where the next one expects
 it. Inputs are copied in and answers copied out, or lent and copied before they are overwritten: nobody outside of this
@@ -9,24 +10,26 @@ two solves but buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from opteq._fast import settings
 from opteq.solvers.answers import Answers
 from opteq.solvers.capture import Workshop
-from opteq.solvers.loop import Rule, Run
+from opteq.solvers.loop import Finish, Rule, Run
 
 
 class Capturable(Protocol):
-    """A solve under way whose answer is a list of tensors with fixed shapes, but for the first dimension of the last.
+    """A solve under way whose answer is a list of tensors.
 
-    That last one is the history of residuals, which grows with the steps. The three before it are the residuals, steps
-    and status codes of the samples.
+    The last one is the history of residuals. The three before it are the residuals, steps and status codes of the
+    samples.
     """
 
     @property
@@ -39,8 +42,8 @@ class Capturable(Protocol):
         """What is known before the first step: it goes with every answer."""
         ...
 
-    def tensors(self) -> list[Tensor]:
-        """The answer as it stands."""
+    def tensors(self, finish: Finish) -> list[Tensor]:
+        """The answer, given where the run stands."""
         ...
 
 
@@ -51,11 +54,38 @@ OpenSolve = Callable[[list[Tensor]], Solve]
 
 @dataclass(frozen=True)
 class Stage:
-    """Some steps, what reads the answer after them, and how long the history is by then."""
+    """Some steps, what brings their results to where they are read, and how long the history is by then."""
 
     steps: Any
-    finish: Any
+    settle: Any
     history: int
+
+
+class _Settled:
+    """Where a run stands, at the same place in memory whatever the number of its steps."""
+
+    def __init__(self, finish: Finish, longest: int) -> None:
+        if finish.room is not None:  # it is so by itself
+            self.finish = replace(finish, trace=finish.room)
+            return
+        room = finish.trace.new_empty(longest, *finish.trace.shape[1:])
+        # Copies, for all of it may be tensors that something else is read from.
+        parts = [torch.empty_like(part) for part in self._parts(finish)]
+        point = parts[0] if isinstance(finish.point, Tensor) else tuple(parts[:-3])
+        residual, steps, codes = parts[-3:]
+        self.finish = Finish(point, residual, steps, codes, room, room)
+
+    def take(self, finish: Finish) -> None:
+        """Bring a finish there."""
+        if finish.room is None:
+            own = self.finish.trace[: len(finish.trace)]
+            for mine, part in zip([*self._parts(self.finish), own], [*self._parts(finish), finish.trace], strict=True):
+                mine.copy_(part)
+
+    @staticmethod
+    def _parts(finish: Finish) -> list[Tensor]:
+        point = (finish.point,) if isinstance(finish.point, Tensor) else finish.point
+        return [*point, finish.residual, finish.steps, finish.codes]
 
 
 class Stages(Generic[Solve]):
@@ -68,18 +98,26 @@ class Stages(Generic[Solve]):
         inputs: of the first solve, for their form.
         open_solve: begins a solve that reads the given copies of the inputs. It is not kept.
         coarse: whether a stage has several steps.
+        forms: tensors whose strides the copies have; None for those of the inputs.
     """
 
     keeps = False
 
-    def __init__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], coarse: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        open_solve: OpenSolve[Solve],
+        coarse: bool = False,
+        forms: Sequence[Tensor] | None = None,
+    ) -> None:
         self.coarse = coarse
         self.device = inputs[0].device
         self.workshop = Workshop.here(self.device)
         self.lot = self.workshop.buffers.lot()
         self.stages: list[Stage] = []
+        self.conclusion: Any = None
         self.answer: Answers | None = None
-        self.inputs = self.lot.filled(inputs)
+        self.inputs = self.lot.filled(inputs, forms)
         self.age = self.workshop.buffers.next_age()
         with self.workshop.entered():
             self.facts = self._capture(open_solve)
@@ -101,10 +139,14 @@ class Stages(Generic[Solve]):
         self._prepare()
         steps, solve = self._record(partial(self._first, open_solve))
         self.chunks = chunks(solve.run.rule, self.coarse or not self.looks)
-        taken = 0
+        settled, taken = None, 0
         for chunk in (*self.chunks, None):
-            finish, _ = self._record(partial(self._read, solve))
-            self.stages.append(Stage(steps, finish, taken + 1))
+            settle, at = self._record(partial(self._settle, solve.run, settled))
+            self.stages.append(Stage(steps, settle, taken + 1))
+            if settled is None:
+                # Before there are any steps: what they keep for the steps after them may not be there when it runs.
+                self.conclusion, _ = self._record(partial(self._conclude, solve, at.finish))
+            settled = at
             if chunk is not None:
                 self._prepare()
                 steps, _ = self._record(partial(self._further, solve.run, chunk))
@@ -136,15 +178,30 @@ class Stages(Generic[Solve]):
         for _ in range(steps):
             run.advance()
 
-    def _read(self, solve: Solve) -> None:
-        keeping, settings.keeping = settings.keeping, False  # steps are replayed after each other, this may never be
-        try:
-            tensors = solve.tensors()
-        finally:
-            settings.keeping = keeping
+    @staticmethod
+    def _settle(run: Run, settled: _Settled | None) -> _Settled:
+        with _nothing_kept():  # steps are replayed after each other, this may never be
+            finish = run.finish()
+        settled = _Settled(finish, run.rule.max_steps + 1) if settled is None else settled
+        settled.take(finish)
+        return settled
+
+    def _conclude(self, solve: Solve, finish: Finish) -> None:
+        with _nothing_kept():
+            tensors = solve.tensors(finish)
         if self.answer is None:
-            self.answer = Answers(self.lot, tensors, solve.run.rule.max_steps + 1)
-        self.answer.write(tensors)
+            self.answer = Answers(self.lot, tensors)
+        else:
+            self.answer.write(tensors)
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    keeping, settings.keeping = settings.keeping, False
+    try:
+        yield
+    finally:
+        settings.keeping = keeping
 
 
 def chunks(rule: Rule, several: bool) -> list[int]:

@@ -62,8 +62,7 @@ class FusedPlain:
 
     def finish(self) -> Finish:
         """The best points, and how they were reached."""
-        best = self.book.settle(self.point, self.before)
-        return Finish(tuple(best), *self.book.summary())
+        return self.book.summary(self.book.settle(self.point, self.before))
 
     def _sums(self) -> int:
         return 2

@@ -20,7 +20,15 @@ numbers. What kernels call inside stays in their modules:
 from __future__ import annotations
 
 from opteq.solvers.fused.anderson_kernels import anderson_mix, anderson_observe
-from opteq.solvers.fused.cg_kernels import cg_begin, cg_curvature, cg_direction, cg_judge, cg_update
+from opteq.solvers.fused.cg_kernels import (
+    cg_begin,
+    cg_curvature,
+    cg_direction,
+    cg_judge,
+    cg_settle,
+    cg_squares,
+    cg_update,
+)
 from opteq.solvers.fused.image_judgement import images_judge
 from opteq.solvers.fused.image_kernels import images_begin, images_mix, images_observe
 from opteq.solvers.fused.judgement import judge, judge_start
@@ -57,6 +65,8 @@ __all__ = [
     "cg_curvature",
     "cg_direction",
     "cg_judge",
+    "cg_settle",
+    "cg_squares",
     "cg_update",
     "images_begin",
     "images_judge",

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opteq.solvers.fused import kernels
-from opteq.solvers.loop import Rule
+from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.status import Status
 
 BLOCK = 2048
@@ -102,6 +102,8 @@ class Ledger:
         self.numbers = torch.empty(6, blocks.rows, dtype=torch.float64, device=device)
         self.sums = torch.empty(blocks.rows, sums, blocks.parts, dtype=wide, device=device)
         self.trace = torch.empty(rule.max_steps + 1, blocks.rows, dtype=torch.float64, device=device)
+        self.residual = torch.empty(blocks.rows, dtype=torch.float64, device=device)
+        self.steps, self.codes = (torch.empty(blocks.rows, dtype=torch.int64, device=device) for _ in range(2))
         self.step = 0
         self.wide_type = tl.float64 if wide == torch.float64 else tl.float32
         self.width_of_sums = power_of_two(blocks.parts)
@@ -132,13 +134,12 @@ class Ledger:
             )
         return self.best
 
-    def summary(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Residual, steps, status codes and trace."""
-        rows, device = self.blocks.rows, self.flags.device
-        residual = torch.empty(rows, dtype=torch.float64, device=device)
-        steps, codes = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+    def summary(self, best: Sequence[Tensor]) -> Finish:
+        """The end of a solve with these points."""
+        rows = self.blocks.rows
         kernels.summarise[(-(-rows // _SUMMARISED),)](
-            self.flags, self.numbers, residual, steps, codes, rows, self.tol, CONVERGED=int(Status.CONVERGED),
-            MAX_STEPS=int(Status.MAX_STEPS), BLOCK=_SUMMARISED, num_warps=1,
+            self.flags, self.numbers, self.residual, self.steps, self.codes, rows, self.tol,
+            CONVERGED=int(Status.CONVERGED), MAX_STEPS=int(Status.MAX_STEPS), BLOCK=_SUMMARISED, num_warps=1,
         )  # fmt: skip
-        return residual, steps, codes, self.trace[: self.step + 1]
+        trace = self.trace[: self.step + 1]
+        return Finish(tuple(best), self.residual, self.steps, self.codes, trace, room=self.trace)

@@ -58,18 +58,27 @@ class LinearSolver(metaclass=NamedOptions):
     def open(self, product: Product, rhs: Tensor, eps: float = 0.0) -> LinearSession:
         """A solve that has not begun; arguments as for :meth:`solve`."""
         unit, scale = unit_rows(rhs)
-        return LinearSession(PlainRun(self._process(product, unit), self.rule(rhs, eps)), scale)
+        return LinearSession(PlainRun(self._process(product, unit), self.rule(rhs.dtype, rhs.device, eps)), scale)
 
-    def open_states(self, product: Callable[[State], State], rhs: State, layout: Layout, eps: float) -> LinearSession:
+    def open_states(
+        self,
+        product: Callable[[State], State],
+        rhs: State,
+        layout: Layout,
+        eps: float,
+        added: State | None = None,
+    ) -> LinearSession:
         """A solve of ``(I - S) v = rhs`` on states.
 
         Args:
             product: applies S to states of ``layout``'s dtypes.
-            rhs: the right side, in any precision.
+            rhs: the right side, of ``layout``.
             layout: how states are matrices.
             eps: rounding of ``product``.
+            added: a state that the answer is given together with, as their sum; None for the answer alone.
         """
-        return self.open(lambda rows: rows - layout.pack(product(layout.unpack(rows))), layout.pack(rhs), eps)
+        session = self.open(lambda rows: rows - layout.pack(product(layout.unpack(rows))), layout.pack(rhs), eps)
+        return session if added is None else replace(session, added=layout.pack(added))
 
     def open_refined(
         self, product: PartialProduct, coarse: Product | None, error: float, rhs: Tensor, eps: float
@@ -86,10 +95,10 @@ class LinearSolver(metaclass=NamedOptions):
         del coarse, error  # most methods can't tell how far their recurrences have drifted from the truth
         return self.open(lambda rows: rows - product(rows, None), rhs, eps)
 
-    def rule(self, rhs: Tensor, eps: float) -> Rule:
-        """When to stop, for right sides like ``rhs`` and products that are rounded to ``eps``."""
-        every = self.check_every or (1 if rhs.device.type == "cpu" else 4)
-        return Rule(max(self.tol, eps, torch.finfo(rhs.dtype).eps), self.max_steps, every)
+    def rule(self, dtype: torch.dtype, device: torch.device, eps: float) -> Rule:
+        """When to stop, for steps in ``dtype`` on ``device`` and products that are rounded to ``eps``."""
+        every = self.check_every or (1 if device.type == "cpu" else 4)
+        return Rule(max(self.tol, eps, torch.finfo(dtype).eps), self.max_steps, every)
 
     @abstractmethod
     def _process(self, product: Product, rhs: Tensor) -> Process:
@@ -98,19 +107,26 @@ class LinearSolver(metaclass=NamedOptions):
 
 @dataclass(frozen=True)
 class LinearSession:
-    """A linear solve under way, for right sides that were divided by ``scale``."""
+    """A linear solve under way.
+
+    Attributes:
+        run: what advances.
+        scale: what right sides were divided by; None where the run's answers are those that are asked for.
+        added: what is added to them then.
+    """
 
     run: Run
-    scale: Tensor
+    scale: Tensor | None
+    added: Tensor | None = None
 
-    def finish(self) -> Finish:
-        """Where the solve stands."""
-        finish = self.run.finish()
-        if isinstance(finish.point, Tensor):
-            return replace(finish, point=finish.point * self.scale)
-        scale = self.scale[:, 0]
-        parts = tuple(part * scale.reshape(-1, *[1] * (part.ndim - 1)) for part in finish.point)
-        return replace(finish, point=parts)
+    def finish(self, finish: Finish | None = None) -> Finish:
+        """Where the solve stands; or stood, at a ``finish`` of its run."""
+        finish = self.run.finish() if finish is None else finish
+        if self.scale is None:
+            return finish
+        assert isinstance(finish.point, Tensor)
+        point = finish.point * self.scale
+        return replace(finish, point=point if self.added is None else point + self.added)
 
 
 def unit_rows(rhs: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ from opteq.solvers.linear.base import (
     ratio,
     sample_norms,
     unit_rows,
-    usable_scale,
 )
 from opteq.solvers.loop import Process
 from opteq.solvers.refined import RefinedRun
@@ -39,24 +38,28 @@ class CG(LinearSolver):
     def _process(self, product: Product, rhs: Tensor) -> Process:
         return _ConjugateGradients(product, rhs)
 
-    def open_states(self, product: Callable[[State], State], rhs: State, layout: Layout, eps: float) -> LinearSession:
+    def open_states(
+        self,
+        product: Callable[[State], State],
+        rhs: State,
+        layout: Layout,
+        eps: float,
+        added: State | None = None,
+    ) -> LinearSession:
         """As for every linear solver, in fused kernels where they can be used."""
         if not supports(blocks(rhs)):
-            return super().open_states(product, rhs, layout, eps)
+            return super().open_states(product, rhs, layout, eps, added)
         from opteq.solvers.fused.conjugate_gradients import FusedConjugateGradients
         from opteq.solvers.fused.ledger import Blocks
 
         memory = Blocks(blocks(rhs), layout.rows)
         if not memory.fits:
-            return super().open_states(product, rhs, layout, eps)
-
-        def lowered(v: State) -> State:
-            return product(layout.typed(v))
-
-        lengths = sample_norms(rhs, layout.coupled)
-        scale = usable_scale(lengths).to(layout.dtype)[:, None]
-        rule = self.rule(scale, eps)
-        return LinearSession(FusedConjugateGradients(lowered, rhs, lengths, memory, rule, layout.dtype), scale)
+            return super().open_states(product, rhs, layout, eps, added)
+        # Squares of float64 may be too large for any number.
+        lengths = sample_norms(rhs, layout.coupled) if torch.float64 in layout.dtypes else None
+        rule = self.rule(layout.dtype, layout.device, eps)
+        run = FusedConjugateGradients(product, rhs, lengths, added, memory, rule, layout.dtype)
+        return LinearSession(run, None)
 
     def open_refined(
         self, product: PartialProduct, coarse: Product | None, error: float, rhs: Tensor, eps: float
@@ -65,7 +68,7 @@ class CG(LinearSolver):
         if coarse is None:
             return super().open_refined(product, coarse, error, rhs, eps)
         unit, scale = unit_rows(rhs)
-        rule = self.rule(rhs, eps)
+        rule = self.rule(rhs.dtype, rhs.device, eps)
         process = _RefinedConjugateGradients(product, coarse, error, unit, rule.tol)
         return LinearSession(RefinedRun(process, rule), scale)
 
