@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from opteq import models
 from opteq.operators import norms, together
-from opteq.operators.captured import Job, in_one_launch
+from opteq.operators.captured import Aside, Job, in_one_launch
 
 NAMES = ("opteq-199k", "mopteq-193k", "mopteq-0.48m", "geq-5m")
 
@@ -51,13 +51,13 @@ class Bounds:
         self.kept = False
         self.inside = 0.0
 
-    def __call__(self, *jobs: Job, stream: Any = None) -> list[Tensor]:
+    def __call__(self, *jobs: Job, aside: Aside | None = None) -> list[Tensor]:
         if not self.found.keys() >= {id(job.inputs[0]) for job in jobs}:
             self.found |= {id(job.inputs[0]): in_one_launch(job)[0].detach() for job in jobs}
         if self.kept:
             return [self.found[id(job.inputs[0])] for job in jobs]
         if self.on_gpu:
-            return in_one_launch(*jobs, stream=stream)
+            return in_one_launch(*jobs, aside=aside)
         begun = time.perf_counter()
         values = [self._with_gradient(job) for job in jobs]
         self.inside += time.perf_counter() - begun

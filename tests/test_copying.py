@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unse
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
 
 
 @triton
@@ -57,7 +57,7 @@ def turned(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.Monke
 def test_copies_are_those_of_torch(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_copying, "_LARGE", large)
     tensors = [numbers(3, 4), numbers(2, 3, 4, 5), numbers(2, 3, 4, 5).to(memory_format=torch.channels_last)]
-    tensors += [numbers(6, 7).mT, numbers(2, 3, 4, 5)[:, :, ::2], numbers(())]
+    tensors += [numbers(6, 7).mT, numbers(2, 3, 4, 5)[:, :, ::2], numbers(1)[0]]
     into = [torch.empty(tensor.shape, dtype=torch.float64, device=DEVICE) for tensor in tensors]
     into[1] = into[1].to(memory_format=torch.channels_last)
     copy_all(into, tensors)

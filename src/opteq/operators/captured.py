@@ -1,10 +1,11 @@
-"""Numbers and their gradients, computed by a GPU in one launch.
+"""Numbers and their gradients, computed by a GPU in one launch each.
 
 The bound on a weight is a scalar function of a few parameters, made of fifty to three hundred small operations. A GPU
 computes each of them faster than Python can launch it, and several such functions at once faster than one after the
-other. Captured once as a CUDA graph with a branch for every function, values and gradients together are replayed as
-one. The gradient of a scalar is known as soon as its value is, whatever will be asked of it later, so nothing of the
-graph has to stay alive for a backward pass: what leaves is copied, and a replay for the next batch harms nobody.
+other. Captured once as two CUDA graphs, each with a branch for every function, values are replayed as one, and so are
+gradients. The gradient of a scalar is known once its value is, whatever will be asked of it later, so nothing of the
+graphs has to stay alive for a backward pass: what leaves is copied, and a replay for the next batch harms nobody. On a
+stream of their own, gradients are computed beside all that is done with the values.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from opteq._copying import copy_all
 from opteq._fast import settings
 
 Scalar = Callable[..., Tensor]
+Result = TypeVar("Result")
 
 # A captured graph holds device memory for its intermediate results; old ones go when there are many.
 _MOST_GRAPHS = 64
@@ -47,42 +50,58 @@ class Job:
         return self.name, tuple((i.shape, i.dtype, i.stride()) for i in self.inputs)
 
 
-def in_one_launch(*jobs: Job, stream: Any = None) -> list[Tensor]:
-    """The value of every job; on a GPU by one graph with their gradients, elsewhere by calling the functions.
+class Aside:
+    """Another stream than the one in force, and when it has values: whoever uses one waits for ``ready`` first."""
 
-    With ``stream`` the graph runs there, and whoever uses a value waits for that stream first.
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.ready: Any = None
+
+
+def in_one_launch(*jobs: Job, aside: Aside | None = None) -> list[Tensor]:
+    """The value of every job; on a GPU by graphs, with their gradients, elsewhere by calling the functions.
+
+    With ``aside`` the graphs run there.
     """
     flat = tuple(tensor for job in jobs for tensor in job.inputs)
     if not _capturable(flat):
         return [job.function(*job.inputs) for job in jobs]
-    values: tuple[Tensor, ...] = _OneLaunch.apply(jobs, stream, *flat)  # type: ignore[no-untyped-call]
+    values: tuple[Tensor, ...] = _OneLaunch.apply(jobs, aside, *flat)  # type: ignore[no-untyped-call]
     return list(values)
 
 
 class _OneLaunch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, jobs: Sequence[Job], stream: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if stream is not None:
+    def forward(ctx: Any, jobs: Sequence[Job], aside: Aside | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.jobs = [(job.function, len(job.inputs)) for job in jobs]
+        ctx.known = None  # when gradients are known, where that is not in the order of this stream
+        wanted = any(ctx.needs_input_grad)
+        if aside is None:
+            graph = _graph(jobs, wanted)
+            values, slopes = _evaluated(jobs, wanted) if graph is None else (graph.values(inputs), graph.slopes())
+        else:
             # Only the numbers are made on the other stream: autograd's node, and so its backward, belongs to this one.
             here = torch.cuda.current_stream(inputs[0].device)
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                values: tuple[Tensor, ...] = _OneLaunch.forward(ctx, jobs, None, *inputs)
-            for tensor in (*values, *ctx.to_save):
+            aside.stream.wait_stream(here)
+            with torch.cuda.stream(aside.stream):
+                graph = _graph(jobs, wanted)
+                if graph is None:
+                    values, slopes = _evaluated(jobs, wanted)
+                    aside.ready = ctx.known = aside.stream.record_event()
+                else:
+                    values = graph.values(inputs)
+                    aside.ready = aside.stream.record_event()
+                    slopes = graph.slopes()
+                    ctx.known = aside.stream.record_event()
+            for tensor in (*values, *slopes):
                 tensor.record_stream(here)
-            return values
-        wanted = any(ctx.needs_input_grad)
-        graph = _graph(jobs, wanted)
-        if graph is None:  # capture is not possible here: the same numbers, one launch after the other
-            found = [_evaluate(job.function, [i.detach().requires_grad_() for i in job.inputs], wanted) for job in jobs]
-        else:
-            found = graph.replay(inputs)
-        ctx.jobs = [(job.function, len(job.inputs)) for job in jobs]
-        ctx.save_for_backward(*inputs, *(slope for _, slopes in found for slope in slopes))
-        return tuple(value for value, _ in found)
+        ctx.save_for_backward(*inputs, *slopes)
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if ctx.known is not None:
+            torch.cuda.current_stream(gradients[0].device).wait_event(ctx.known)
         half = len(ctx.saved_tensors) // 2
         inputs, slopes = ctx.saved_tensors[:half], list(ctx.saved_tensors[half:])
         spread: list[Tensor] = []
@@ -113,53 +132,86 @@ class _Graph:
                     for job, own in zip(jobs, copies, strict=True):
                         _evaluate(job.function, own, wanted)
             torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            # What other threads do meanwhile, one that loads data for instance, is no concern of this capture.
-            capture = torch.cuda.graph(self.graph, pool=_pool(device, home), capture_error_mode="thread_local")
             try:
-                with no_garbage_collected(), capture:
-                    self.found = self._side_by_side(jobs, copies, wanted)
+                with no_garbage_collected(), torch.set_grad_enabled(wanted):
+                    works = [partial(job.function, *own) for job, own in zip(jobs, copies, strict=True)]
+                    # The same for both: autograd goes back on the streams of the way there.
+                    branches = [torch.cuda.Stream() for _ in jobs]  # type: ignore[no-untyped-call]
+                    self.first, values = self._captured(works, branches, home)
+                    self.second, slopes = None, [[torch.zeros_like(i) for i in own] for own in copies]
+                    if wanted:
+                        pairs = zip(values, copies, strict=True)
+                        works_back = [partial(_slopes, *pair) for pair in pairs]
+                        self.second, slopes = self._captured(works_back, branches, home)
             except BaseException:
                 # The allocator may take the pool for one that is still recorded to: the next capture has another one.
                 _pools.pop((device, home), None)
                 mend_generator()
                 raise
+            self.found = [value.detach() for value in values]
+            self.slopes_found = [slope for own in slopes for slope in own]
 
-    def replay(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-        """Values and gradients at ``inputs``, as copies."""
+    def values(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Values at ``inputs``, as copies."""
         with torch.no_grad():
             copy_all(self.inputs, [given.detach() for given in inputs])
-            self.graph.replay()
-            inside = [tensor for value, slopes in self.found for tensor in (value, *slopes)]
-            outside = [torch.empty_like(tensor) for tensor in inside]
-            copy_all(outside, inside)
-        rest = iter(outside)
-        return [(next(rest), [next(rest) for _ in slopes]) for _, slopes in self.found]
+            self.first.replay()
+        return self._copies(self.found)
+
+    def slopes(self) -> list[Tensor]:
+        """Gradients by all inputs where :meth:`values` was just asked for, as copies."""
+        if self.second is not None:
+            self.second.replay()
+        return self._copies(self.slopes_found)
 
     @staticmethod
-    def _side_by_side(
-        jobs: Sequence[Job], copies: list[list[Tensor]], wanted: bool
-    ) -> list[tuple[Tensor, list[Tensor]]]:
-        """Every job on a stream of its own: in the graph they are branches that a GPU may run at the same time."""
-        if len(jobs) == 1:
-            return [_evaluate(jobs[0].function, copies[0], wanted)]
-        main, found = torch.cuda.current_stream(), []
-        branches = [torch.cuda.Stream() for _ in jobs]  # type: ignore[no-untyped-call]
-        for branch in branches:  # all of them leave before the first one returns, or each would wait for the last
-            branch.wait_stream(main)
-        for branch, job, own in zip(branches, jobs, copies, strict=True):
-            with torch.cuda.stream(branch):
-                found.append(_evaluate(job.function, own, wanted))
-        for branch in branches:
-            main.wait_stream(branch)
-        return found
+    @torch.no_grad()
+    def _copies(inside: list[Tensor]) -> list[Tensor]:
+        outside = [torch.empty_like(tensor) for tensor in inside]
+        copy_all(outside, inside)
+        return outside
+
+    @staticmethod
+    def _captured(
+        works: Sequence[Callable[[], Result]], branches: Sequence[Any], home: int
+    ) -> tuple[Any, list[Result]]:
+        graph, device = torch.cuda.CUDAGraph(), torch.device("cuda", torch.cuda.current_device())
+        # What other threads do meanwhile, one that loads data for instance, is no concern of this capture.
+        with torch.cuda.graph(graph, pool=_pool(device, home), capture_error_mode="thread_local"):
+            found = _side_by_side(works, branches)
+        return graph, found
+
+
+def _side_by_side(works: Sequence[Callable[[], Result]], branches: Sequence[Any]) -> list[Result]:
+    """All works, each on a stream of its own: in a graph they are branches that a GPU may run at the same time."""
+    if len(works) == 1:
+        return [works[0]()]
+    main, found = torch.cuda.current_stream(), []
+    for branch in branches:  # all of them leave before the first one returns, or each would wait for the last
+        branch.wait_stream(main)
+    for branch, work in zip(branches, works, strict=True):
+        with torch.cuda.stream(branch):
+            found.append(work())
+    for branch in branches:
+        main.wait_stream(branch)
+    return found
+
+
+def _slopes(value: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(value, inputs))
 
 
 def _evaluate(function: Scalar, inputs: list[Tensor], wanted: bool) -> tuple[Tensor, list[Tensor]]:
     with torch.set_grad_enabled(wanted):
         value = function(*inputs)
-        slopes = list(torch.autograd.grad(value, inputs)) if wanted else [torch.zeros_like(i) for i in inputs]
+        slopes = _slopes(value, inputs) if wanted else [torch.zeros_like(i) for i in inputs]
     return value.detach(), slopes
+
+
+def _evaluated(jobs: Sequence[Job], wanted: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Values and gradients where no graph can be captured: the same numbers, one launch after the other."""
+    found = [_evaluate(job.function, [i.detach().requires_grad_() for i in job.inputs], wanted) for job in jobs]
+    return [value for value, _ in found], [slope for _, slopes in found for slope in slopes]
 
 
 def _graph(jobs: Sequence[Job], wanted: bool) -> _Graph | None:

@@ -2,7 +2,7 @@
 
 A sweep in half precision (:mod:`opteq.operators.half`) tells which frequencies may attain the maximum. The few with the
 largest bounds are computed again in float32; the result is the largest of their values, or, if that is larger, the
-largest bound of the others. The derivative follows at once, for the winner alone. With ``D_t`` the derivative by
+largest bound of the others. The derivative is that of the winner alone. With ``D_t`` the derivative by
 ``M_t`` and ``W_t = (1 - c_t M_t) D_{t+1}``, all of them polynomials of the Gram matrix that commute,
 
     D_t = -2 c_t W_t + (derivative by c_t) (derivative of c_t by M_t),
@@ -107,20 +107,21 @@ class _Largest(torch.autograd.Function):
                 form = _forms(taps, grid)
                 bounds = rounded_bounds(form, length, squarings)
                 picked, others = _chosen(bounds)
-            result, winner, slope = _best(form, length, squarings, picked, others, ctx.needs_input_grad[0])
-        if slope is not None:
-            by_taps = _to_taps(slope, taps, grid, winner)
-            ctx.again = again
-            ctx.save_for_backward(taps, by_taps, winner, result)
+            result, winner, way = _best(form, length, squarings, picked, others)
+        if ctx.needs_input_grad[0]:
+            ctx.grid, ctx.again = grid, again
+            ctx.save_for_backward(taps, winner, result, *way)
         return result[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        taps, by_taps, winner, result = ctx.saved_tensors
+        taps, winner, result, *way = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative may follow: give it the operations themselves
             value = ctx.again(taps, winner[1:2], winner[2:]).squeeze(0) * result[1]
             return torch.autograd.grad(value, taps, gradient, create_graph=True)[0], None, None, None
-        return gradient * by_taps, None, None, None
+        with torch.cuda.device_of(taps):  # type: ignore[no-untyped-call]
+            slope = _slope(result, winner, _Way(*way))
+        return gradient * _to_taps(slope, taps, ctx.grid, winner), None, None, None
 
 
 def _forms(taps: Tensor, grid: Grid) -> Tensor:
@@ -143,10 +144,18 @@ def _chosen(bounds: Tensor) -> tuple[Tensor, Tensor]:
     return picked, others
 
 
+class _Way(NamedTuple):
+    """What was computed on the way to a result: all powers of the matrices, sums over them, and rates of change."""
+
+    powers: Tensor
+    sums: Tensor
+    rates: Tensor
+
+
 def _best(
-    form: Tensor, length: Tensor, squarings: int, picked: Tensor | None, others: Tensor | None, wanted: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The result with what it was raised by, ``(2,)``; place, frequency and group ``(3,)``; the slope ``(n, n)``."""
+    form: Tensor, length: Tensor, squarings: int, picked: Tensor | None, others: Tensor | None
+) -> tuple[Tensor, Tensor, _Way]:
+    """The result with what it was raised by, ``(2,)``; place, frequency and group ``(3,)``; and the way to it."""
     from opteq.operators import squaring_kernels as kernels
 
     batch, n = len(form) if picked is None else len(picked), form.shape[-1]
@@ -160,8 +169,8 @@ def _best(
     values, rates = torch.empty(batch, device=device), torch.empty(batch, 2, levels, device=device)
     winner, result = torch.empty(3, dtype=torch.int64, device=device), torch.empty(2, device=device)
     source, rest = (form, form) if picked is None or others is None else (picked, others)
-    shape: dict[str, Any] = {"REAL": real, "TILE": tiling.tile, "num_warps": 4}
-    product = {"PRECISION": _PRECISION, "PARTS": tiling.padded, "K": 32, "num_stages": 2, **shape}
+    shape = _shape(real, tiling)
+    product = _product(tiling, shape)
     grid = (pairs, batch)
     kernels.begin[grid](
         form, source, length, powers[0, 0], powers[0, -1], sums[0], n, each, pairs, PICKED=not real, **shape
@@ -176,8 +185,26 @@ def _best(
         EPS=torch.finfo(form.dtype).eps, LEVELS=levels, PARTS=tiling.padded, num_warps=1,
     )  # fmt: skip
     kernels.settle[(1,)](values, source, rest, winner, result, each, MOST=batch, PICKED=not real, num_warps=1)
-    if not wanted:
-        return result, winner, None
+    return result, winner, _Way(powers, sums, rates)
+
+
+def _shape(real: bool, tiling: Tiling) -> dict[str, Any]:
+    return {"REAL": real, "TILE": tiling.tile, "num_warps": 4}
+
+
+def _product(tiling: Tiling, shape: dict[str, Any]) -> dict[str, Any]:
+    return {"PRECISION": _PRECISION, "PARTS": tiling.padded, "K": 32, "num_stages": 2, **shape}
+
+
+def _slope(result: Tensor, winner: Tensor, way: _Way) -> Tensor:
+    """The derivative ``(n, n)`` of the result by the winner's real form."""
+    from opteq.operators import squaring_kernels as kernels
+
+    powers, sums, rates = way
+    squarings, n, device = len(powers) - 1, powers.shape[-1], powers.device
+    tiling, levels = Tiling(n, 32), rates.shape[-1]
+    pairs, shape = tiling.pairs, _shape(powers.shape[1] == 1, tiling)
+    product = _product(tiling, shape)
     two = torch.empty(2, 2, n, n, device=device)
     traces = torch.empty(2, pairs, device=device)
     for step in reversed(range(squarings)):
@@ -192,7 +219,7 @@ def _best(
         powers[0, 0], powers[0, -1], *two[0], winner, rates, traces[0], sums[0], result, slope, n, pairs,
         LEVELS=levels, PARTS=tiling.padded, **shape,
     )  # fmt: skip
-    return result, winner, slope
+    return slope
 
 
 def _to_taps(slope: Tensor, taps: Tensor, grid: Grid | None, winner: Tensor) -> Tensor:

@@ -7,17 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opteq.operators.base import Operator
-from opteq.operators.captured import in_one_launch
+from opteq.operators.captured import Aside, in_one_launch
 from opteq.operators.norms import Known, known_scales, scale_job
 
+# Operations of a product from which a GPU is busy with it for longer than Python takes to use another stream.
+_LONG = 10**10
 _side_streams: dict[torch.device, Any] = {}
 
 
 @contextmanager
-def bounded_together(module: nn.Module, ahead: bool = False) -> Iterator[None]:
+def bounded_together(module: nn.Module, ahead: bool = False, beside: Tensor | None = None) -> Iterator[None]:
     """While this is in force, operators inside ``module`` take their bounds from one computation for all of them.
 
     Bounds are chains of small operations, which leave a GPU mostly idle; those of several branches fit beside each
@@ -27,20 +29,25 @@ def bounded_together(module: nn.Module, ahead: bool = False) -> Iterator[None]:
     Args:
         module: what holds the operators.
         ahead: compute on a stream of their own, so that work which follows does not wait until it needs a bound.
+        beside: an input to be multiplied by weights of about their size meanwhile; where it is large enough for that to
+            take some time, they are computed ahead.
     """
     if known_scales.get() is not None or torch.compiler.is_compiling():  # a problem inside a problem: done already
         yield
         return
     bounded = [found for part in module.modules() if isinstance(part, Operator) and (found := part.bounded_by())]
+    if beside is not None and beside.ndim > 1 and bounded:
+        rows = beside.numel() // max(1, beside.shape[1])
+        ahead = ahead or 2 * rows * max(weight.numel() for weight, *_ in bounded) >= _LONG
     if len(bounded) < (1 if ahead else 2) or not all(weight.is_cuda for weight, *_ in bounded):
         yield
         return
     jobs = [scale_job(*found) for found in bounded]
     ready = None
     if ahead and not torch.cuda.is_current_stream_capturing():
-        side = _side_stream(bounded[0][0].device)
-        scales = in_one_launch(*jobs, stream=side)
-        ready = side.record_event()
+        aside = Aside(_side_stream(bounded[0][0].device))
+        scales = in_one_launch(*jobs, aside=aside)
+        ready = aside.ready
     else:
         scales = in_one_launch(*jobs)
     known = {id(weight): Known(weight, scale, ready) for (weight, *_), scale in zip(bounded, scales, strict=True)}

@@ -34,7 +34,7 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
             self._check_input(part)
         if not blocks(x)[0].is_cuda:
             return self.bind(x)
-        with bounded_together(self):
+        with bounded_together(self, beside=blocks(x)[0]):
             return self.bind(x)
 
     def certificate(self) -> Certificate:

@@ -59,7 +59,8 @@ class GEQ(Problem):
 
     def bind(self, x: Tensor) -> BoundGEQ:
         """``U x + b``, the bounded W, and the kernel with its parameters settled, computed once."""
-        W, c = self.W.prepare(), inject(self.U, x)
+        c = inject(self.U, x)  # before W, whose bound may be computed meanwhile
+        W = self.W.prepare()
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)
         # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.

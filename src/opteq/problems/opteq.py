@@ -71,7 +71,8 @@ class OptEq(Problem):
 
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""
-        return BoundOptEq(self, Block(self.W.prepare(), inject(self.U, x), self.penalty, self.mu))
+        c = inject(self.U, x)  # before W, whose bound may be computed meanwhile
+        return BoundOptEq(self, Block(self.W.prepare(), c, self.penalty, self.mu))
 
     def known_contraction(self) -> bool:
         """Whether the bound on W alone, whatever the weights, makes a step contract."""

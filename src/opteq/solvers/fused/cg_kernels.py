@@ -55,7 +55,11 @@ def cg_begin(
     finite = length < float("inf")  # false for NaN
     some = finite & (length > 0)
     usable = tl.where(some, length, 1.0)
-    r = (tl.load(rhs + at, mask=inside, other=0.0).to(tl.float64) / usable).to(WIDE)
+    r = tl.load(rhs + at, mask=inside, other=0.0).to(tl.float64)
+    if SQUARED:  # lengths of float32 have an inverse, and numbers to spare; a division takes a GPU much longer
+        r = (r * (1.0 / usable)).to(WIDE)
+    else:
+        r = (r / usable).to(WIDE)
     tl.store(direction + at, r, mask=inside)
     if NARROW:
         tl.store(low + at, r.to(low.dtype.element_ty), mask=inside)
