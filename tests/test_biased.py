@@ -195,19 +195,11 @@ def test_modules_that_do_something_else_are_called() -> None:
     torch.testing.assert_close(problem(x).block.c if hasattr(problem(x), "block") else U(x), U(x))
 
 
-def test_what_is_worth_it_depends_on_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_of_the_result() -> None:
     U, x = case((2, 3, 6, 8), 5, torch.float32, stride=2)
-    size, operations = U(x).numel() * 4, 2 * U(x)[:, 0].numel() * U.weight.numel()
-    monkeypatch.setattr(biased, "_WORTH", size)
-    assert biased._is_worth_it(U, x)
+    assert biased._bytes(U, x) == U(x).numel() * 4
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not biased._is_worth_it(U, x)
-        monkeypatch.setattr(biased, "_LITTLE", size // 2)
-        for long in (operations, operations + 1):
-            monkeypatch.setattr(biased, "_LONG", long)
-            assert biased._is_worth_it(U, x) == (long == operations)
-    monkeypatch.setattr(biased, "_WORTH", size + 1)
-    assert not biased._is_worth_it(U, x)
+        assert biased._bytes(U, x) == U(x).numel() * 2
 
 
 @triton

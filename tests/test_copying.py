@@ -46,6 +46,7 @@ def turned(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.Monke
     calls, turn = [], kernels.turn
     monkeypatch.setattr(kernels, "turn", lambda *given: (calls.append(1), turn(*given)))
     monkeypatch.setattr(_copying, "_LARGE", 1)
+    monkeypatch.setattr(_copying, "_WORTH", 1)
     source = numbers(*shape, dtype=dtype)
     own = torch.empty_like(source, memory_format=torch.channels_last)
     copy_all([own], [source])

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opteq.solvers import staged
+from opteq.solvers import buffers, staged
 from opteq.solvers.answers import Answers
 from opteq.solvers.buffers import Buffer, SharedBuffers, fill, own
 from opteq.solvers.loop import Rule
@@ -264,13 +264,13 @@ def test_chunks_make_up_all_steps_and_are_few(most: int, every: int, several: bo
 
 def test_a_buffer_is_filled_where_it_does_not_hold_the_values_already(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
-    copy = torch._foreach_copy_
+    copy = buffers.copy_all
 
     def counting(own: list[Tensor], given: list[Tensor]) -> None:
         copied.append(len(own))
         copy(own, given)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    monkeypatch.setattr(buffers, "copy_all", counting)
     weight, state = torch.randn(3), torch.randn(3)
     first = SharedBuffers().lot().filled([weight, state])
     fill(first, [weight, state])

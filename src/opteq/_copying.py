@@ -12,31 +12,36 @@ from opteq.states import is_channels_last
 
 # Entries from which a tensor is copied by itself: one launch for many of them has too few programs for a large one.
 _LARGE = 2**17
+# Bytes from which the time that a kernel saves a GPU is more than its launch costs Python.
+_WORTH = 2**25
 # Samples and tiles of a sample that one launch may have.
 _MOST = 2**16
 
 
 def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Bring the values of ``tensors`` to ``into``."""
-    pairs = list(zip(into, tensors, strict=True))
-    small = [(own, tensor) for own, tensor in pairs if tensor.numel() < _LARGE]
-    if small:
-        torch._foreach_copy_([own for own, _ in small], [tensor for _, tensor in small])
-    for own, tensor in pairs:
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for own, tensor in zip(into, tensors, strict=True):
         if tensor.numel() < _LARGE:
-            continue
-        if _is_turned(own, tensor):
+            small[0].append(own)
+            small[1].append(tensor)
+        elif _is_turned(own, tensor):
             from opteq._copying_kernels import turn
 
             turn(tensor, own)
         else:
             own.copy_(tensor)
+    if len(small[0]) == 1:  # which has a quicker way
+        small[0][0].copy_(small[1][0])
+    elif small[0]:
+        torch._foreach_copy_(*small)
 
 
 def _is_turned(own: Tensor, tensor: Tensor) -> bool:
     """Whether pictures are brought from one common layout to the other, and a kernel may do it."""
     return (
-        tensor.ndim == 4
+        tensor.numel() * tensor.element_size() >= _WORTH
+        and tensor.ndim == 4
         and tensor.dtype == own.dtype
         and tensor.is_contiguous()
         and is_channels_last(own)

@@ -22,9 +22,8 @@ from opteq.states import working_dtype
 _WARPS = 4
 # Entries of a tile, and parts that a sum is cut into: as many programs keep a GPU busy.
 _TILE, _PARTS = 2048, 512
-# Bytes of the result from which the passes over memory that are saved take longer than the launches from Python; and
-# operations from which the convolution itself does, beside fewer bytes.
-_WORTH, _LONG, _LITTLE = 2**25, 10**10, 2**23
+# Bytes of the result from which the passes over memory that are saved take longer than the launches from Python.
+_WORTH = 2**25
 # Variants of the kernels that have been launched, and so compiled and loaded.
 _ready: set[Hashable] = set()
 
@@ -36,7 +35,7 @@ def convolved(U: nn.Module, x: Tensor) -> Tensor | None:
     biases = [] if U.bias is None else [U.bias.detach()]
     if any(bias.dtype != U.weight.dtype for bias in biases):  # which torch refuses
         return None
-    if not _is_worth_it(U, x) or not may_launch(x, *biases) or _observed(U):
+    if _bytes(U, x) < _WORTH or not may_launch(x, *biases) or _observed(U):
         return None
     found = narrow_layer.convolved(U, x, summed)
     if found is not None or U.bias is None:
@@ -48,13 +47,12 @@ def convolved(U: nn.Module, x: Tensor) -> Tensor | None:
     return biased
 
 
-def _is_worth_it(U: nn.Conv2d, x: Tensor) -> bool:
-    """Whether a GPU is busy with ``U(x)`` for long enough."""
+def _bytes(U: nn.Conv2d, x: Tensor) -> int:
+    """About as many as ``U(x)`` has."""
     pixels = x.shape[0] * x.shape[2] * x.shape[3] // (U.stride[0] * U.stride[1])
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) if torch.amp.is_autocast_available(kind) else False
-    size = pixels * U.out_channels * (2 if narrow else x.element_size())
-    return size >= _WORTH or (size >= _LITTLE and 2 * pixels * U.weight.numel() >= _LONG)
+    return pixels * U.out_channels * (2 if narrow else x.element_size())
 
 
 def _observed(U: nn.Module) -> bool:

@@ -78,7 +78,7 @@ class _OneLaunch(torch.autograd.Function):
         wanted = any(ctx.needs_input_grad)
         if aside is None:
             graph = _graph(jobs, wanted)
-            values, slopes = _evaluated(jobs, wanted) if graph is None else (graph.values(inputs), graph.slopes())
+            values, slopes = _evaluated(jobs, wanted) if graph is None else graph.both(inputs)
         else:
             # Only the numbers are made on the other stream: autograd's node, and so its backward, belongs to this one.
             here = torch.cuda.current_stream(inputs[0].device)
@@ -151,25 +151,31 @@ class _Graph:
             self.found = [value.detach() for value in values]
             self.slopes_found = [slope for own in slopes for slope in own]
 
+    def both(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Values at ``inputs`` and gradients by them, as copies."""
+        self._replay_first(inputs)
+        self._replay_second()
+        copies = _copies([*self.found, *self.slopes_found])
+        return copies[: len(self.found)], copies[len(self.found) :]
+
     def values(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Values at ``inputs``, as copies."""
-        with torch.no_grad():
-            copy_all(self.inputs, [given.detach() for given in inputs])
-            self.first.replay()
-        return self._copies(self.found)
+        self._replay_first(inputs)
+        return _copies(self.found)
 
     def slopes(self) -> list[Tensor]:
         """Gradients by all inputs where :meth:`values` was just asked for, as copies."""
+        self._replay_second()
+        return _copies(self.slopes_found)
+
+    def _replay_first(self, inputs: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            copy_all(self.inputs, [given.detach() for given in inputs])
+        self.first.replay()
+
+    def _replay_second(self) -> None:
         if self.second is not None:
             self.second.replay()
-        return self._copies(self.slopes_found)
-
-    @staticmethod
-    @torch.no_grad()
-    def _copies(inside: list[Tensor]) -> list[Tensor]:
-        outside = [torch.empty_like(tensor) for tensor in inside]
-        copy_all(outside, inside)
-        return outside
 
     @staticmethod
     def _captured(
@@ -180,6 +186,12 @@ class _Graph:
         with torch.cuda.graph(graph, pool=_pool(device, home), capture_error_mode="thread_local"):
             found = _side_by_side(works, branches)
         return graph, found
+
+
+def _copies(inside: list[Tensor]) -> list[Tensor]:
+    outside = [torch.empty_like(tensor) for tensor in inside]
+    copy_all(outside, inside)
+    return outside
 
 
 def _side_by_side(works: Sequence[Callable[[], Result]], branches: Sequence[Any]) -> list[Result]:

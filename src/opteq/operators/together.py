@@ -14,7 +14,7 @@ from opteq.operators.captured import Aside, in_one_launch
 from opteq.operators.norms import Known, known_scales, scale_job
 
 # Operations of a product from which a GPU is busy with it for longer than Python takes to use another stream.
-_LONG = 10**10
+_LONG, _LONG_IN_16_BITS = 10**10, 3 * 10**10
 _side_streams: dict[torch.device, Any] = {}
 
 
@@ -38,7 +38,8 @@ def bounded_together(module: nn.Module, ahead: bool = False, beside: Tensor | No
     bounded = [found for part in module.modules() if isinstance(part, Operator) and (found := part.bounded_by())]
     if beside is not None and beside.ndim > 1 and bounded:
         rows = beside.numel() // max(1, beside.shape[1])
-        ahead = ahead or 2 * rows * max(weight.numel() for weight, *_ in bounded) >= _LONG
+        least = _LONG_IN_16_BITS if beside.itemsize == 2 or torch.is_autocast_enabled(beside.device.type) else _LONG
+        ahead = ahead or 2 * rows * max(weight.numel() for weight, *_ in bounded) >= least
     if len(bounded) < (1 if ahead else 2) or not all(weight.is_cuda for weight, *_ in bounded):
         yield
         return
