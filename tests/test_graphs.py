@@ -21,9 +21,9 @@ from torch import Tensor
 from opteq.solvers import buffers, staged
 from opteq.solvers.answers import Answers
 from opteq.solvers.buffers import Buffer, SharedBuffers, fill, own
-from opteq.solvers.loop import Rule
+from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.staged import StagedSolve
-from opteq.solvers.stages import Stage, chunks
+from opteq.solvers.stages import Stage, _Settled, chunks
 
 
 class Device:
@@ -434,3 +434,33 @@ def test_answers_are_lent_where_that_is_asked_for() -> None:
     answers.forget()
     answers._alone[0].tensor.zero_()
     assert state.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("tuples", [False, True])
+def test_where_a_run_stands_is_brought_to_one_place(tuples: bool) -> None:
+    def finish(taken: int, room: Tensor | None = None) -> Finish:
+        parts = torch.full((3, 4), float(taken)), torch.full((3, 2), taken + 0.5)
+        rows = [torch.full((3,), taken, dtype=dtype) for dtype in (torch.float64, torch.int64, torch.int64)]
+        trace = torch.full((taken + 1, 3), float(taken)) if room is None else room[: taken + 1]
+        return Finish(parts if tuples else parts[0], *rows, trace, room)
+
+    first = finish(0)
+    settled = _Settled(first, longest=6)
+    place = settled.finish
+    assert place.trace.shape == (6, 3)
+    for taken in (0, 5, 2):
+        now = finish(taken)
+        settled.take(now)
+        points = zip(*((end.point if tuples else [end.point]) for end in (place, now)), strict=True)
+        pairs = [*points, (place.residual, now.residual), (place.steps, now.steps), (place.codes, now.codes)]
+        for own, other in (*pairs, (place.trace[: taken + 1], now.trace)):
+            assert torch.equal(own, other)
+            assert own.data_ptr() != other.data_ptr()  # what a run holds may be an input, and is not written to
+    assert settled.finish is place
+    # A run that leaves everything where it is needs no copies.
+    room = torch.arange(18.0).reshape(6, 3)
+    fixed = finish(1, room)
+    settled = _Settled(fixed, longest=6)
+    settled.take(fixed)
+    assert settled.finish.trace is room
+    assert settled.finish.residual is fixed.residual
