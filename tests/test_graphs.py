@@ -453,9 +453,9 @@ def test_where_a_run_stands_is_brought_to_one_place(tuples: bool) -> None:
         settled.take(now)
         points = zip(*((end.point if tuples else [end.point]) for end in (place, now)), strict=True)
         pairs = [*points, (place.residual, now.residual), (place.steps, now.steps), (place.codes, now.codes)]
-        for own, other in (*pairs, (place.trace[: taken + 1], now.trace)):
-            assert torch.equal(own, other)
-            assert own.data_ptr() != other.data_ptr()  # what a run holds may be an input, and is not written to
+        for mine, other in (*pairs, (place.trace[: taken + 1], now.trace)):
+            assert torch.equal(mine, other)
+            assert mine.data_ptr() != other.data_ptr()  # what a run holds may be an input, and is not written to
     assert settled.finish is place
     # A run that leaves everything where it is needs no copies.
     room = torch.arange(18.0).reshape(6, 3)
