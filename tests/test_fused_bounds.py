@@ -22,7 +22,7 @@ from opteq.operators.correlation import forms_by_products
 from opteq.operators.fused import can_fuse
 from opteq.operators.gram import _read, _squarings, eigenvalue_bound, gram_form
 from opteq.operators.half import rounded_bounds
-from opteq.operators.norms import bounded, kernel_norm
+from opteq.operators.norms import _scale, bounded, kernel_norm
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are compiled")
@@ -222,6 +222,24 @@ def test_what_cannot_be_fused(interpreted: None) -> None:
         assert not can_fuse(taps, 3)
     many = torch.func.vmap(kernel_norm)(normal(2, 3, 4).detach())
     torch.testing.assert_close(many[1], kernel_norm(normal(2, 3, 4).detach()[1]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("path", ["fused", "plain"])
+@pytest.mark.parametrize("shape", [(20, 6), (6, 5, 3, 3)])
+def test_autocast_does_not_reach_gradients(shape: tuple[int, ...], path: str, request: pytest.FixtureRequest) -> None:
+    if path == "fused":
+        if importlib.util.find_spec("triton") is None or torch.cuda.is_available():
+            pytest.skip("kernels are interpreted")
+        request.getfixturevalue("interpreted")
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+    def scale(inside: bool) -> tuple[Tensor, list[Tensor]]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            return captured._evaluate(partial(_scale, 0.5), [weight], True)
+
+    (value, (slope,)), (wanted, (expected,)) = scale(True), scale(False)
+    assert torch.equal(value, wanted)
+    assert torch.equal(slope, expected)
 
 
 # ------------------------------------------------------------------------------------------------------ side by side

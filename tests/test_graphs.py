@@ -115,6 +115,10 @@ class Solve:
 
         return work
 
+    def conclude(self) -> None:
+        """Make the answer, in memory that steps may have used."""
+        self.at = None
+
     def entered(self) -> nullcontext[None]:
         return nullcontext()
 
@@ -138,6 +142,7 @@ class Solve:
 
         if whole is None:
             self.made.stages[place].settle.replay()
+            self.device.queue.append(self.conclude)
         self.device.queue.append(copy)
         return [answer, torch.zeros(len(self.taken) + 100, 3)]
 

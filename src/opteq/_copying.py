@@ -28,7 +28,8 @@ def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         elif _is_turned(own, tensor):
             from opteq._copying_kernels import turn
 
-            turn(tensor, own)
+            with torch.cuda.device_of(own):  # type: ignore[no-untyped-call]  # kernels run on the current device
+                turn(tensor, own)
         else:
             own.copy_(tensor)
     if len(small[0]) == 1:  # which has a quicker way

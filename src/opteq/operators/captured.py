@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from opteq._autocast import Autocast
 from opteq._capturing import mend_generator, no_garbage_collected
 from opteq._copying import copy_all
 from opteq._fast import settings
@@ -100,7 +101,8 @@ class _OneLaunch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if ctx.known is not None:
+        # Whoever captures has waited for everything before, and may not wait for what is outside.
+        if ctx.known is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(gradients[0].device).wait_event(ctx.known)
         half = len(ctx.saved_tensors) // 2
         inputs, slopes = ctx.saved_tensors[:half], list(ctx.saved_tensors[half:])
@@ -109,7 +111,7 @@ class _OneLaunch(torch.autograd.Function):
         for (function, count), gradient in zip(ctx.jobs, gradients, strict=True):
             own = inputs[start : start + count]
             if torch.is_grad_enabled():  # a second derivative may follow: give it the operations themselves
-                slopes[start : start + count] = torch.autograd.grad(function(*own), own, create_graph=True)
+                slopes[start : start + count] = _slopes(function(*own), own, again=True)
             spread += [gradient] * count
             start += count
         return None, None, *[gradient * slope for gradient, slope in zip(spread, slopes, strict=True)]
@@ -209,8 +211,10 @@ def _side_by_side(works: Sequence[Callable[[], Result]], branches: Sequence[Any]
     return found
 
 
-def _slopes(value: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(value, inputs))
+def _slopes(value: Tensor, inputs: Sequence[Tensor], again: bool = False) -> list[Tensor]:
+    """Gradients in full precision, whatever the caller asks of his own products; ``again`` for their gradients."""
+    with Autocast.current(value.device).off():
+        return list(torch.autograd.grad(value, inputs, create_graph=again))
 
 
 def _evaluate(function: Scalar, inputs: list[Tensor], wanted: bool) -> tuple[Tensor, list[Tensor]]:

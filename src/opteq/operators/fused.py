@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opteq._autocast import Autocast
 from opteq._fast import has_triton, settings
 from opteq.operators.correlation import forms_by_products
 from opteq.operators.gram import gram_form
@@ -116,12 +117,13 @@ class _Largest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         taps, winner, result, *way = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative may follow: give it the operations themselves
-            value = ctx.again(taps, winner[1:2], winner[2:]).squeeze(0) * result[1]
-            return torch.autograd.grad(value, taps, gradient, create_graph=True)[0], None, None, None
-        with torch.cuda.device_of(taps):  # type: ignore[no-untyped-call]
-            slope = _slope(result, winner, _Way(*way))
-        return gradient * _to_taps(slope, taps, ctx.grid, winner), None, None, None
+        with Autocast.current(taps.device).off():  # which may be on where the caller goes back
+            if torch.is_grad_enabled():  # a second derivative may follow: give it the operations themselves
+                value = ctx.again(taps, winner[1:2], winner[2:]).squeeze(0) * result[1]
+                return torch.autograd.grad(value, taps, gradient, create_graph=True)[0], None, None, None
+            with torch.cuda.device_of(taps):  # type: ignore[no-untyped-call]
+                slope = _slope(result, winner, _Way(*way))
+            return gradient * _to_taps(slope, taps, ctx.grid, winner), None, None, None
 
 
 def _forms(taps: Tensor, grid: Grid) -> Tensor:

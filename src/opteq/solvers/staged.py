@@ -96,8 +96,9 @@ class StagedSolve(Stages[Solve]):
                 answer = self._read_out(place, whole, lend)
             if sure or not self._goes_on(place, quiet):
                 break
-            # What a whole solve has left is elsewhere in memory: it can't be continued.
-            begin, quiet = (place + 1 if whole is None else 0), True
+            # What a whole solve has left is elsewhere in memory, and where an answer was read out its making may have
+            # overwritten what steps leave for each other: neither can be continued.
+            begin, quiet = (place + 1 if whole is None and not answer else 0), True
             place, whole, self.trusted, answer = place + 1, None, -1, []
             self._launch(begin, place, whole, quiet)
         answer = answer or self._read_out(place, whole, lend)
