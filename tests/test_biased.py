@@ -195,11 +195,15 @@ def test_modules_that_do_something_else_are_called() -> None:
     torch.testing.assert_close(problem(x).block.c if hasattr(problem(x), "block") else U(x), U(x))
 
 
-def test_bytes_are_those_of_the_result() -> None:
+def test_bytes_are_those_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     U, x = case((2, 3, 6, 8), 5, torch.float32, stride=2)
-    assert biased._bytes(U, x) == U(x).numel() * 4
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert biased._bytes(U, x) == U(x).numel() * 2
+    for more in (0, 1):
+        monkeypatch.setattr(biased, "_WORTH", U(x).numel() * 4 + more)
+        assert biased._is_worth_it(U, x) == (more == 0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not biased._is_worth_it(U, x)
+            monkeypatch.setattr(biased, "_WORTH", U(x).numel() + more)
+            assert biased._is_worth_it(U, x) == (more == 0)
 
 
 @triton
@@ -233,7 +237,7 @@ for narrow in ("*fp32", "*bf16", "*fp16", "*fp64"):
 
 
 @triton
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     assert names_compiled(SCRIPT, capability, tmp_path) == {"add", "sums"}
 

@@ -78,5 +78,6 @@ ptx(_turn, int(sys.argv[1]), types, {"TILE": 64}, num_warps=4)
 
 
 @triton
+@pytest.mark.slow  # a kernel of ten lines, which the tests on a GPU compile too
 def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     assert names_compiled(COMPILE, 90, tmp_path) == {"_turn"}

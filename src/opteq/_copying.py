@@ -11,7 +11,7 @@ from opteq._triton import may_launch
 from opteq.states import is_channels_last
 
 # Entries from which a tensor is copied by itself: one launch for many of them has too few programs for a large one.
-_LARGE = 2**17
+_LARGE = 2**20
 # Bytes from which the time that a kernel saves a GPU is more than its launch costs Python.
 _WORTH = 2**25
 # Samples and tiles of a sample that one launch may have.

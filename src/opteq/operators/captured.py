@@ -2,10 +2,10 @@
 
 The bound on a weight is a scalar function of a few parameters, made of fifty to three hundred small operations. A GPU
 computes each of them faster than Python can launch it, and several such functions at once faster than one after the
-other. Captured once as two CUDA graphs, each with a branch for every function, values are replayed as one, and so are
-gradients. The gradient of a scalar is known once its value is, whatever will be asked of it later, so nothing of the
-graphs has to stay alive for a backward pass: what leaves is copied, and a replay for the next batch harms nobody. On a
-stream of their own, gradients are computed beside all that is done with the values.
+other. Captured once as a CUDA graph with a branch for every function, values and gradients together are replayed as
+one. The gradient of a scalar is known once its value is, whatever will be asked of it later, so nothing of the graph
+has to stay alive for a backward pass: what leaves is copied, and a replay for the next batch harms nobody. On a stream
+of their own, gradients have another graph, and are computed beside all that is done with the values.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class _OneLaunch(torch.autograd.Function):
         ctx.known = None  # when gradients are known, where that is not in the order of this stream
         wanted = any(ctx.needs_input_grad)
         if aside is None:
-            graph = _graph(jobs, wanted)
+            graph = _graph(jobs, wanted, apart=False)
             values, slopes = _evaluated(jobs, wanted) if graph is None else graph.both(inputs)
         else:
             # Only the numbers are made on the other stream: autograd's node, and so its backward, belongs to this one.
             here = torch.cuda.current_stream(inputs[0].device)
             aside.stream.wait_stream(here)
             with torch.cuda.stream(aside.stream):
-                graph = _graph(jobs, wanted)
+                graph = _graph(jobs, wanted, apart=wanted)
                 if graph is None:
                     values, slopes = _evaluated(jobs, wanted)
                     aside.ready = ctx.known = aside.stream.record_event()
@@ -118,9 +118,9 @@ class _OneLaunch(torch.autograd.Function):
 
 
 class _Graph:
-    """Captured evaluations with their own copies of the inputs."""
+    """Captured evaluations with their own copies of the inputs; ``apart`` if gradients have a graph of their own."""
 
-    def __init__(self, jobs: Sequence[Job], wanted: bool) -> None:
+    def __init__(self, jobs: Sequence[Job], wanted: bool, apart: bool) -> None:
         device = jobs[0].inputs[0].device
         home = torch.cuda.current_stream(device).cuda_stream
         with torch.inference_mode(False), torch.cuda.device(device):
@@ -136,15 +136,18 @@ class _Graph:
             torch.cuda.current_stream().wait_stream(stream)
             try:
                 with no_garbage_collected(), torch.set_grad_enabled(wanted):
-                    works = [partial(job.function, *own) for job, own in zip(jobs, copies, strict=True)]
                     # The same for both: autograd goes back on the streams of the way there.
                     branches = [torch.cuda.Stream() for _ in jobs]  # type: ignore[no-untyped-call]
-                    self.first, values = self._captured(works, branches, home)
-                    self.second, slopes = None, [[torch.zeros_like(i) for i in own] for own in copies]
-                    if wanted:
-                        pairs = zip(values, copies, strict=True)
-                        works_back = [partial(_slopes, *pair) for pair in pairs]
-                        self.second, slopes = self._captured(works_back, branches, home)
+                    self.second, pairs = None, list(zip(jobs, copies, strict=True))
+                    if apart:
+                        there = [partial(job.function, *own) for job, own in pairs]
+                        self.first, values = self._captured(there, branches, home)
+                        back = [partial(_slopes, value, own) for value, own in zip(values, copies, strict=True)]
+                        self.second, slopes = self._captured(back, branches, home)
+                    else:
+                        whole = [partial(_evaluate, job.function, own, wanted) for job, own in pairs]
+                        self.first, found = self._captured(whole, branches, home)
+                        values, slopes = [value for value, _ in found], [own for _, own in found]
             except BaseException:
                 # The allocator may take the pool for one that is still recorded to: the next capture has another one.
                 _pools.pop((device, home), None)
@@ -230,15 +233,15 @@ def _evaluated(jobs: Sequence[Job], wanted: bool) -> tuple[list[Tensor], list[Te
     return [value for value, _ in found], [slope for _, slopes in found for slope in slopes]
 
 
-def _graph(jobs: Sequence[Job], wanted: bool) -> _Graph | None:
+def _graph(jobs: Sequence[Job], wanted: bool, apart: bool) -> _Graph | None:
     device = jobs[0].inputs[0].device
     # Graphs share buffers within a stream's order only.
     stream = torch.cuda.current_stream(device).cuda_stream
     manner = settings.fused and settings.bounds, torch.get_float32_matmul_precision()
-    key = (wanted, device, stream, manner, tuple(job.form for job in jobs))
+    key = (wanted, apart, device, stream, manner, tuple(job.form for job in jobs))
     if key not in _graphs:
         try:
-            _graphs[key] = _Graph(jobs, wanted)
+            _graphs[key] = _Graph(jobs, wanted, apart)
         except RuntimeError as error:
             _graphs[key] = None
             warnings.warn(f"a CUDA graph could not be captured, so bounds cost more time: {error}", stacklevel=2)
