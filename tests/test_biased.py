@@ -132,7 +132,7 @@ def test_second_derivatives_and_forward_mode() -> None:
 
     inputs = (x, U.weight, U.bias)
     assert torch.autograd.gradcheck(map_of, inputs)
-    assert torch.autograd.gradgradcheck(map_of, inputs)
+    assert torch.autograd.gradgradcheck(map_of, inputs, fast_mode=True)
     with forward_ad.dual_level():
         pushed = convolved(U, forward_ad.make_dual(x.detach(), torch.ones_like(x)))
         assert pushed is not None
@@ -226,7 +226,7 @@ import sys
 from compiling import ptx
 from opteq.operators import bias_kernels as kernels
 
-for narrow in ("*fp32", "*bf16", "*fp16", "*fp64"):
+for narrow in ("*bf16", "*fp64"):
     wide = "*fp64" if narrow == "*fp64" else "*fp32"
     import triton.language as tl
     types = {"source": narrow, "bias": wide, "out": narrow, "parts": wide, "pixels": "i32", "tiles": "i32"}
