@@ -270,7 +270,7 @@ run(crop_padding=2, flip=True, erase=0.5, mixup=0.3, cutmix=0.3)
 assert not {"kornia", "PIL", "sklearn"} & set(sys.modules)
 """
     environment = {"PYTHONPATH": str(Path(opteq.__file__).parents[1]), "PATH": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=environment, timeout=55)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=environment, timeout=200)
 
 
 # ---- options
