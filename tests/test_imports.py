@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,32 +165,19 @@ print("torch" in sys.modules)
     assert in_a_fresh_process(code).splitlines()[-1] == "False"
 
 
-ASKED = [
-    "import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
-    "from opteq import Equilibrium, models; print(Equilibrium.__name__, models.__name__)",
-    "from opteq import *; print(Equilibrium.__name__, models.__name__)",
-    # Rooms ask for each other while they are loaded; what is not a name has to be found by the import system.
-    "import opteq.problems.geq, opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
-    "from opteq import data; import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
-]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
-def test_names_are_there_when_they_are_asked_for() -> None:
-    """Each in a process that has loaded nothing of this library, but torch, which takes much longer, once for all."""
-    code = f"""
-import os, sys
-import torch
-
-for code in {ASKED!r}:
-    if not (child := os.fork()):
-        assert "opteq" not in sys.modules
-        exec(code, {{}})
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, code
-"""
-    assert in_a_fresh_process(code).splitlines() == ["Equilibrium opteq.models"] * len(ASKED)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+        "from opteq import Equilibrium, models; print(Equilibrium.__name__, models.__name__)",
+        "from opteq import *; print(Equilibrium.__name__, models.__name__)",
+        # Rooms ask for each other while they are loaded; what is not a name has to be found by the import system.
+        "import opteq.problems.geq, opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+        "from opteq import data; import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+    ],
+)
+def test_names_are_there_when_they_are_asked_for(code: str) -> None:
+    assert in_a_fresh_process(code) == "Equilibrium opteq.models"
 
 
 def test_the_front_door() -> None:
