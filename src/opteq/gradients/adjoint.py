@@ -180,7 +180,7 @@ class AdjointSystem:
                 vector = _sum(at_state, self._in(reduction.expand, total))
             with torch.enable_grad(), self.autocast.entered():
                 ends = [*blocks(step()), *blocks(taped.features())]
-            # The tape is needed again: a captured solve may end in more than one graph.
+            # The tape is kept: this is captured before the steps are, which would be given the memory that it leaves.
             pairs = list(zip(ends, [*blocks(vector), *blocks(total)], strict=True))
             return packed(gradients_through(pairs, leaves, again=True))
 

@@ -157,30 +157,26 @@ class _Graph:
             self.slopes_found = [slope for own in slopes for slope in own]
 
     def both(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Values at ``inputs`` and gradients by them, as copies."""
-        self._replay_first(inputs)
-        self._replay_second()
+        """Values at ``inputs`` and gradients by them, as copies, of a graph that has both."""
+        self._replay(inputs)
         copies = _copies([*self.found, *self.slopes_found])
         return copies[: len(self.found)], copies[len(self.found) :]
 
     def values(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Values at ``inputs``, as copies."""
-        self._replay_first(inputs)
+        self._replay(inputs)
         return _copies(self.found)
 
     def slopes(self) -> list[Tensor]:
         """Gradients by all inputs where :meth:`values` was just asked for, as copies."""
-        self._replay_second()
+        if self.second is not None:
+            self.second.replay()
         return _copies(self.slopes_found)
 
-    def _replay_first(self, inputs: Sequence[Tensor]) -> None:
+    def _replay(self, inputs: Sequence[Tensor]) -> None:
         with torch.no_grad():
             copy_all(self.inputs, [given.detach() for given in inputs])
         self.first.replay()
-
-    def _replay_second(self) -> None:
-        if self.second is not None:
-            self.second.replay()
 
     @staticmethod
     def _captured(

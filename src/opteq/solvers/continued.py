@@ -34,19 +34,14 @@ class ContinuedSolve(Stages[Solve]):
     keeps = True
     misjudged = False  # stages of several steps would only save launches, of which there is one
 
-    def __init__(
-        self,
-        inputs: Sequence[Tensor],
-        open_solve: OpenSolve[Solve],
-        coarse: bool = False,
-        forms: Sequence[Tensor] | None = None,
-    ) -> None:
+    def _set_up(self, inputs: Sequence[Tensor]) -> None:  # noqa: ARG002
         self.flags: list[Tensor] = []  # of every stage: which rows go on
         self.plans: OrderedDict[int, BranchingGraph] = OrderedDict()
         self.expectation = Expectation()
         self.calls = 0
         self.sent: Sent | None = None  # how many steps the samples of an earlier solve took
-        super().__init__(inputs, open_solve, coarse, forms)
+
+    def _complete(self) -> None:
         self._plan(self._place())
 
     def __call__(

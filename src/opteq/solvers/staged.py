@@ -43,22 +43,9 @@ class StagedSolve(Stages[Solve]):
     Every stage ends by writing which rows are left into memory of the host. Batches are much alike, so all stages up to
     the last batch's end are launched before the host looks there for the first time, and where that end has been the
     same for a while, so is the reading of the answer: the device then works on while the host finds out.
-
-    Args:
-        inputs: of the first solve, for their form.
-        open_solve: begins a solve that reads the given copies of the inputs. It is not kept.
-        coarse: whether a stage has several steps.
-        forms: tensors whose strides the copies have; None for those of the inputs.
     """
 
-    def __init__(
-        self,
-        inputs: Sequence[Tensor],
-        open_solve: OpenSolve[Solve],
-        coarse: bool = False,
-        forms: Sequence[Tensor] | None = None,
-    ) -> None:
-        device = inputs[0].device
+    def _set_up(self, inputs: Sequence[Tensor]) -> None:
         self.whole: OrderedDict[int, Any] = OrderedDict()  # by the place of its end: all of a solve in one graph
         self.left: list[Tensor] = []  # of every stage: which rows go on, in memory of the host
         self.written: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -69,9 +56,8 @@ class StagedSolve(Stages[Solve]):
         self.expected = self.trusted = self.steps = 0
         # As many bytes as any number of rows may take that these inputs can stand for.
         largest = max(max(tensor.shape, default=1) for tensor in inputs)
-        self.slots = HostSlots(8 * largest, torch.cuda.current_stream(device).cuda_stream)
-        self.tell = _teller(device) if settings.fused and has_triton() else None
-        super().__init__(inputs, open_solve, coarse, forms)
+        self.slots = HostSlots(8 * largest, torch.cuda.current_stream(self.device).cuda_stream)
+        self.tell = _teller(self.device) if settings.fused and has_triton() else None
 
     def __call__(self, inputs: Sequence[Tensor], open_solve: OpenSolve[Solve], lend: bool = False) -> list[Tensor]:
         """The answer for ``inputs``, lent or as tensors of its own."""

@@ -91,8 +91,8 @@ class _Settled:
 class Stages(Generic[Solve]):
     """One form of solve, captured stage by stage to its last step: single steps, or several where ``coarse``.
 
-    Who derives from it says how it is known which rows go on after a stage (:meth:`_note`), runs the stages, and
-    ``keeps`` their graphs where they become part of others.
+    Who derives from it sets up what it needs (:meth:`_set_up`), says how it is known which rows go on after a stage
+    (:meth:`_note`), runs the stages, and ``keeps`` their graphs where they become part of others.
 
     Args:
         inputs: of the first solve, for their form.
@@ -119,8 +119,16 @@ class Stages(Generic[Solve]):
         self.answer: Answers | None = None
         self.inputs = self.lot.filled(inputs, forms)
         self.age = self.workshop.buffers.next_age()
+        self._set_up(inputs)
         with self.workshop.entered():
             self.facts = self._capture(open_solve)
+        self._complete()
+
+    def _set_up(self, inputs: Sequence[Tensor]) -> None:
+        """Make what is needed while stages are captured, and after."""
+
+    def _complete(self) -> None:
+        """Make what is needed beside the stages, once they are captured."""
 
     def _about_to_run(self) -> None:
         """Forget what is in memory that the graphs write to."""
