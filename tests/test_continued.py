@@ -16,6 +16,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -32,8 +33,11 @@ from opteq.gradients.base import Record
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver, Status, branching, continued, expectation
 from opteq.solvers.branching import GraphRefusedError
+from opteq.solvers.buffers import SharedBuffers
+from opteq.solvers.capture import Workshop
 from opteq.solvers.continued import ContinuedSolve, ends
 from opteq.solvers.expectation import Expectation
+from opteq.solvers.loop import Finish
 from opteq.solvers.stages import Stage
 from opteq.solvers.trace import LateTrace, read_trace
 from opteq.states import State, single
@@ -156,6 +160,55 @@ class Solve:
         self.read = -1
         place, *_, history = self.made([], None)
         return int(place), self.ran, read_trace(history)
+
+
+class Recorder:
+    """A workshop where work is done at once, and recorded as what has been done."""
+
+    def __init__(self) -> None:
+        self.buffers = SharedBuffers()
+        self.recorded: list[Callable[[], None]] = []
+
+    def entered(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def record(self, work: Callable[[], object], keep: bool) -> tuple[Callable[[], None], object]:
+        assert keep
+        self.recorded.append(lambda: None)
+        return self.recorded[-1], work()
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_a_solve_is_recorded_with_one_end_before_its_steps(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(Workshop, "here", lambda device: recorder)
+    solver = opteq.Picard(tol=1e-12, max_steps=most)
+    concluded = []
+
+    class Halved:
+        facts = "known"
+
+        def __init__(self, x: Tensor) -> None:
+            self.session = solver.open(lambda y: 0.5 * single(y) + x, torch.zeros_like(x))
+            self.run = self.session.run
+
+        def tensors(self, finish: Finish) -> list[Tensor]:
+            concluded.append(len(recorder.recorded))
+            outcome = self.session.outcome(finish)
+            return [single(outcome.state), outcome.residual, outcome.steps, outcome.codes, outcome.trace]
+
+    with torch.no_grad():
+        solve = ContinuedSolve([torch.ones(2, 3)], lambda given: Halved(given[0]))
+    # The start, where it stands, the end; then steps and where they stand, each recorded once.
+    assert concluded == [3]
+    assert solve.conclusion is recorder.recorded[2]
+    assert [stage.history for stage in solve.stages] == list(range(1, most + 2))
+    assert len(recorder.recorded) == 3 + 2 * most
+    assert len(solve.flags) == most + 1
+    assert solve.facts == "known"
+    assert solve.plans  # put together once it is recorded
+    assert solve.answer is not None
+    assert [tensor.shape for tensor in solve.answer.copies()] == [(2, 3), (2,), (2,), (2,), (most + 1, 2)]
 
 
 @pytest.mark.parametrize("histories", [[1], [1, 2], [1, 2, 3, 4, 5, 6, 7], [1, 3, 7, 15, 31], list(range(1, 40))])
