@@ -5,6 +5,7 @@ It can't multiply bfloat16, which is tested on a GPU only.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import warnings
@@ -20,9 +21,11 @@ import opteq
 from compiling import names_compiled
 from opteq._fast import settings as paths
 from opteq._precision import convolutions_may_round
-from opteq.operators import biased, choice, narrow, narrow_choice, narrow_layer, narrow_rounding
+from opteq.operators import biased, choice, narrow, narrow_choice, narrow_layer, narrow_rounding, refined_trip
+from opteq.operators.base import LinearMap
 from opteq.operators.conv import ConvMap
 from opteq.operators.narrow_plans import Plan, Sums
+from opteq.operators.narrow_products import convolve_finely
 from opteq.operators.recalled import by_weight
 from opteq.operators.round_trip import RoundTrip
 from opteq.problems.base import Problem
@@ -73,10 +76,13 @@ def all_products(linear: ConvMap, v: Tensor, c: Tensor, slope: Tensor | None = N
         "product": linear(v),
         "adjoint": linear.adjoint(c),
         "rectified": linear.rectified(v, c),
-        "rectified and back": linear.rectified_back(c)(v),
+        "rectified finely": linear.rectified(v, c, fine=True),
+        "rectified and back": RoundTrip(linear, LinearMap.rectified_back(linear, c), lambda: c, rectify=True)(v),
+        "the same, remembered": linear.rectified_back(c)(v),
         "masked and back": linear.weighed_back(lambda u: u * (c > 0), lambda: c > 0)(v),
         "weighed and back": linear.weighed_back(lambda u: u * slope, lambda: slope)(v),
         "from zero and back": linear.rectified_back(c)(None),
+        "the same by halves": linear.rectified_back(c).back(linear.rectified_back(c).there(v)),
         "masked": linear.weighed(v, lambda u: u * (c > 0), lambda: c > 0),
         "weighed": linear.weighed(v, lambda u: u * slope, lambda: slope),
     }
@@ -120,7 +126,7 @@ def rounded(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def test_errors_are_those_of_tf32() -> None:
     weight, v, c = case((4, 64, 64, 8, 8))
-    found = errors({"rectified and back": ConvMap(weight).rectified_back(c)(v)}, weight, v, c)
+    found = errors({"rectified and back": all_products(ConvMap(weight), v, c)["rectified and back"]}, weight, v, c)
     inside = ConvMap(rounded(weight).double())
     between = (inside(rounded(v).double()) + c).relu().float()
     theirs = errors({"rectified and back": last(inside.adjoint(rounded(between).double()).float())}, weight, v, c)
@@ -557,6 +563,126 @@ def test_what_may_be_left_out_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert trip.count == 3
 
 
+def exact_trip(weight: Tensor, c: Tensor) -> Callable[[Tensor | None], Tensor]:
+    linear, double = ConvMap(weight.double()), c.double()
+    return lambda v: linear.adjoint((double if v is None else linear(v.double()) + double).relu())
+
+
+def settled(weight: Tensor, c: Tensor) -> Tensor:
+    """The fixed point of that, which is a contraction."""
+    weight *= 0.2
+    z, step = None, exact_trip(weight, c)
+    for _ in range(100):
+        z = step(z)
+    assert z is not None
+    return last(z.float())
+
+
+def gaps(found: Tensor, wanted: Tensor) -> Tensor:
+    """Distances, sample by sample."""
+    return (found.double() - wanted.double()).flatten(1).norm(dim=1)
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_fine_products() -> None:
+    weight, v, c = case((2, 32, 48, 4, 5))
+    v[1] *= 1e-6
+    linear, double = ConvMap(weight), ConvMap(weight.double())
+    found = narrow.rectified(linear, v, c, lambda: v, fine=True)
+    wanted = (double(v.double()) + c.double()).relu()
+    assert (gaps(found, wanted) < 1e-6 * wanted.flatten(1).norm(dim=1)).all()
+    half = torch.float16
+    there = convolve_finely(v, linear, half, adjoint=False)
+    assert (gaps(there, double(v.double())) < 1e-6 * there.flatten(1).norm(dim=1)).all()
+    back = convolve_finely(c, linear, half, adjoint=True, positive=True)
+    assert (gaps(back, double.adjoint(c.double().relu())) < 1e-6 * back.flatten(1).norm(dim=1)).all()
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("batch", "alone"), [(3, False), (3, True)])
+@torch.no_grad()
+def test_errors_go_with_the_distance_to_a_fine_evaluation(
+    batch: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if alone:  # a program a sample
+        monkeypatch.setattr(narrow_rounding, "processors", lambda device: 1)
+    weight, _, c = case((batch, 16, 32, 4, 4))
+    v = settled(weight, c)
+    trip, exact = ConvMap(weight).rectified_back(c), exact_trip(weight, c)
+    scale = exact(v).flatten(1).norm(dim=1)
+    noise = torch.randn_like(v) * v.std()
+    for start in (None, v + 0.2 * noise):
+        found = gaps(trip(start), exact(start)) / scale
+        assert (found > 1e-5).all()
+        assert (found < FEW).all()
+    assert (gaps(trip(v + 1e-3 * noise), exact(v + 1e-3 * noise)) < 1e-6 * scale).all()  # the second one is fine
+    linear = ConvMap(weight.double())
+    for distance in (1e-1, 1e-2, 2e-3):
+        near = v + distance * noise
+        wanted = (linear(near.double()) + c.double()).relu()
+        between = trip.there(near)
+        for name, value, true in (
+            ("whole", trip(near), exact(near)),
+            ("there", between, wanted),
+            ("back", trip.back(between), linear.adjoint(between.double())),
+        ):
+            gap = gaps(value, true) / true.flatten(1).norm(dim=1)
+            assert (gap < distance * FEW + 1e-6).all(), (name, distance, gap)
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.*invalid value:RuntimeWarning", "ignore:.*overflow:RuntimeWarning")
+@pytest.mark.parametrize("wild", [float("nan"), 1e6])
+@torch.no_grad()
+def test_a_wild_proposal_is_not_remembered(wild: float) -> None:
+    weight, _, c = case((3, 16, 16, 4, 4))
+    answer = settled(weight, c)
+    trip, exact = ConvMap(weight).rectified_back(c), exact_trip(weight, c)
+    trip(trip(None))
+    proposal = answer.clone()
+    proposal[1] = wild
+    found = trip(proposal)  # which would be remembered
+    fine = exact(answer)
+    assert (gaps(found, fine)[[0, 2]] < 1e-6 * fine.flatten(1).norm(dim=1)[[0, 2]]).all()
+    assert wild == 1e6 or not found[1].isfinite().all()
+    gap = gaps(trip(answer), fine) / fine.flatten(1).norm(dim=1)
+    assert gap[0] < 1e-6
+    assert gap[2] < 1e-6
+    assert 1e-5 < gap[1] < FEW
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_where_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, v, c = case((2, 16, 16, 4, 4))
+    trip, exact = ConvMap(weight).rectified_back(c), exact_trip(weight, c)
+    monkeypatch.setattr(paths, "recording", False)
+    trip(None)
+    for _ in range(3):
+        gap = gaps(trip(v), exact(v)) / exact(v).flatten(1).norm(dim=1)
+        assert (gap > 1e-5).all()
+    monkeypatch.setattr(paths, "recording", True)
+    trip(v)  # a start that is not zero, which is fine
+    gap = gaps(trip(v), exact(v)) / exact(v).flatten(1).norm(dim=1)
+    assert (gap < 1e-6).all()
+    few = v[:1].contiguous(memory_format=torch.channels_last)
+    alone = ConvMap(weight).rectified_back(c[:1])
+    assert torch.equal(alone(few), trip(v)[:1])
+
+
+def test_which_evaluations_are_fine() -> None:
+    assert [turn for turn in range(1, 200) if refined_trip._is_due(turn)] == [2, 8, 32, 128]
+
+
 def test_choices_are_made_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing, measured, asked = [False], [], []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -615,21 +741,25 @@ for kind in ("fp16", "bf16"):
     wide = "fp32" if scaled else kind
     ptx(kernels.weights, capability, {"weight": "*" + wide, "out": "*" + kind, "inverses": "*fp32", "sums": "*fp32",
         **dict.fromkeys(("start", "by_row", "by_column", "by_tap", "by_side"), "i32")},
-        {"COLUMNS": 48, "TAPS": 9, "WIDTH": 3, "BLOCK": 1024, "SCALED": scaled}, num_warps=4)
-    for then, beside, out in (("nothing", "*fp32", wide), ("rectify", "*" + wide, kind), ("weigh", "*u8", kind)):
+        {"COLUMNS": 48, "TAPS": 9, "WIDTH": 3, "BLOCK": 1024, "SCALED": scaled, "FINE": scaled}, num_warps=4)
+    for then, beside, out in (("nothing", "*fp32", wide), ("rectify", "*" + wide, kind), ("weigh", "*u8", kind),
+                              *([("change", "*fp32", kind), ("add", "*fp32", wide)] if scaled else [])):
         code = ptx(kernels.convolve, capability, {
             "source": f"tensordesc<{kind}[1, 4, 32, 64]>", "weight": f"tensordesc<{kind}[128, 64]>",
             "out": f"tensordesc<{out}[1, 4, 32, 128]>", "beside": beside, "inverses": "*fp32", "tops": "*fp32",
             **dict.fromkeys(("batch", "height", "width", "tiles_high", "tiles_wide"), "i32")},
-            {"COLUMNS": 64, "ROWS": 128, "TAPS_HIGH": 3, "TAPS_WIDE": 3, "SAMPLES": 1, "HIGH": 4, "WIDE": 32,
-             "TILE": 128, "DEPTH": 64, "STAGES": 3, "THEN": then, "SCALED": scaled,
-             "RESCALED": scaled and then != "nothing"}, num_warps=8, num_stages=3)
+            {"COLUMNS": 192 if then == "add" else 64, "CHANNELS": 128 if then == "add" else 64, "ROWS": 128,
+             "TAPS_HIGH": 3, "TAPS_WIDE": 3, "SAMPLES": 1, "HIGH": 4, "WIDE": 32, "TILE": 128, "DEPTH": 64, "STAGES": 3,
+             "THEN": then, "SCALED": scaled, "RESCALED": scaled and out == kind}, num_warps=8, num_stages=3)
         assert "wgmma.mma_async" in code and "cp.async.bulk.tensor.4d" in code
-for kernel in (kernels.largest, kernels.narrow, kernels.narrow_alone):
-    names = ("source", "parts", "sizes", "offset", "gain", "tops")
+for kernel in (kernels.largest, kernels.narrow, kernels.narrow_alone, kernels.divide):
+    names = ("source", "minus", "parts", "sizes", "offset", "gain", "tops")
     ptx(kernel, capability, {"out": "*fp16", **dict.fromkeys(names, "*fp32"), "size": "i32", "batch": "i32",
         "stride": "i32"}, {"BLOCK": 4096, "PARTS": 16, "COUNT": 16, "RECTIFY": False, "TOLD": True, "BOUNDED": True,
-        "POSITIVE": False}, num_warps=8)
+        "POSITIVE": False, "LESS": "positive", "CHANNELS": 48}, num_warps=8)
+for kernel in (kernels.gap, kernels.adopt):
+    names = ("left", "right", "source", "out", "parts", "least", "fewer")
+    ptx(kernel, capability, {**dict.fromkeys(names, "*fp32"), "size": "i32"}, {"BLOCK": 4096, "PARTS": 16}, num_warps=8)
 ptx(kernels.balance, capability, {"batch": "i32",
     **dict.fromkeys(("tops_left", "tops_right", "sizes", "total"), "*fp32")}, {"PADDED": 128}, num_warps=4)
 code = ptx(kernels.correlate, capability, {
@@ -645,7 +775,7 @@ assert "wgmma.mma_async" in code and "cp.async.bulk.tensor.4d" in code
 @triton
 def test_kernels_compile(tmp_path: Path) -> None:
     assert names_compiled(SCRIPT, 90, tmp_path) == {
-        "weights", "convolve", "largest", "narrow", "narrow_alone", "correlate", "balance"
+        "weights", "convolve", "largest", "narrow", "narrow_alone", "divide", "gap", "adopt", "correlate", "balance"
     }  # fmt: skip
 
 
@@ -743,6 +873,26 @@ def test_a_layer_on_a_gpu(activation: str, inputs: int, outputs: int, side: int,
         near(slopes(layer, x), wanted, 4e-3)
     kind = "round trip" if inputs <= outputs else "narrow"  # else the state is solved for, not the features
     assert any(isinstance(key, tuple) and key[0] == kind for key in always)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("solver", [opteq.Anderson, opteq.Picard, opteq.Broyden])
+def test_captured_solves_are_finer_than_tf32(solver: type[Solver], always: set[object]) -> None:
+    layer = layer_of(32, 64, mu=1.2).cuda()
+    layer.solver = solver(tol=2e-6, max_steps=60)
+    double = copy.deepcopy(layer).double()
+    double.solver = opteq.Anderson(tol=1e-11, max_steps=200)
+    for seed in range(9):  # the last ones by one graph
+        x = last(torch.randn(8, 4, 16, 16, generator=torch.Generator().manual_seed(seed)).cuda())
+        solution = layer.solve(x)
+        if not seed:
+            continue  # which is not captured
+        assert solution.report.converged.all()
+        wanted = double.solve(x.double())
+        assert (gaps(solution.features, wanted.features) < 1e-5 * wanted.features.flatten(1).norm(dim=1)).all()
+        assert (gaps(solution.state, wanted.state) < 1e-5 * wanted.state.flatten(1).norm(dim=1)).all()
+    assert any(isinstance(key, tuple) and key[0] == "round trip" for key in always)
 
 
 @pytest.mark.gpu

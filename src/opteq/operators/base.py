@@ -13,6 +13,22 @@ from torch import Tensor, nn
 from opteq._options import NamedOptions
 
 
+class Around(ABC):
+    """``v -> A' relu(A v + c)`` for many v, and its two halves."""
+
+    @abstractmethod
+    def __call__(self, v: Tensor | None) -> Tensor:
+        """The map at ``v``; None stands for zero."""
+
+    @abstractmethod
+    def there(self, v: Tensor) -> Tensor:
+        """``relu(A v + c)``."""
+
+    @abstractmethod
+    def back(self, u: Tensor) -> Tensor:
+        """``A' u``, for a u of the kind that :meth:`there` gives."""
+
+
 class LinearMap(ABC):
     """A linear map whose weights are settled: ``A(v)`` and ``A.adjoint(u)``, with ``<A v, u> = <v, A' u>``.
 
@@ -28,13 +44,13 @@ class LinearMap(ABC):
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u`` with the exact adjoint."""
 
-    def rectified(self, v: Tensor, c: Tensor) -> Tensor:
-        """``relu(A v + c)``, which some maps have a faster way for."""
+    def rectified(self, v: Tensor, c: Tensor, fine: bool = False) -> Tensor:  # noqa: ARG002
+        """``relu(A v + c)``, which some maps have a faster way for; ``fine`` where every digit counts."""
         return torch.relu(self(v) + c)
 
-    def rectified_back(self, c: Tensor) -> Callable[[Tensor | None], Tensor]:
-        """``v -> A' relu(A v + c)``, for many v; None stands for zero."""
-        return lambda v: self.adjoint(torch.relu(c) if v is None else self.rectified(v, c))
+    def rectified_back(self, c: Tensor) -> Around:
+        """``v -> A' relu(A v + c)``, for many v."""
+        return _Rectified(self, c)
 
     def weighed(
         self,
@@ -52,6 +68,23 @@ class LinearMap(ABC):
     ) -> Callable[[Tensor], Tensor]:
         """``v -> A' D A v``, for many v: ``weigh`` multiplies by D, and ``diagonal`` gives D where it is diagonal."""
         return lambda v: self.adjoint(weigh(self(v)))
+
+
+class _Rectified(Around):
+    """The map as it is written."""
+
+    def __init__(self, linear: LinearMap, c: Tensor) -> None:
+        self.linear = linear
+        self.c = c
+
+    def __call__(self, v: Tensor | None) -> Tensor:
+        return self.back(torch.relu(self.c) if v is None else self.there(v))
+
+    def there(self, v: Tensor) -> Tensor:
+        return self.linear.rectified(v, self.c)
+
+    def back(self, u: Tensor) -> Tensor:
+        return self.linear.adjoint(u)
 
 
 class Operator(nn.Module, metaclass=NamedOptions):

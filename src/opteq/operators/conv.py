@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from opteq._fast import settings
 from opteq._triton import may_keep
 from opteq.operators import narrow
-from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
+from opteq.operators.base import Around, LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
 from opteq.operators.choice import faster, rounded_for_autocast, zeros_at_hand
 from opteq.operators.narrow_products import Rows
 from opteq.operators.norms import bounded, certified_norm, kernel_norm
+from opteq.operators.refined_trip import RefinedTrip
 from opteq.operators.round_trip import RoundTrip
 
 
@@ -62,7 +63,7 @@ class ConvMap(LinearMap):
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_turned": None, "rows": {}}
 
-    def rectified(self, v: Tensor, c: Tensor) -> Tensor:
+    def rectified(self, v: Tensor, c: Tensor, fine: bool = False) -> Tensor:
         """Convolution, sum and rectification in one kernel of cuDNN, where it can be used and no tape is wanted."""
         if not _one_kernel(v, self.weight, c):
             return super().rectified(v, c)
@@ -76,11 +77,11 @@ class ConvMap(LinearMap):
             )
             return image
 
-        return narrow.rectified(self, v, c, joined)
+        return narrow.rectified(self, v, c, joined, fine)
 
-    def rectified_back(self, c: Tensor) -> Callable[[Tensor | None], Tensor]:
+    def rectified_back(self, c: Tensor) -> Around:
         """``v -> A' relu(A v + c)``; in captured solves by kernels of our own where they are faster."""
-        return RoundTrip(self, super().rectified_back(c), lambda: c, rectify=True)
+        return RefinedTrip(self, super().rectified_back(c), c)
 
     def weighed(
         self, v: Tensor, weigh: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor] | None = None

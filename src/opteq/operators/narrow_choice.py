@@ -108,3 +108,8 @@ def is_chosen(
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
             warnings.warn(f"kernels for a convolution could not be used: {message}", stacklevel=2)
     return outside and is_faster(key)
+
+
+def was_chosen(key: Hashable) -> bool:
+    """Whether the kernels of a key are used in captures, by what was measured before."""
+    return _interpreted or (key not in _refused and is_faster(key))

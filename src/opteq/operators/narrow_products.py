@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opteq._fast import settings
 from opteq.operators.narrow_plans import Plan, Sums, processors
-from opteq.operators.narrow_rounding import balanced, rounded_by
+from opteq.operators.narrow_rounding import balanced, divided, rounded_by, sizes
 
 # Weights of a row that are read at a time.
 _ROW_BLOCK = 1024
@@ -35,7 +35,8 @@ class Rows:
     """The weights of a convolution or of its adjoint, row by row, as kernels read them.
 
     Attributes:
-        numbers: ``(rows, taps * columns)``.
+        numbers: ``(rows, taps * columns)``; where they are fine, with three columns for one: halves twice, and what is
+            left of them.
         inverses: what undoes the scale of every row.
         sums: of the sizes of every row's weights.
         taps: height and width of the kernel.
@@ -49,18 +50,18 @@ class Rows:
     scaled: bool
 
     @classmethod
-    def of(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool) -> Rows:
+    def of(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool, fine: bool = False) -> Rows:
         """Those of ``linear``, which keeps them for the rest of a capture."""
-        key = narrow, adjoint, linear.acting.dtype
+        key = narrow, adjoint, linear.acting.dtype, fine
         made = linear.rows.get(key)
         if made is None:
-            made = cls._made(linear, narrow, adjoint)
+            made = cls._made(linear, narrow, adjoint, fine)
             if settings.keeping and settings.recording:
                 linear.rows[key] = made
         return made
 
     @classmethod
-    def _made(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool) -> Rows:
+    def _made(cls, linear: Convolution, narrow: torch.dtype, adjoint: bool, fine: bool) -> Rows:
         from opteq.operators import narrow_kernels as kernels
 
         weight = linear.acting.detach()
@@ -71,11 +72,11 @@ class Rows:
         if adjoint:  # the convolution with the weight turned by half a circle, its channels exchanged
             rows, columns, start = inputs, outputs, (high - 1) * by_tap + (wide - 1) * by_side
             strides = (by_input, by_output, -by_tap, -by_side)
-        numbers = torch.empty(rows, high * wide * columns, dtype=narrow, device=weight.device)
+        numbers = torch.empty(rows, high * wide * columns * (3 if fine else 1), dtype=narrow, device=weight.device)
         inverses, sums = torch.empty(2, rows, device=weight.device)
         kernels.weights[(rows,)](
             weight, numbers, inverses, sums, start, *strides, COLUMNS=columns, TAPS=high * wide, WIDTH=wide,
-            BLOCK=_ROW_BLOCK, SCALED=scaled, num_warps=4,
+            BLOCK=_ROW_BLOCK, SCALED=scaled, FINE=fine, num_warps=4,
         )  # fmt: skip
         return cls(numbers, inverses, sums, (high, wide), scaled)
 
@@ -97,16 +98,18 @@ def convolve(
         dtype: of the result.
         tops: size of the largest entry of every sample of ``source``, which tells its scale; None without scales.
         beside: what the result is joined with, in its layout.
-        then: ``"nothing"``; ``"rectify"``, the positive part of the sum with ``beside``; ``"weigh"``, the product;
-            ``"shift"``, the sum with ``beside (channels,)``.
+        then: ``"nothing"``; ``"add"``, the sum with ``beside``; ``"rectify"``, its positive part; ``"change"``, that
+            without the positive part of ``beside``; ``"weigh"``, the product; ``"shift"``, the sum with
+            ``beside (channels,)``.
         rescaled: whether the result is scaled, by bounds of its entries that stand behind ``tops``.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from opteq.operators import narrow_kernels as kernels
 
-    batch, height, width, columns = source.shape
-    count = len(rows.numbers)
+    batch, height, width, channels = source.shape
+    count, (high, wide) = len(rows.numbers), rows.taps
+    columns = rows.numbers.shape[1] // (high * wide)
     out = torch.empty(batch, count, height, width, dtype=dtype, device=source.device, memory_format=torch.channels_last)
     plan = Plan.of(batch, height, width, columns, count, processors(source.device))
     box, depth = plan.box, plan.depth
@@ -116,12 +119,27 @@ def convolve(
         TensorDescriptor.from_tensor(out.permute(0, 2, 3, 1), [*box, plan.tile]),
         rows.inverses if beside is None else beside, rows.inverses, rows.inverses if tops is None else tops,
         batch, height, width, -(-height // box[1]), -(-width // box[2]),
-        COLUMNS=columns, ROWS=count, TAPS_HIGH=rows.taps[0], TAPS_WIDE=rows.taps[1],
+        COLUMNS=columns, CHANNELS=channels, ROWS=count, TAPS_HIGH=high, TAPS_WIDE=wide,
         SAMPLES=box[0], HIGH=box[1], WIDE=box[2], TILE=plan.tile, DEPTH=depth, STAGES=plan.stages,
         THEN=then, SCALED=tops is not None, RESCALED=rescaled,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
+
+
+def convolve_finely(
+    v: Tensor,
+    linear: Convolution,
+    narrow: torch.dtype,
+    adjoint: bool,
+    beside: Tensor | None = None,
+    then: str = "nothing",
+    positive: bool = False,
+) -> Tensor:
+    """A convolution of pictures in float32, or of their positive part, or its adjoint, to some 22 bits."""
+    tops = sizes(v, positive)
+    source = divided(narrow, v, tops, rectify=positive)
+    return convolve(source, Rows.of(linear, narrow, adjoint, fine=True), v.dtype, tops, beside, then)
 
 
 def balanced_sum(u: Tensor, tops_u: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: Sums) -> Tensor:

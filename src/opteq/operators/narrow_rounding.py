@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,19 @@ _BLOCK, _PARTS = 4096, 16
 _ALONE = 16384
 
 
+@dataclass(frozen=True)
+class Less:
+    """What is subtracted before anything is rounded: pictures in float32, or their positive part."""
+
+    pictures: Tensor
+    positive: bool = False
+
+    @property
+    def how(self) -> str:
+        """As kernels are told."""
+        return "positive" if self.positive else "all"
+
+
 def rounded_to(
     narrow: torch.dtype, v: Tensor, offset: Tensor | None = None, gain: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -21,27 +36,42 @@ def rounded_to(
     Then there is, for every sample, the size of its largest entry; and, with ``offset`` and ``gain``, behind these
     ``offset + gain * size``.
     """
+    return (v.permute(0, 2, 3, 1), None) if v.dtype == narrow else rounded_with_sizes(narrow, v, offset, gain)
+
+
+def rounded_with_sizes(
+    narrow: torch.dtype,
+    v: Tensor,
+    offset: Tensor | None = None,
+    gain: Tensor | None = None,
+    less: Less | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same for pictures in float32; or for their difference to others."""
     from opteq.operators import narrow_kernels as kernels
 
-    if v.dtype == narrow:
-        return v.permute(0, 2, 3, 1), None
     batch, bounded = len(v), offset is not None
     tops = torch.empty((2 if bounded else 1) * batch, device=v.device)
     first, second = (tops if given is None else given for given in (offset, gain))
     if 2 * batch < processors(v.device):
-        return _rounded(narrow, v, _sizes_of_parts(v), tops, first, second, bounded), tops
+        return _rounded(narrow, v, _sizes_of_parts(v, less=less), tops, first, second, bounded, less=less), tops
     out = _like(v, narrow)
     kernels.narrow_alone[(batch,)](
-        v, first, second, out, tops, v[0].numel(), batch, BLOCK=_ALONE, BOUNDED=bounded, num_warps=_ALONE // 512
-    )
+        v, _minus(v, less), first, second, out, tops, v[0].numel(), batch, BLOCK=_ALONE, BOUNDED=bounded,
+        LESS=_how(less), num_warps=_ALONE // 512,
+    )  # fmt: skip
     return out, tops
 
 
-def rounded_with_sizes(narrow: torch.dtype, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for pictures in float32."""
-    rounded, tops = rounded_to(narrow, v)
-    assert tops is not None
-    return rounded, tops
+def divided(narrow: torch.dtype, v: Tensor, tops: Tensor, rectify: bool = False) -> Tensor:
+    """Pictures in float32, or their positive part, as halves by known sizes; what is left is behind their channels."""
+    from opteq.operators import narrow_kernels as kernels
+
+    batch, channels, height, width = v.shape
+    out = torch.empty(batch, height, width, 2 * channels, dtype=narrow, device=v.device)
+    kernels.divide[(batch, _PARTS)](
+        v, tops, out, v[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, CHANNELS=channels, RECTIFY=rectify, num_warps=8
+    )
+    return out
 
 
 def rounded_by(narrow: torch.dtype, v: Tensor, tops: Tensor, rectify: bool = False) -> Tensor:
@@ -71,6 +101,7 @@ def _rounded(
     gain: Tensor,
     bounded: bool = False,
     rectify: bool = False,
+    less: Less | None = None,
 ) -> Tensor:
     """By sizes ``(batch, parts)``, which are told then; or ``(batch,)``."""
     from opteq.operators import narrow_kernels as kernels
@@ -78,8 +109,8 @@ def _rounded(
     out = _like(v, narrow)
     count = sizes.shape[1] if sizes.ndim == 2 else 1
     kernels.narrow[(len(v), _PARTS)](
-        v, sizes, offset, gain, out, tops, v[0].numel(), count, len(v), BLOCK=_BLOCK,
-        PARTS=_PARTS, COUNT=count, RECTIFY=rectify, TOLD=sizes.ndim == 2, BOUNDED=bounded, num_warps=8,
+        v, _minus(v, less), sizes, offset, gain, out, tops, v[0].numel(), count, len(v), BLOCK=_BLOCK, PARTS=_PARTS,
+        COUNT=count, RECTIFY=rectify, LESS=_how(less), TOLD=sizes.ndim == 2, BOUNDED=bounded, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -94,11 +125,40 @@ def sizes(v: Tensor, positive: bool = False) -> Tensor:
     return _sizes_of_parts(v, positive).amax(dim=1)
 
 
-def _sizes_of_parts(v: Tensor, positive: bool = False) -> Tensor:
+def _sizes_of_parts(v: Tensor, positive: bool = False, less: Less | None = None) -> Tensor:
     from opteq.operators import narrow_kernels as kernels
 
     parts = torch.empty(len(v), _PARTS, device=v.device)
     kernels.largest[(len(v), _PARTS)](
-        v, parts, v[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, POSITIVE=positive, num_warps=8
-    )
+        v, _minus(v, less), parts, v[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, POSITIVE=positive, LESS=_how(less),
+        num_warps=8,
+    )  # fmt: skip
     return parts
+
+
+def _minus(v: Tensor, less: Less | None) -> Tensor:
+    return v if less is None else less.pictures
+
+
+def _how(less: Less | None) -> str:
+    return "nothing" if less is None else less.how
+
+
+def gaps(left: Tensor, right: Tensor) -> Tensor:
+    """The sizes of all differences, summed up over parts of every sample: ``(batch, parts)``."""
+    from opteq.operators import narrow_kernels as kernels
+
+    parts = torch.empty(len(left), _PARTS, device=left.device)
+    kernels.gap[(len(left), _PARTS)](left, right, parts, left[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, num_warps=8)
+    return parts
+
+
+def adopt(out: Tensor, source: Tensor, parts: Tensor, least: Tensor) -> Tensor:
+    """Copy samples where the sum of ``parts`` is below ``least``; the smaller one of the two for every sample."""
+    from opteq.operators import narrow_kernels as kernels
+
+    fewer = torch.empty_like(least)
+    kernels.adopt[(len(out), _PARTS)](
+        source, out, parts, least, fewer, out[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, num_warps=8
+    )
+    return fewer

@@ -6,7 +6,7 @@ A captured solve may take kernels of its own for it. What lies between the two c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ class RoundTrip:
         self.plain = plain
         self.beside = beside
         self.rectify = rectify
-        self._own: _Prepared | None = None
+        self._own: Prepared | None = None
 
     def __call__(self, v: Tensor | None) -> Tensor:
         """The map at ``v``; None stands for zero, where rectification is all there is on the way."""
@@ -47,11 +47,20 @@ class RoundTrip:
         narrow = narrow_dtype(self.linear, v)
         if narrow is None:
             return self.plain(v)
-        weight = self.linear.weight
-        key = ("round trip", v.shape, v.dtype, narrow, weight.shape, weight.stride(), self.rectify, v.device)
-        if not is_chosen(key, v, partial(self.plain, v), lambda: partial(self._prepared(v, narrow), v)):
+        if not is_chosen(self._key(v.shape, v, narrow), v, partial(self.plain, v), partial(self._tried, v, narrow)):
             return self.plain(v)
-        return self._kept(v, narrow)(v)
+        return self._by_kernels(v, self._kept(v, narrow))
+
+    def _key(self, shape: torch.Size, like: Tensor, narrow: torch.dtype) -> Hashable:
+        weight = self.linear.weight
+        return "round trip", shape, like.dtype, narrow, weight.shape, weight.stride(), self.rectify, like.device
+
+    def _tried(self, v: Tensor, narrow: torch.dtype) -> Callable[[], Tensor]:
+        """What is measured before it is chosen; every kernel that may be launched has to be launched here."""
+        return partial(self._prepared(v, narrow), v)
+
+    def _by_kernels(self, v: Tensor, made: Prepared) -> Tensor:
+        return made(v)
 
     def _at_zero(self) -> Tensor:
         c = self.beside()
@@ -64,14 +73,14 @@ class RoundTrip:
             return self.plain(None)
         return self._kept(c, narrow).at_zero()
 
-    def _kept(self, like: Tensor, narrow: torch.dtype) -> _Prepared:
+    def _kept(self, like: Tensor, narrow: torch.dtype) -> Prepared:
         made = self._own
         if made is None or not made.serves(like, narrow):
             made = self._prepared(like, narrow)
             self._own = made if may_keep(like) else self._own
         return made
 
-    def _prepared(self, v: Tensor, narrow: torch.dtype) -> _Prepared:
+    def _prepared(self, v: Tensor, narrow: torch.dtype) -> Prepared:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
             beside = self.beside()
             truth = beside.dtype == torch.bool
@@ -84,11 +93,11 @@ class RoundTrip:
                 size = None if truth else sizes(beside, positive=self.rectify)
                 offset = size if self.rectify and size is not None else torch.zeros_like(most)
                 gain = (most if self.rectify or size is None else most * size).contiguous()
-            return _Prepared(there, back, beside, narrow, offset, gain, "rectify" if self.rectify else "weigh")
+            return Prepared(there, back, beside, narrow, offset, gain, "rectify" if self.rectify else "weigh")
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """All that a round trip needs but its argument."""
 
     there: Rows

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opteq._errors import ConvergenceError
 from opteq.operators import LinearMap
+from opteq.operators.base import Around
 from opteq.operators.recalled import recalled_adjoint
 from opteq.penalties import Penalty, ReLU
 from opteq.solvers import Anderson
@@ -27,7 +28,7 @@ class Block:
         self.c = c
         self.penalty = penalty
         self.mu = mu
-        self._around: Callable[[Tensor | None], Tensor] | None = None
+        self._around: Around | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_around": None}
@@ -36,15 +37,21 @@ class Block:
         """``W z + c``."""
         return self.W(z) + self.c
 
-    def activation(self, z: Tensor) -> Tensor:
-        """``sigma(W z + c)``."""
-        if type(self.penalty) is ReLU:
-            return self.W.rectified(z, self.c)
-        return self.penalty.prox(self.preactivation(z))
+    def activation(self, z: Tensor, fine: bool = False) -> Tensor:
+        """``sigma(W z + c)``; ``fine`` where every digit counts."""
+        if type(self.penalty) is not ReLU:
+            return self.penalty.prox(self.preactivation(z))
+        # What steps have found out serves here, too.
+        return self.W.rectified(z, self.c, fine) if self._around is None else self._around.there(z)
 
-    def back(self, y: Tensor) -> Tensor:
-        """``W' y / mu``: from activations to features."""
-        z = self.W.adjoint(y)
+    def features(self, y: Tensor) -> Tensor:
+        """``W' y / mu`` of activations y."""
+        z = self.W.adjoint(y) if self._around is None else self._around.back(y)
+        return z if self.mu == 1 else z / self.mu
+
+    def back(self, u: Tensor) -> Tensor:
+        """``W' u / mu`` of any u."""
+        z = self.W.adjoint(u)
         return z if self.mu == 1 else z / self.mu
 
     def recalled_back(self, y: Tensor, z: Tensor) -> Tensor:

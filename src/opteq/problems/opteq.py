@@ -154,7 +154,7 @@ class BoundOptEq(Hidden):
 
     def features(self, y: State) -> Tensor:
         """``z = W'y / mu``."""
-        return self.block.back(single(y))
+        return self.block.features(single(y))
 
     def smooth(self, y: State) -> Tensor:
         """``-|W'y|^2 / (2 mu) - <c, y> + mu gamma R(z)``."""
@@ -217,7 +217,7 @@ class BoundOptEq(Hidden):
         block, features_on_tape = self.block, partial(self.block.recalled_back, single(y), z)
         if isinstance(block.W, ConvMap) and self.penalty.tells_slope:
             with torch.no_grad():
-                image = block.activation(z)
+                image = block.activation(z, fine=True)  # which units are cut off decides the derivative
             local = self.penalty.linearise_at_image(image)
             bare = partial(recalled, block.W, z, block.c, image)  # of which the derivative counts, not the value
             on_tape = partial(bare, local.derivative)
