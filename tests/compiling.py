@@ -22,7 +22,9 @@ def names_compiled(script: str, capability: int, folder: Path) -> set[str]:
         pytest.skip("this Triton has no compiler for NVIDIA's GPUs")
     path = folder / "build.py"
     path.write_text(script, encoding="utf-8")
-    places = os.pathsep.join(str(place) for place in (Path(opteq.__file__).parents[1], Path(__file__).parent))
+    own = [str(place) for place in (Path(opteq.__file__).parents[1], Path(__file__).parent)]
+    # Another Triton may be there, to see whether it can compile them, too.
+    places = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": places}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

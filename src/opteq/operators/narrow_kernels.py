@@ -80,7 +80,7 @@ def weights(
 
 
 @triton.jit
-def _entries(source, minus, start, place, size, LESS: tl.constexpr, POLICY: tl.constexpr = ""):
+def _entries(source, minus, start, place, size, LESS: tl.constexpr, POLICY: tl.constexpr):
     """Entries of a sample: as they are, or without those of ``minus``, or without the positive part of those."""
     value = tl.load(source + start + place, mask=place < size, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if LESS != "nothing":
@@ -100,7 +100,7 @@ def largest(
     top = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(tl.program_id(1) * BLOCK, size, PARTS * BLOCK):
         place = first + tl.arange(0, BLOCK)
-        value = _entries(source, minus, sample * size, place, size, LESS)
+        value = _entries(source, minus, sample * size, place, size, LESS, "")
         top = tl.maximum(top, value if POSITIVE else tl.abs(value))
     tl.store(parts + sample * PARTS + tl.program_id(1), tl.max(top, axis=0))
 
@@ -125,7 +125,7 @@ def narrow(
     factor = _factor(top)
     for first in range(tl.program_id(1) * BLOCK, size, PARTS * BLOCK):
         place = first + tl.arange(0, BLOCK)
-        value = _entries(source, minus, sample * size, place, size, LESS)
+        value = _entries(source, minus, sample * size, place, size, LESS, "")
         if RECTIFY:
             value = tl.where(value < 0.0, 0.0, value)  # a NaN stays one
         tl.store(out + sample * size + place, (value * factor).to(out.dtype.element_ty), mask=place < size)
@@ -214,7 +214,7 @@ def narrow_alone(
     tall = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, size, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        tall = tl.maximum(tall, tl.abs(_entries(source, minus, sample * size, place, size, LESS)))
+        tall = tl.maximum(tall, tl.abs(_entries(source, minus, sample * size, place, size, LESS, "")))
     top = tl.max(tall, axis=0)
     factor = _factor(top)
     for first in range(0, size, BLOCK):
