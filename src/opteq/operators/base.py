@@ -44,8 +44,8 @@ class LinearMap(ABC):
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u`` with the exact adjoint."""
 
-    def rectified(self, v: Tensor, c: Tensor, fine: bool = False) -> Tensor:  # noqa: ARG002
-        """``relu(A v + c)``, which some maps have a faster way for; ``fine`` where every digit counts."""
+    def rectified(self, v: Tensor, c: Tensor) -> Tensor:
+        """``relu(A v + c)``, which some maps have a faster way for."""
         return torch.relu(self(v) + c)
 
     def rectified_back(self, c: Tensor) -> Around:

@@ -63,7 +63,7 @@ class ConvMap(LinearMap):
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_turned": None, "rows": {}}
 
-    def rectified(self, v: Tensor, c: Tensor, fine: bool = False) -> Tensor:
+    def rectified(self, v: Tensor, c: Tensor) -> Tensor:
         """Convolution, sum and rectification in one kernel of cuDNN, where it can be used and no tape is wanted."""
         if not _one_kernel(v, self.weight, c):
             return super().rectified(v, c)
@@ -77,7 +77,7 @@ class ConvMap(LinearMap):
             )
             return image
 
-        return narrow.rectified(self, v, c, joined, fine)
+        return narrow.rectified(self, v, c, joined)
 
     def rectified_back(self, c: Tensor) -> Around:
         """``v -> A' relu(A v + c)``; in captured solves by kernels of our own where they are faster."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from opteq.operators.narrow_choice import is_chosen, is_plain, narrow_dtype
 from opteq.operators.narrow_plans import Sums, processors
-from opteq.operators.narrow_products import Convolution, Rows, balanced_sum, convolve, convolve_finely
+from opteq.operators.narrow_products import Convolution, Rows, balanced_sum, convolve
 from opteq.operators.narrow_rounding import rounded_to, rounded_with_sizes, sizes
 
 
@@ -31,10 +31,10 @@ def product(linear: Convolution, v: Tensor, adjoint: bool, plain: Callable[[], T
     return _alone(linear, v, adjoint, None, plain)
 
 
-def rectified(linear: Convolution, v: Tensor, c: Tensor, plain: Callable[[], Tensor], fine: bool = False) -> Tensor:
-    """``relu(A v + c)``, likewise; or, if ``fine``, to twice as many bits where halves would have been faster."""
+def rectified(linear: Convolution, v: Tensor, c: Tensor, plain: Callable[[], Tensor]) -> Tensor:
+    """``relu(A v + c)``, likewise."""
     same = c.dtype == v.dtype and c.shape == (len(v), linear.weight.shape[0], *v.shape[2:])
-    return _alone(linear, v, False, lambda: c, plain, "rectify", fine) if same else plain()
+    return _alone(linear, v, False, lambda: c, plain, "rectify") if same else plain()
 
 
 def weighed(linear: Convolution, v: Tensor, diagonal: Callable[[], Tensor], plain: Callable[[], Tensor]) -> Tensor:
@@ -57,12 +57,11 @@ def _alone(
     beside: Callable[[], Tensor] | None,
     plain: Callable[[], Tensor],
     then: str = "nothing",
-    fine: bool = False,
 ) -> Tensor:
     narrow = narrow_dtype(linear, v, adjoint)
     if narrow is None or v.dtype != torch.float32:  # torch's own kernels for 16 bits are good
         return plain()
-    key = ("narrow", v.shape, adjoint, then, fine, linear.weight.shape, linear.weight.stride(), v.device)
+    key = ("narrow", v.shape, adjoint, then, linear.weight.shape, linear.weight.stride(), v.device)
 
     def quick() -> Tensor:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
@@ -71,19 +70,7 @@ def _alone(
             joined = None if beside is None else as_beside(beside(), linear, v)
             return convolve(rounded, rows, v.dtype, tops, joined, then)
 
-    def careful() -> Tensor:
-        with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
-            joined = None if beside is None else as_beside(beside(), linear, v)
-            return convolve_finely(v, linear, narrow, adjoint, joined, then)
-
-    def prepare() -> Callable[[], Tensor]:
-        if fine:
-            careful()  # kernels have to be at hand in captures
-        return quick
-
-    if not is_chosen(key, v, plain, prepare):
-        return plain()
-    return careful() if fine else quick()
+    return quick() if is_chosen(key, v, plain, lambda: quick) else plain()
 
 
 def by_weight(linear: Convolution, v: Tensor, u: Tensor, plain: Callable[[], Tensor]) -> Tensor:

@@ -89,6 +89,7 @@ def convolve(
     beside: Tensor | None = None,
     then: str = "nothing",
     rescaled: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A convolution of ``source (batch, height, width, channels)``, as channels-last pictures.
 
@@ -102,6 +103,7 @@ def convolve(
             without the positive part of ``beside``; ``"weigh"``, the product; ``"shift"``, the sum with
             ``beside (channels,)``.
         rescaled: whether the result is scaled, by bounds of its entries that stand behind ``tops``.
+        out: where the result goes, if there is such a place.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -110,7 +112,9 @@ def convolve(
     batch, height, width, channels = source.shape
     count, (high, wide) = len(rows.numbers), rows.taps
     columns = rows.numbers.shape[1] // (high * wide)
-    out = torch.empty(batch, count, height, width, dtype=dtype, device=source.device, memory_format=torch.channels_last)
+    if out is None:
+        size, form = (batch, count, height, width), torch.channels_last
+        out = torch.empty(size, dtype=dtype, device=source.device, memory_format=form)
     plan = Plan.of(batch, height, width, columns, count, processors(source.device))
     box, depth = plan.box, plan.depth
     kernels.convolve[(plan.boxes, plan.tiles)](
@@ -135,11 +139,12 @@ def convolve_finely(
     beside: Tensor | None = None,
     then: str = "nothing",
     positive: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A convolution of pictures in float32, or of their positive part, or its adjoint, to some 22 bits."""
     tops = sizes(v, positive)
     source = divided(narrow, v, tops, rectify=positive)
-    return convolve(source, Rows.of(linear, narrow, adjoint, fine=True), v.dtype, tops, beside, then)
+    return convolve(source, Rows.of(linear, narrow, adjoint, fine=True), v.dtype, tops, beside, then, out=out)
 
 
 def balanced_sum(u: Tensor, tops_u: Tensor, rounded: Tensor, tops: Tensor, taps: Sequence[int], plan: Sums) -> Tensor:

@@ -153,12 +153,10 @@ def gaps(left: Tensor, right: Tensor) -> Tensor:
     return parts
 
 
-def adopt(out: Tensor, source: Tensor, parts: Tensor, least: Tensor) -> Tensor:
-    """Copy samples where the sum of ``parts`` is below ``least``; the smaller one of the two for every sample."""
+def adopt(out: Tensor, source: Tensor, parts: Tensor, least: Tensor, fewer: Tensor) -> None:
+    """Copy samples where the sum of ``parts`` is below ``least``, and write down the smaller one of the two."""
     from opteq.operators import narrow_kernels as kernels
 
-    fewer = torch.empty_like(least)
     kernels.adopt[(len(out), _PARTS)](
         source, out, parts, least, fewer, out[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, num_warps=8
     )
-    return fewer

@@ -21,11 +21,13 @@ from opteq.operators.base import Around
 from opteq.operators.narrow_choice import narrow_dtype, was_chosen
 from opteq.operators.narrow_products import Convolution, convolve, convolve_finely
 from opteq.operators.narrow_rounding import Less, adopt, gaps, rounded_with_sizes
-from opteq.operators.round_trip import Prepared, RoundTrip
+from opteq.operators.round_trip import Prepared, RoundTrip, trip_key
 
 # Which evaluations are fine, without counting the one at a start of zeros: the second, by which a solve has come some
 # way, and after that those four times as far.
 _FIRST, _GROWTH = 2, 4
+# Bytes of pre-activations that are made at a time in a fine evaluation.
+_ROOM = 2**24
 
 
 @dataclass
@@ -47,16 +49,21 @@ class _Known:
     nothing: Tensor
 
     @classmethod
-    def copied(cls, point: Tensor, inside: Tensor, image: Tensor) -> _Known:
-        """With memory of its own."""
+    def at(cls, point: Tensor, inside: Tensor, image: Tensor) -> _Known:
+        """The three tensors become those that are written to."""
         gap = gaps(image, point).sum(dim=1)
-        return cls(point.clone(), inside.clone(), image.clone(), gap, torch.zeros_like(gap))
+        return cls(point, inside, image, gap, torch.zeros_like(gap))
+
+    def part(self, samples: slice) -> _Known:
+        """Of some samples."""
+        parts = self.point, self.inside, self.image, self.gap, self.nothing
+        return _Known(*(whole[samples] for whole in parts))
 
     def move(self, point: Tensor, inside: Tensor, image: Tensor) -> None:
         """To another point, in samples whose residual is smaller there: what a solver tries may be anything."""
-        apart, least = gaps(image, point), self.gap
+        apart, least = gaps(image, point), self.gap.clone()
         for own, new in ((self.point, point), (self.inside, inside), (self.image, image)):
-            self.gap = adopt(own, new, apart, least)
+            adopt(own, new, apart, least, self.gap)
 
     def step(self, v: Tensor, made: Prepared) -> Tensor:
         """The map at ``v``."""
@@ -115,11 +122,11 @@ class RefinedTrip(RoundTrip, Around):
     def _at_zero(self) -> Tensor:
         image = super()._at_zero()
         narrow = narrow_dtype(self.linear, image) if _remembers() else None
-        if narrow is None or narrow == image.dtype or not was_chosen(self._key(image.shape, image, narrow)):
+        if narrow is None or not is_refined(self.linear, image):
             return image
         with torch.cuda.device_of(image):  # type: ignore[no-untyped-call]  # kernels run on the current device
             made = self._kept(image, narrow)
-            self._known = _Known.copied(torch.zeros_like(image), made.beside, image)
+            self._known = _Known.at(torch.zeros_like(image), made.beside.clone(), image.clone())
         return image
 
     def _by_kernels(self, v: Tensor, made: Prepared) -> Tensor:
@@ -129,30 +136,48 @@ class RefinedTrip(RoundTrip, Around):
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
             if _remembers():
                 self._turn = _FIRST if known is None else self._turn + 1
-                if known is None or _is_due(self._turn):
-                    return self._finely(v, made)
-            return made(v) if known is None else known.step(v, made)
+                if known is None:
+                    return self._begun(v, made)
+                if _is_due(self._turn):
+                    return self._moved(v, made, known)
+            return made(v) if known is None or self._turn < _FIRST else known.step(v, made)
 
-    def _finely(self, v: Tensor, made: Prepared) -> Tensor:
-        inside = convolve_finely(v, self.linear, made.narrow, False, made.beside, "add")
-        image = convolve_finely(inside, self.linear, made.narrow, True, positive=True)
-        if self._known is None:
-            self._known = _Known.copied(v, inside, image)
-        else:
-            self._known.move(v, inside, image)
+    def _begun(self, v: Tensor, made: Prepared) -> Tensor:
+        inside, image = self._finely(v, made.beside, made.narrow)
+        self._known = _Known.at(v.clone(), inside, image)
+        return image.clone()
+
+    def _moved(self, v: Tensor, made: Prepared, known: _Known) -> Tensor:
+        """The map at ``v``, which is known from now on; so many samples at a time that little memory is needed."""
+        image = torch.empty_like(known.image)
+        each = max(1, _ROOM // (4 * known.inside[0].numel()))
+        for first in range(0, len(v), each):
+            samples = slice(first, first + each)
+            inside, found = self._finely(v[samples], made.beside[samples], made.narrow, image[samples])
+            known.part(samples).move(v[samples], inside, found)
         return image
+
+    def _finely(self, v: Tensor, c: Tensor, narrow: torch.dtype, image: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        inside = convolve_finely(v, self.linear, narrow, False, c, "add")
+        return inside, convolve_finely(inside, self.linear, narrow, True, positive=True, out=image)
 
     def _tried(self, v: Tensor, narrow: torch.dtype) -> Callable[[], Tensor]:
         made = self._prepared(v, narrow)
         if not made.there.scaled:
             return partial(made, v)
         other = RefinedTrip(self.linear, self.halves, made.beside)
-        other._finely(v, made)
-        other._finely(v, made)
+        other._begun(v, made)
         known = other._known
         assert known is not None
+        other._moved(v, made, known)
         known.back(known.there(v, made), made)
         return partial(known.step, v, made)
+
+
+def is_refined(linear: Convolution, v: Tensor) -> bool:
+    """Whether round trips from ``v`` in the solve that is being captured are of this kind."""
+    narrow = narrow_dtype(linear, v) if settings.recording else None
+    return narrow not in (None, v.dtype) and was_chosen(trip_key(linear, v, narrow, rectify=True))
 
 
 def _remembers() -> bool:

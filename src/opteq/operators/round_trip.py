@@ -47,13 +47,10 @@ class RoundTrip:
         narrow = narrow_dtype(self.linear, v)
         if narrow is None:
             return self.plain(v)
-        if not is_chosen(self._key(v.shape, v, narrow), v, partial(self.plain, v), partial(self._tried, v, narrow)):
+        key = trip_key(self.linear, v, narrow, self.rectify)
+        if not is_chosen(key, v, partial(self.plain, v), partial(self._tried, v, narrow)):
             return self.plain(v)
         return self._by_kernels(v, self._kept(v, narrow))
-
-    def _key(self, shape: torch.Size, like: Tensor, narrow: torch.dtype) -> Hashable:
-        weight = self.linear.weight
-        return "round trip", shape, like.dtype, narrow, weight.shape, weight.stride(), self.rectify, like.device
 
     def _tried(self, v: Tensor, narrow: torch.dtype) -> Callable[[], Tensor]:
         """What is measured before it is chosen; every kernel that may be launched has to be launched here."""
@@ -94,6 +91,12 @@ class RoundTrip:
                 offset = size if self.rectify and size is not None else torch.zeros_like(most)
                 gain = (most if self.rectify or size is None else most * size).contiguous()
             return Prepared(there, back, beside, narrow, offset, gain, "rectify" if self.rectify else "weigh")
+
+
+def trip_key(linear: Convolution, v: Tensor, narrow: torch.dtype, rectify: bool) -> Hashable:
+    """What distinguishes round trips with arguments like ``v`` from others, where the faster way is chosen."""
+    weight = linear.weight
+    return "round trip", v.shape, v.dtype, narrow, weight.shape, weight.stride(), rectify, v.device
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from torch import Tensor
 from opteq._errors import ConvergenceError
 from opteq.operators import LinearMap
 from opteq.operators.base import Around
+from opteq.operators.conv import ConvMap
 from opteq.operators.recalled import recalled_adjoint
+from opteq.operators.refined_trip import is_refined
 from opteq.penalties import Penalty, ReLU
 from opteq.solvers import Anderson
 from opteq.states import sum_over_sample
@@ -37,12 +39,16 @@ class Block:
         """``W z + c``."""
         return self.W(z) + self.c
 
-    def activation(self, z: Tensor, fine: bool = False) -> Tensor:
-        """``sigma(W z + c)``; ``fine`` where every digit counts."""
+    def activation(self, z: Tensor) -> Tensor:
+        """``sigma(W z + c)``."""
         if type(self.penalty) is not ReLU:
             return self.penalty.prox(self.preactivation(z))
         # What steps have found out serves here, too.
-        return self.W.rectified(z, self.c, fine) if self._around is None else self._around.there(z)
+        return self.W.rectified(z, self.c) if self._around is None else self._around.there(z)
+
+    def refines(self, z: Tensor) -> bool:
+        """Whether steps of a captured solve are finer at ``z`` than a product would be by itself."""
+        return type(self.penalty) is ReLU and isinstance(self.W, ConvMap) and is_refined(self.W, z)
 
     def features(self, y: Tensor) -> Tensor:
         """``W' y / mu`` of activations y."""

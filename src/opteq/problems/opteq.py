@@ -217,7 +217,9 @@ class BoundOptEq(Hidden):
         block, features_on_tape = self.block, partial(self.block.recalled_back, single(y), z)
         if isinstance(block.W, ConvMap) and self.penalty.tells_slope:
             with torch.no_grad():
-                image = block.activation(z, fine=True)  # which units are cut off decides the derivative
+                # Which units are cut off makes the derivative. A solve for features ends with its state as their image,
+                # which rounding may have left closer to the equilibrium than one more product would come.
+                image = single(y) if self.contracts and block.refines(z) else block.activation(z)
             local = self.penalty.linearise_at_image(image)
             bare = partial(recalled, block.W, z, block.c, image)  # of which the derivative counts, not the value
             on_tape = partial(bare, local.derivative)
