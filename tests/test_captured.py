@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq import operators as op
+from opteq.operators import captured
 from opteq.operators.captured import Job, in_one_launch
 from opteq.operators.norms import _scale, bounded
 
@@ -25,6 +26,31 @@ def test_on_a_cpu_the_function_is_called_as_it_is() -> None:
 
 def eager(weight: Tensor, bound: float) -> Tensor:
     return weight * _scale(bound, weight)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_scaled_weight_has_the_derivatives_of_its_formula(
+    layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(6, 4, 3, 3, dtype=torch.float64).contiguous(memory_format=layout).requires_grad_()
+    v = torch.randn(6, 4, 3, 3, dtype=torch.float64)
+    wanted = eager(weight, 0.7)
+    monkeypatch.setattr(captured, "_capturable", lambda inputs: True)
+    monkeypatch.setattr(captured, "_graph", lambda *form, **apart: None)
+    found = bounded(weight, 0.7)
+    assert type(found.grad_fn).__name__ == "_ScaledBackward"
+    torch.testing.assert_close(found, wanted)
+    for create in (False, True):
+        (slope,) = torch.autograd.grad(found, weight, v, create_graph=create, retain_graph=True)
+        (expected,) = torch.autograd.grad(wanted, weight, v, create_graph=create, retain_graph=True)
+        torch.testing.assert_close(slope, expected)
+    second = torch.autograd.grad(slope.square().sum(), weight)[0]
+    torch.testing.assert_close(second, torch.autograd.grad(expected.square().sum(), weight)[0])
+    many = torch.randn(3, *v.shape, dtype=torch.float64)
+    (slopes,) = torch.autograd.grad(bounded(weight, 0.7), weight, many, is_grads_batched=True)
+    for own, one in zip(slopes, many, strict=True):
+        torch.testing.assert_close(own, torch.autograd.grad(eager(weight, 0.7), weight, one)[0])
 
 
 @pytest.mark.gpu

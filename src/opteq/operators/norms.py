@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.operators.base import Operator
-from opteq.operators.captured import Job, in_one_launch
+from opteq.operators.captured import Job, in_one_launch, scaled_in_one_launch
 from opteq.operators.fused import can_fuse, largest_bound
 from opteq.operators.gram import eigenvalue_bound
 from opteq.operators.supremum import close_supremum
@@ -83,6 +83,10 @@ def bounded(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
     if known is not None and known.weight is weight:
         scale = known.settled()
     else:
+        # A bound has the dtype of its weight, unless that has 16 bits.
+        product = None if before or weight.itemsize == 2 else scaled_in_one_launch(scale_job(weight, bound))
+        if product is not None:
+            return product
         (scale,) = in_one_launch(scale_job(weight, bound, *before))
     return (weight.to(scale.dtype) * scale).to(weight.dtype)
 

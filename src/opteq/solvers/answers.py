@@ -32,7 +32,8 @@ class Answers:
             for place, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True))
             if dtype in _NUMBERS and (len(shape) <= 1 or place == last)
         ]
-        room = sum(math.prod(self._shapes[place]) for place in self._packed)
+        self._sizes = [math.prod(self._shapes[place]) for place in self._packed]
+        room = sum(self._sizes)
         device = tensors[0].device
         self._numbers: Buffer | None = None
         if room:
@@ -71,14 +72,11 @@ class Answers:
                 made[place] = buffer.tensor.clone()
                 buffer.note(made[place])
         if self._numbers is not None:
-            numbers, begin = self._numbers.tensor.clone(), 0
-            for place in self._packed:
+            parts = self._numbers.tensor.clone().split_with_sizes(self._sizes)
+            for place, own in zip(self._packed, parts, strict=True):
                 shape, dtype = self._shapes[place], self._dtypes[place]
-                size = math.prod(shape)
-                own = numbers.narrow(0, begin, size)
                 own = own if dtype == torch.int64 else own.view(dtype)
                 made[place] = own if len(shape) == 1 else own.view(shape)
-                begin += size
         return [made[place] for place in range(len(self._shapes))]
 
 
