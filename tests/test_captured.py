@@ -47,6 +47,11 @@ def test_a_scaled_weight_has_the_derivatives_of_its_formula(
         torch.testing.assert_close(slope, expected)
     second = torch.autograd.grad(slope.square().sum(), weight)[0]
     torch.testing.assert_close(second, torch.autograd.grad(expected.square().sum(), weight)[0])
+    small = weight.detach().float().requires_grad_()
+    (expected,) = torch.autograd.grad(eager(small, 0.7), small, v.float())
+    with torch.autocast("cpu", torch.bfloat16):  # which is no concern of a bound
+        (slope,) = torch.autograd.grad(bounded(small, 0.7), small, v.float(), create_graph=True)
+    torch.testing.assert_close(slope, expected)
     many = torch.randn(3, *v.shape, dtype=torch.float64)
     (slopes,) = torch.autograd.grad(bounded(weight, 0.7), weight, many, is_grads_batched=True)
     for own, one in zip(slopes, many, strict=True):

@@ -148,8 +148,9 @@ def test_one_linearisation_serves_the_system_and_the_weights(
     taken: list[object] = []
     own = type(problem(x)).linearise_on_tape
 
-    def noting(hidden: object, state: object, features: object) -> object:
-        taken.append(own(hidden, state, features))  # type: ignore[arg-type]
+    def noting(hidden: object, state: object, features: object, close: bool) -> object:
+        assert close  # to 1e-12
+        taken.append(own(hidden, state, features, close))  # type: ignore[arg-type]
         return taken[-1]
 
     monkeypatch.setattr(type(problem(x)), "linearise_on_tape", noting)

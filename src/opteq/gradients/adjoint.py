@@ -146,7 +146,7 @@ class AdjointSystem:
         leaves = replayed.leaves(given.held)
         if given.features is not None and replayed.steps == Steps():
             with torch.enable_grad(), self.autocast.entered():
-                taped = frozen.thaw(leaves).linearise_on_tape(given.state, given.features)
+                taped = frozen.thaw(leaves).linearise_on_tape(given.state, given.features, replayed.close)
             if taped is not None:
                 return self._open_on_features(taped, given.incoming, leaves)
         gradient, direct = replayed.pull_features(given.held, given.state, given.incoming)

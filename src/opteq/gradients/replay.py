@@ -70,6 +70,7 @@ class Replay:
         state: where they begin, a constant.
         autocast: the precision of the way forward.
         features: of the state, where they are handed out beside it; None where they are not.
+        close: whether the state was solved for to four digits or more.
     """
 
     steps: Steps
@@ -77,11 +78,12 @@ class Replay:
     state: State
     autocast: Autocast
     features: State | None = None
+    close: bool = False
 
     @property
     def key(self) -> Hashable:
         """What distinguishes its graph from that of others."""
-        return "replay", self.frozen.structure, self.steps, self.autocast, self.frozen.wanted
+        return "replay", self.frozen.structure, self.steps, self.autocast, self.frozen.wanted, self.close
 
     def pull(self, tensors: Sequence[Tensor], state: State, gradient: State) -> Gradients:
         """The gradient of every tensor of the problem for ``gradient`` at the last step; None where there is none."""

@@ -48,8 +48,11 @@ class LinearMap(ABC):
         """``relu(A v + c)``, which some maps have a faster way for."""
         return torch.relu(self(v) + c)
 
-    def rectified_back(self, c: Tensor) -> Around:
-        """``v -> A' relu(A v + c)``, for many v."""
+    def rectified_back(self, c: Tensor, solved_for: float | None = None) -> Around:  # noqa: ARG002
+        """``v -> A' relu(A v + c)``, for many v.
+
+        ``solved_for`` tells that these are the steps of a solver of ``v = solved_for * A' relu(A v + c)``.
+        """
         return _Rectified(self, c)
 
     def weighed(

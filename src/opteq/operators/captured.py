@@ -98,9 +98,9 @@ class _Scaled(torch.autograd.Function):
         weight, value, slope = ctx.saved_tensors
         (gradient,) = gradients
         if torch.is_grad_enabled():  # a second derivative may follow: give it the operations themselves
-            with Autocast.current(weight.device).off():
-                product = weight * ctx.function(weight)
-            return None, *torch.autograd.grad(product, weight, gradient, create_graph=True)
+            value = ctx.function(weight)
+            (slope,) = _slopes(value, [weight], again=True)
+            return None, gradient * value + (gradient * weight).sum() * slope
         if torch._C._functorch.is_legacy_batchedtensor(gradient):  # many of them, which not all operations know of
             return None, gradient * value + (gradient * weight).sum() * slope
         if gradient.is_contiguous() and weight.is_contiguous():

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from opteq._fast import settings
 from opteq._triton import may_keep
 from opteq.operators import narrow
+from opteq.operators.anchored import AnchoredTrip
 from opteq.operators.base import Around, LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
 from opteq.operators.choice import faster, rounded_for_autocast, zeros_at_hand
 from opteq.operators.narrow_products import Rows
 from opteq.operators.norms import bounded, certified_norm, kernel_norm
-from opteq.operators.refined_trip import RefinedTrip
-from opteq.operators.round_trip import RoundTrip
+from opteq.operators.round_trip import RectifiedTrip, RoundTrip
 
 
 class ConvMap(LinearMap):
@@ -79,9 +79,10 @@ class ConvMap(LinearMap):
 
         return narrow.rectified(self, v, c, joined)
 
-    def rectified_back(self, c: Tensor) -> Around:
+    def rectified_back(self, c: Tensor, solved_for: float | None = None) -> Around:
         """``v -> A' relu(A v + c)``; in captured solves by kernels of our own where they are faster."""
-        return RefinedTrip(self, super().rectified_back(c), c)
+        plain = super().rectified_back(c)
+        return RectifiedTrip(self, plain, c) if solved_for is None else AnchoredTrip(self, plain, c, solved_for)
 
     def weighed(
         self, v: Tensor, weigh: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor] | None = None

@@ -153,21 +153,24 @@ def divide(
 
 
 @triton.jit
-def gap(left, right, parts, size, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """How far two samples are apart, part by part: sums of sizes, which do not overflow and do not lose a NaN."""
+def gap(left, right, parts, share, size, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """How far ``share * left`` and ``right`` are apart, part by part: sums of sizes, which do not lose a NaN."""
     sample = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(tl.program_id(1) * BLOCK, size, PARTS * BLOCK):
         place = first + tl.arange(0, BLOCK)
         there = tl.load(left + sample * size + place, mask=place < size, other=0.0)
-        apart = there - tl.load(right + sample * size + place, mask=place < size, other=0.0)
+        apart = share * there - tl.load(right + sample * size + place, mask=place < size, other=0.0)
         total += tl.abs(apart)
     tl.store(parts + sample * PARTS + tl.program_id(1), tl.sum(total, axis=0))
 
 
 @triton.jit
 def adopt(source, out, parts, least, fewer, size, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """Copy a part of a sample where the sum of its ``parts`` is below ``least``, and write down the smaller one."""
+    """Copy a part of a sample where the sum of its ``parts`` is below ``least``; the smaller one goes to ``fewer``.
+
+    Which is memory of its own: other parts of the sample may still have to read ``least``.
+    """
     sample = tl.program_id(0).to(tl.int64)
     found = tl.sum(tl.load(parts + sample * PARTS + tl.arange(0, PARTS)), axis=0)
     before = tl.load(least + sample)

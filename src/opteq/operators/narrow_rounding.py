@@ -144,17 +144,19 @@ def _how(less: Less | None) -> str:
     return "nothing" if less is None else less.how
 
 
-def gaps(left: Tensor, right: Tensor) -> Tensor:
-    """The sizes of all differences, summed up over parts of every sample: ``(batch, parts)``."""
+def gaps(left: Tensor, right: Tensor, share: float = 1.0) -> Tensor:
+    """The sizes of ``share * left - right``, summed up over parts of every sample: ``(batch, parts)``."""
     from opteq.operators import narrow_kernels as kernels
 
     parts = torch.empty(len(left), _PARTS, device=left.device)
-    kernels.gap[(len(left), _PARTS)](left, right, parts, left[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, num_warps=8)
+    kernels.gap[(len(left), _PARTS)](
+        left, right, parts, share, left[0].numel(), BLOCK=_BLOCK, PARTS=_PARTS, num_warps=8
+    )
     return parts
 
 
 def adopt(out: Tensor, source: Tensor, parts: Tensor, least: Tensor, fewer: Tensor) -> None:
-    """Copy samples where the sum of ``parts`` is below ``least``, and write down the smaller one of the two."""
+    """Copy samples where the sum of ``parts`` is below ``least``; the smaller one of the two goes to ``fewer``."""
     from opteq.operators import narrow_kernels as kernels
 
     kernels.adopt[(len(out), _PARTS)](

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opteq._triton import may_keep
+from opteq.operators.base import Around
 from opteq.operators.narrow import as_beside
 from opteq.operators.narrow_choice import is_chosen, narrow_dtype
 from opteq.operators.narrow_products import Convolution, Rows, convolve
@@ -30,6 +31,8 @@ class RoundTrip:
         beside: c, or d; made when it is needed.
         rectify: whether it is the first of the two maps.
     """
+
+    anchored = False
 
     def __init__(
         self, linear: Convolution, plain: Callable[[Any], Tensor], beside: Callable[[], Tensor], rectify: bool
@@ -47,7 +50,7 @@ class RoundTrip:
         narrow = narrow_dtype(self.linear, v)
         if narrow is None:
             return self.plain(v)
-        key = trip_key(self.linear, v, narrow, self.rectify)
+        key = trip_key(self.linear, v, narrow, self.rectify, self.anchored)
         if not is_chosen(key, v, partial(self.plain, v), partial(self._tried, v, narrow)):
             return self.plain(v)
         return self._by_kernels(v, self._kept(v, narrow))
@@ -93,10 +96,32 @@ class RoundTrip:
             return Prepared(there, back, beside, narrow, offset, gain, "rectify" if self.rectify else "weigh")
 
 
-def trip_key(linear: Convolution, v: Tensor, narrow: torch.dtype, rectify: bool) -> Hashable:
+class RectifiedTrip(RoundTrip, Around):
+    """The first of the two maps, and its halves.
+
+    Args:
+        linear: the convolution.
+        plain: the same by torch's operations.
+        c: what is added.
+    """
+
+    def __init__(self, linear: Convolution, plain: Around, c: Tensor) -> None:
+        super().__init__(linear, plain, lambda: c, rectify=True)
+        self.halves = plain
+
+    def there(self, v: Tensor) -> Tensor:
+        """``relu(A v + c)``."""
+        return self.halves.there(v)
+
+    def back(self, u: Tensor) -> Tensor:
+        """``A' u``, for a u such as :meth:`there` gives."""
+        return self.halves.back(u)
+
+
+def trip_key(linear: Convolution, v: Tensor, narrow: torch.dtype, rectify: bool, anchored: bool) -> Hashable:
     """What distinguishes round trips with arguments like ``v`` from others, where the faster way is chosen."""
     weight = linear.weight
-    return "round trip", v.shape, v.dtype, narrow, weight.shape, weight.stride(), rectify, v.device
+    return "round trip", v.shape, v.dtype, narrow, weight.shape, weight.stride(), rectify, anchored, v.device
 
 
 @dataclass(frozen=True)

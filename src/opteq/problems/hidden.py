@@ -121,12 +121,13 @@ class BoundMap(ABC):
 
         return Linearisation(product, lambda v: pull(v)[0])
 
-    def linearise_on_tape(self, y: State, features: State) -> TapedLinearisation | None:  # noqa: ARG002
+    def linearise_on_tape(self, y: State, features: State, close: bool = False) -> TapedLinearisation | None:  # noqa: ARG002
         """The same with the tape that gradients of the problem's tensors take; None where there is no such form.
 
         Args:
             y: the state.
             features: those of y.
+            close: whether y was solved for to four digits or more.
         """
         return None
 

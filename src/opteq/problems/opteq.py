@@ -208,7 +208,7 @@ class BoundOptEq(Hidden):
             return super().linearise(y)
         return self._linearised(y, self.block.preactivation(z))
 
-    def linearise_on_tape(self, y: State, features: State) -> TapedLinearisation | None:
+    def linearise_on_tape(self, y: State, features: State, close: bool = False) -> TapedLinearisation | None:
         """The same, where it is by way of the features and the step is the one above."""
         z = single(features)
         step, linearise, own = type(self).step, type(self).linearise, type(self).features
@@ -217,9 +217,10 @@ class BoundOptEq(Hidden):
         block, features_on_tape = self.block, partial(self.block.recalled_back, single(y), z)
         if isinstance(block.W, ConvMap) and self.penalty.tells_slope:
             with torch.no_grad():
-                # Which units are cut off makes the derivative. A solve for features ends with its state as their image,
-                # which rounding may have left closer to the equilibrium than one more product would come.
-                image = single(y) if self.contracts and block.refines(z) else block.activation(z)
+                # Which units are cut off makes the derivative. Where steps contract, the state was found as an image of
+                # features (compact_form), finely: close to the equilibrium it tells more than a rounded product.
+                known = close and self.contracts and block.has_fine_steps(z)
+                image = single(y) if known else block.activation(z)
             local = self.penalty.linearise_at_image(image)
             bare = partial(recalled, block.W, z, block.c, image)  # of which the derivative counts, not the value
             on_tape = partial(bare, local.derivative)
@@ -269,12 +270,12 @@ class BoundOptEq(Hidden):
         start = self._no_features()
         c = self.block.c
         return FeatureForm(
-            lambda z: self.block(single(z)),
+            lambda z: self.block.step(single(z)),
             start,
             lambda z: self.block.activation(single(z)),
             self._measured_features if self.has_merit else None,
             # W 0 + c = c, unless a product in another precision would have changed the dtype of the sum.
-            self.block.at_zero if start.dtype == c.dtype else None,
+            partial(self.block.step, None) if start.dtype == c.dtype else None,
             zero_state=True,
         )
 
