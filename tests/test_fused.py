@@ -893,6 +893,36 @@ def test_badly_conditioned_systems_and_no_more_steps() -> None:
     assert pair[0][1].codes.tolist() == [Status.MAX_STEPS]
 
 
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 4, 5, 8, 11])
+def test_the_best_answer_of_a_solve_that_was_cut_off(max_steps: int) -> None:
+    """Residuals rise and fall: the best answer is often from before the directions that are kept."""
+    matrices, rhs = spectrum(*[torch.logspace(-5, 0, 12, dtype=torch.float64)] * 6), random_rhs(6, 12)
+    _, (point, finish) = solve_linear(matrices, rhs, max_steps=max_steps)
+    if 2 < max_steps < 10:
+        assert (finish.trace.argmin(dim=0) < max_steps - 1).any()
+    torch.testing.assert_close(finish.residual, finish.trace.amin(dim=0), rtol=0, atol=0)
+    answer = blocks(point)[0]
+    residual = (rhs - (matrices @ answer[:, :, None])[:, :, 0]).norm(dim=1) / rhs.norm(dim=1)
+    torch.testing.assert_close(residual, finish.residual, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("max_steps", [5, 6, 7, 12, 13, 30])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_long_solves_in_16_bits(dtype: torch.dtype, max_steps: int) -> None:
+    """Answers are sums of more directions than are kept, and have the residuals that are told."""
+    values = torch.logspace(-1.5, 0, 24, dtype=torch.float64)
+    matrices, rhs = spectrum(*[values] * 3), random_rhs(3, 24, dtype=dtype)
+    (_, plain), (point, fused) = solve_linear(matrices, rhs, tol=0.01, max_steps=max_steps)
+    assert (fused.steps > 6).all() or max_steps <= 6
+    answer = blocks(point)[0].double()
+    residual = (rhs.double() - (matrices @ answer[:, :, None])[:, :, 0]).norm(dim=1) / rhs.double().norm(dim=1)
+    # Products are rounded, and so is the answer.
+    eps = torch.finfo(dtype).eps
+    slack = eps * answer.norm(dim=1) / rhs.double().norm(dim=1)
+    assert ((residual - fused.residual).abs() < 4 * slack).all()
+    assert (fused.residual < 2 * plain.residual + slack).all()
+
+
 @pytest.mark.parametrize("coupled", [False, True], ids=["samples", "coupled"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_systems_on_tuples(dtype: torch.dtype, coupled: bool) -> None:
@@ -1053,7 +1083,7 @@ def build(kernel, capability, wide, state, column, warps, constants):
     types["squares"] = "*fp64"
     types |= dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys("rows width slot place first step".split(), "i32")
     if kernel.__name__.startswith("cg_"):
-        types |= dict.fromkeys("rhs low added out product".split(), state) | {"scale": wide_pointer}
+        types |= dict.fromkeys("rhs added out product direction directions old new".split(), state) | {"apart": "i64"}
         state = wide_pointer
     ptx(kernel, capability, dict.fromkeys(kernel.arg_names, state) | types, constants, num_warps=warps)
 
@@ -1085,12 +1115,12 @@ for wide, state, column, half in (
         (k.keep, 8, {"BLOCK": 4096}),
         (k.summarise, 1, {"BLOCK": 128, "CONVERGED": 0, "MAX_STEPS": 1}),
         (k.cg_squares, 8, {"BLOCK": 4096}),
-        (k.cg_begin, 8, {"BLOCK": 4096, "NON_FINITE": 2, "FIRST": True, "SQUARED": half, "NARROW": half}),
+        (k.cg_begin, 8, {"BLOCK": 4096, "NON_FINITE": 2, "FIRST": True, "SQUARED": half}),
         (k.cg_curvature, 8, {"BLOCK": 4096}),
-        (k.cg_update, 8, {"BLOCK": 4096}),
+        (k.cg_update, 8, {"BLOCK": 4096, "FIRST": True, "SQUARED": half, "START": half, "NARROW": half}),
         (k.cg_judge, 1, ENDS),
-        (k.cg_direction, 8, {"BLOCK": 4096, "NARROW": half}),
-        (k.cg_settle, 8, {"BLOCK": 4096, "ADDED": half}),
+        (k.cg_direction, 8, {"BLOCK": 4096, "FOLD": half, "AGAIN": half, "KEPT": 6}),
+        (k.cg_settle, 8, {"BLOCK": 4096, "ADDED": half, "FOLDED": half, "KEPT": 6}),
     ):
         if half or (capability == 90 and kernel in (k.judge, k.anderson_observe, k.cg_update) and "M" not in more):
             build(kernel, capability, wide, state, column, warps, common | more)

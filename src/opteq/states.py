@@ -37,17 +37,6 @@ def map_state(function: Callable[..., Tensor], state: State, *others: State) -> 
     return like(state, tuple(function(*column) for column in columns))
 
 
-def in_layout_of(state: State, other: State) -> State:
-    """``state`` with the strides of ``other``, which has the same shapes; itself where it has them."""
-
-    def arranged(part: Tensor, wanted: Tensor) -> Tensor:
-        if part.stride() == wanted.stride():
-            return part
-        return torch.empty_like(wanted, dtype=part.dtype).copy_(part)
-
-    return map_state(arranged, state, other)
-
-
 def sum_over_sample(tensor: Tensor) -> Tensor:
     """Sum over everything but the batch, in float32 or better: ``(B, ...) -> (B,)``."""
     dtype = working_dtype(tensor.dtype)

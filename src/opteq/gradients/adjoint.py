@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq._autocast import Autocast
+from opteq._copying import best_turned_inside, in_layout_of
 from opteq.gradients.replay import Gradients, Incoming, Replay, Steps, added, gradients_through, packed, unpacked
 from opteq.problems.freezing import Frozen, freeze
 from opteq.problems.hidden import BoundMap
@@ -19,7 +20,7 @@ from opteq.solvers.graphs import staged, usable
 from opteq.solvers.linear import CG, MINRES, LinearSolver
 from opteq.solvers.linear.base import LinearSession
 from opteq.solvers.loop import Finish, Run, drive
-from opteq.states import Layout, State, blocks, in_layout_of, like, map_state
+from opteq.states import Layout, State, blocks, like, map_state
 
 Answer = tuple[list[Tensor], object]
 """Tensors, and what is known about them without looking at a number."""
@@ -256,13 +257,19 @@ class _Given:
         return replace(self, state=map_state(own, self.state), features=features)
 
     def forms(self) -> list[Tensor]:
-        """Tensors with the strides that :meth:`arranged` gives to these, in the order of :meth:`tensors`."""
+        """Tensors with the strides that graphs should be given these in, in the order of :meth:`tensors`.
+
+        They are those that :meth:`arranged` gives to them, but where it is quicker inside of a graph.
+        """
         found = [*self.held, *blocks(self.state), *(() if self.features is None else blocks(self.features))]
         pairs = (self.incoming.state, self.state), (self.incoming.features, self.features)
         for gradient, value in pairs:
             if gradient is not None and value is not None:
                 parts = zip(blocks(gradient), blocks(value), strict=True)
-                found += [own if own.dtype == part.dtype else part for part, own in parts]
+                found += [
+                    own if own.dtype == part.dtype and not best_turned_inside(part, own) else part
+                    for part, own in parts
+                ]
         return found
 
     def arranged(self) -> _Given:
@@ -271,7 +278,7 @@ class _Given:
         A mean over channels-last pictures, for one, has a gradient that is not.
         """
         at_state, at_features = (
-            None if gradient is None or value is None else in_layout_of(gradient, value)
+            None if gradient is None or value is None else map_state(in_layout_of, gradient, value)
             for gradient, value in ((self.incoming.state, self.state), (self.incoming.features, self.features))
         )
         return replace(self, incoming=Incoming(at_state, at_features))

@@ -24,7 +24,8 @@ def forms_by_products(taps: Tensor, waves: Tensor) -> Tensor:
 
     Args:
         taps: ``(k1 * k2, groups, n, m)``.
-        waves: ``(F, (k1 * k2)^2)``, the difference of cosine and sine above, for all pairs of a tap s and a tap t.
+        waves: ``(F, (k1 * k2)^2)`` or wider, the difference of cosine and sine above, for all pairs of a tap s and a
+            tap t, and zeros.
 
     Returns:
         ``(groups * F, n, n)``; the real form is explained in :mod:`opteq.operators.gram`.
@@ -32,7 +33,10 @@ def forms_by_products(taps: Tensor, waves: Tensor) -> Tensor:
     count, groups, n, _ = taps.shape
     rows = taps.transpose(0, 1).flatten(1, 2)
     blocks = torch.bmm(rows, rows.mT).reshape(groups, count, n, count, n).transpose(2, 3)
-    return torch.matmul(waves, blocks.reshape(groups, count**2, n * n)).reshape(-1, n, n)
+    padded = blocks.new_empty(groups, waves.shape[1], n * n)
+    padded[:, : count**2].view(groups, count, count, n, n).copy_(blocks)
+    padded[:, count**2 :] = 0
+    return torch.matmul(waves, padded).reshape(-1, n, n)
 
 
 class Autocorrelation:

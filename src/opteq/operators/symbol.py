@@ -193,11 +193,15 @@ def _make_frequencies(k1: int, k2: int, n1: int, n2: int, dtype: torch.dtype, de
 
 @lru_cache(maxsize=128)
 def _make_pairs(k1: int, k2: int, n1: int, n2: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cosine less sine of ``(t - s).theta`` for all pairs of taps, ``(frequencies, (k1 * k2)^2)``."""
+    """Cosine less sine of ``(t - s).theta`` for all pairs of taps, ``(frequencies, (k1 * k2)^2)`` and a few zeros.
+
+    A GPU takes half as long for a product whose rows begin at multiples of 16 bytes.
+    """
     with torch.inference_mode(False):
         cos, sin, difference, total = _make_frequencies(k1, k2, n1, n2, torch.float64, torch.device("cpu"))
         waves: Tensor = cos[:, :, None] * difference[:, None] + sin[:, :, None] * total[:, None]
-        return waves.flatten(1).to(device=device, dtype=dtype)
+        rows = torch.nn.functional.pad(waves.flatten(1), (0, -((k1 * k2) ** 2) % 4))
+        return rows.to(device=device, dtype=dtype)
 
 
 def half_grid(n1: int, n2: int) -> Tensor:

@@ -1,9 +1,16 @@
 """Passes over memory of conjugate gradients for ``(I - S) v = rhs``, and the judgement between them.
 
 The first two passes find the lengths of right sides and divide by them. A step is three more beside the product with S:
-the curvature along the direction, the new answer and residual with their norms, and, once one program a row has judged
-them, the next direction. The answer before the first step is zero, and its residual is the direction: neither is
-written down.
+the curvature along the direction, the new residual with its norm, and, once one program a row has judged it, the next
+direction.
+
+*No answer is written down.* It is the sum of all directions, each times the length of its step, so the last few
+directions are kept, in the precision of products, and whoever asks for an answer adds them up. Only where their places
+are used again, the sum so far is formed (``FOLD``). Then the best answer is the sum up to a certain step, which is one
+number a row. What a row has in memory, from the last step that was folded in, ``f``:
+
+* ``point``, the answer of step ``f``, if there was one; ``best``, the best one, where it is from before ``f``;
+* the directions of the steps after ``f``, that of step ``k`` in place ``(k - 1) % KEPT``.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
@@ -14,11 +21,13 @@ import triton.language as tl
 
 from opteq.solvers.fused.rows import (
     ACTIVE,
+    ALONG,
     BEST,
+    BEST_STEP,
     BETA,
+    LENGTH,
     PENDING,
     RESIDUAL,
-    SAVE,
     SIZE,
     SQUARE,
     STEPS,
@@ -39,9 +48,8 @@ def cg_squares(rhs, squares, width, first, parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def cg_begin(
-    rhs, lengths, direction, low, scale, flags, numbers, trace, rows, width, parts, tol, NON_FINITE: tl.constexpr,
-    FIRST: tl.constexpr, SQUARED: tl.constexpr, NARROW: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rhs, lengths, direction, scale, flags, numbers, trace, rows, width, parts, tol, NON_FINITE: tl.constexpr,
+    FIRST: tl.constexpr, SQUARED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first direction: the right side, of length one or zero. ``FIRST`` enters the row, and its ``scale``.
 
@@ -55,80 +63,75 @@ def cg_begin(
     finite = length < float("inf")  # false for NaN
     some = finite & (length > 0)
     usable = tl.where(some, length, 1.0)
-    r = tl.load(rhs + at, mask=inside, other=0.0).to(tl.float64)
-    if SQUARED:  # lengths of float32 have an inverse, and numbers to spare; a division takes a GPU much longer
-        r = (r * (1.0 / usable)).to(WIDE)
-    else:
-        r = (r / usable).to(WIDE)
-    tl.store(direction + at, r, mask=inside)
-    if NARROW:
-        tl.store(low + at, r.to(low.dtype.element_ty), mask=inside)
+    r = _divided(tl.load(rhs + at, mask=inside, other=0.0), usable, SQUARED, WIDE)
+    tl.store(direction + at, r.to(direction.dtype.element_ty), mask=inside)
     if FIRST and part == 0:
-        tl.store(scale + row, usable.to(WIDE))
+        tl.store(scale + row, usable)
         size = tl.where(finite, tl.where(some, 1.0, 0.0).to(tl.float64), length)
         tl.store(numbers + SQUARE * rows + row, size)
         tl.store(numbers + RESIDUAL * rows + row, size)
         tl.store(numbers + BEST * rows + row, tl.where(finite, size, float("inf")))
         tl.store(numbers + SIZE * rows + row, 0.0)
+        tl.store(numbers + LENGTH * rows + row, 0.0)
+        tl.store(numbers + ALONG * rows + row, 0.0)
         open_flags(flags, rows, row, finite & (size > tol), tl.where(finite, 0, NON_FINITE))
         tl.store(trace + row, size)
 
 
 @triton.jit
+def _divided(r, length, SQUARED: tl.constexpr, WIDE: tl.constexpr):
+    """Entries of a right side for its length one."""
+    if SQUARED:  # lengths of float32 have an inverse, and numbers to spare; a division takes a GPU much longer
+        found = (r.to(tl.float64) * (1.0 / length)).to(WIDE)
+    else:
+        found = (r.to(tl.float64) / length).to(WIDE)
+    return found
+
+
+@triton.jit
 def cg_curvature(direction, product, flags, sums, rows, width, first, parts, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """``<d, d - S d>``, where the system is ``I - S``."""
+    """``<d, d - S d>``, where the system is ``I - S``, and ``<d, d>``."""
     part, row, _, inside, at = entries(width, BLOCK)
     if tl.load(flags + ACTIVE * rows + row) != 0:
         d = tl.load(direction + at, mask=inside, other=0.0).to(WIDE)
         s = tl.load(product + at, mask=inside, other=0.0).to(WIDE)
-        tl.store(sums + row * 3 * parts + first + part, tl.sum(d * (d - s), axis=0))
+        mine = sums + row * 3 * parts + first + part
+        tl.store(mine, tl.sum(d * (d - s), axis=0))
+        tl.store(mine + 2 * parts, tl.sum(d * d, axis=0))
 
 
 @triton.jit
-def _chosen(place, point, before, best, step, at, inside, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Entries of the answer of ``step`` (1), of the one before it (2), or of the best so far (0)."""
-    kept = tl.zeros((BLOCK,), dtype=WIDE)
-    if place == 0:
-        kept = tl.load(best + at, mask=inside, other=0.0)
-    if (place == 1) & (step > 0):
-        kept = tl.load(point + at, mask=inside, other=0.0)
-    if (place == 2) & (step > 1):
-        kept = tl.load(before + at, mask=inside, other=0.0)
-    return kept
+def _step_length(square, curvature):
+    return tl.where(curvature > 0, square / tl.where(curvature > 0, curvature, 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit
 def cg_update(
-    direction, product, residual, point, following, best, flags, numbers, sums, step, rows, width, first, parts,
-    P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    rhs, direction, product, residual, scale, paces, flags, numbers, sums, rows, width, first, parts,
+    START: tl.constexpr, NARROW: tl.constexpr, SQUARED: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``x + a d`` and ``r - a (d - S d)`` with their norms, and the copies that the last judgement asked for.
+    """``r - a (d - S d)`` with its norm; ``FIRST`` writes down ``a``.
 
-    ``point`` is the answer of the step before this one; ``following`` has the one before that, until it is written.
+    At the ``START`` r is the right side, which is the direction as well, but for its rounding.
     """
     part, row, _, inside, at = entries(width, BLOCK)
-    save = tl.load(flags + SAVE * rows + row)
-    active = tl.load(flags + ACTIVE * rows + row)  # both under way at once
-    if save != 0:
-        kept = _chosen(save, point, following, best, step - 1, at, inside, WIDE, BLOCK)
-        tl.store(best + at, kept, mask=inside)
-    if active != 0:
+    if tl.load(flags + ACTIVE * rows + row) != 0:
         mine = sums + row * 3 * parts
-        curvature = total(mine, parts, P)
-        square = tl.load(numbers + SQUARE * rows + row)
-        length = tl.where(curvature > 0, square / tl.where(curvature > 0, curvature, 1.0), 0.0).to(WIDE)
-        d = tl.load(direction + at, mask=inside, other=0.0)
+        pace = _step_length(tl.load(numbers + SQUARE * rows + row), total(mine, parts, P)).to(WIDE)
+        d = tl.load(direction + at, mask=inside, other=0.0).to(WIDE)
         s = tl.load(product + at, mask=inside, other=0.0).to(WIDE)
-        x = length * d
-        r = d
-        if step > 1:
-            x += tl.load(point + at, mask=inside, other=0.0)
+        if not START:
             r = tl.load(residual + at, mask=inside, other=0.0)
-        r -= length * (d - s)
-        tl.store(following + at, x, mask=inside)
+        elif NARROW:
+            r = _divided(tl.load(rhs + at, mask=inside, other=0.0), tl.load(scale + row), SQUARED, WIDE)
+        else:
+            r = d
+        r -= pace * (d - s)
         tl.store(residual + at, r, mask=inside)
         tl.store(mine + parts + first + part, tl.sum(r * r, axis=0))
-        tl.store(mine + 2 * parts + first + part, tl.sum(x * x, axis=0))
+        if FIRST and part == 0:
+            tl.store(paces + row, pace)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -143,12 +146,19 @@ def cg_judge(
         mine = sums + row * 3 * parts
         curvature = total(mine, parts, P)
         after = total(mine + parts, parts, P)
-        length = tl.sqrt(total(mine + 2 * parts, parts, P))
+        of_direction = total(mine + 2 * parts, parts, P)
         square = tl.load(numbers + SQUARE * rows + row)
+        beta = tl.where(square == 0, 0.0, after / tl.where(square == 0, 1.0, square))
         size = tl.load(numbers + SIZE * rows + row)
         slope = curvature / tl.where(square == 0, 1.0, square)
         size = tl.where(slope > size, slope, size)
-        lost = eps * size * length > 1e-3
+        # |x|^2 and <x, d>: the new residual is orthogonal to the new answer x, and the next direction is r + beta d.
+        pace = _step_length(square, curvature)
+        length = tl.load(numbers + LENGTH * rows + row)
+        along = tl.load(numbers + ALONG * rows + row)
+        length += pace * (2.0 * along + pace * of_direction)
+        along = beta * (along + pace * of_direction)
+        lost = eps * size * tl.sqrt(tl.maximum(length, 0.0)) > 1e-3
         residual = tl.where(lost, float("inf"), tl.sqrt(after))
         ends = tl.where(lost, SINGULAR, 0)
         ends = tl.where(curvature <= 0, INDEFINITE, ends)
@@ -157,41 +167,79 @@ def cg_judge(
         steps = tl.load(flags + STEPS * rows + row)
         was_pending = tl.load(flags + PENDING * rows + row) != 0
         record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
+        if residual < best:
+            tl.store(flags + BEST_STEP * rows + row, steps + 1)
         tl.store(numbers + SIZE * rows + row, size)
         tl.store(numbers + SQUARE * rows + row, after)
-        tl.store(numbers + BETA * rows + row, tl.where(square == 0, 0.0, after / tl.where(square == 0, 1.0, square)))
+        tl.store(numbers + BETA * rows + row, beta)
+        tl.store(numbers + LENGTH * rows + row, length)
+        tl.store(numbers + ALONG * rows + row, along)
         tl.store(numbers + RESIDUAL * rows + row, residual)
-    else:
-        tl.store(flags + SAVE * rows + row, 0)
     tl.store(trace + step * rows + row, residual)
 
 
 @triton.jit
-def cg_direction(
-    residual, direction, low, flags, numbers, rows, width, NARROW: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """``d <- r + b d``, and its copy in the precision of products where that is less."""
-    _, row, _, inside, at = entries(width, BLOCK)
-    if tl.load(flags + ACTIVE * rows + row) != 0:
-        beta = tl.load(numbers + BETA * rows + row).to(WIDE)
-        r = tl.load(residual + at, mask=inside, other=0.0)
-        d = tl.load(direction + at, mask=inside, other=0.0)
-        d = r + beta * d
-        tl.store(direction + at, d, mask=inside)
-        if NARROW:
-            tl.store(low + at, d.to(low.dtype.element_ty), mask=inside)
+def _stretched(directions, paces, place: tl.constexpr, apart, row, rows, at, inside, WIDE: tl.constexpr):
+    """What the step whose direction is in this place has added to the answer."""
+    d = tl.load(directions + tl.full((), place, tl.int64) * apart + at, mask=inside, other=0.0).to(WIDE)
+    return tl.load(paces + place * rows + row) * d
 
 
 @triton.jit(do_not_specialize=["step"])
-def cg_settle(
-    point, before, best, added, out, scale, flags, step, rows, width, ADDED: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+def cg_direction(
+    residual, old, new, directions, paces, point, best, flags, numbers, apart, step, rows, width, FOLD: tl.constexpr,
+    AGAIN: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best answers, for right sides as they came, and what is ``added`` to them. Nothing else is changed."""
+    """``d <- r + b d``, from one place of the ``directions`` to the next one; places lie ``apart``.
+
+    Where all ``KEPT`` places are in use after ``step`` steps, they are folded in first (``FOLD``), for the first time
+    or ``AGAIN``. The best answer is written down where it could not be formed any more.
+    """
     _, row, _, inside, at = entries(width, BLOCK)
-    pending = tl.load(flags + PENDING * rows + row)
-    place = tl.where(pending != 0, 1, tl.load(flags + SAVE * rows + row))
-    x = _chosen(place, point, before, best, step, at, inside, WIDE, BLOCK) * tl.load(scale + row)
+    if tl.load(flags + ACTIVE * rows + row) != 0:
+        if FOLD:
+            # Counted from the last fold: KEPT is the newest answer, which point will have.
+            best_place = tl.load(flags + BEST_STEP * rows + row) - (step - KEPT)
+            x = tl.zeros((BLOCK,), dtype=WIDE)
+            if AGAIN:
+                x += tl.load(point + at, mask=inside, other=0.0)
+            if best_place == 0:
+                tl.store(best + at, x, mask=inside)
+            for place in tl.static_range(KEPT):
+                x += _stretched(directions, paces, place, apart, row, rows, at, inside, WIDE)
+                if (best_place == place + 1) & (place + 1 < KEPT):
+                    tl.store(best + at, x, mask=inside)
+            tl.store(point + at, x, mask=inside)
+        beta = tl.load(numbers + BETA * rows + row).to(WIDE)
+        r = tl.load(residual + at, mask=inside, other=0.0)
+        d = tl.load(old + at, mask=inside, other=0.0).to(WIDE)
+        tl.store(new + at, (r + beta * d).to(new.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cg_settle(
+    directions, paces, point, best, added, out, scale, flags, apart, rows, width, ADDED: tl.constexpr,
+    FOLDED: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best answers, for right sides as they came, and what is ``added`` to them. Nothing else is changed.
+
+    ``FOLDED`` where there was a fold, which rows have taken part in that went on after it.
+    """
+    _, row, _, inside, at = entries(width, BLOCK)
+    best_place = tl.load(flags + BEST_STEP * rows + row)
+    x = tl.zeros((BLOCK,), dtype=WIDE)
+    if FOLDED:
+        ended = tl.where(tl.load(flags + ACTIVE * rows + row) == 0, 1, 0)
+        folded = tl.maximum(tl.load(flags + STEPS * rows + row) - ended, 0) // KEPT * KEPT
+        best_place -= folded
+        if (folded > 0) & (best_place < 0):
+            x = tl.load(best + at, mask=inside, other=0.0)
+        if (folded > 0) & (best_place >= 0):
+            x = tl.load(point + at, mask=inside, other=0.0)
+    for place in tl.static_range(KEPT):
+        if place < best_place:
+            x += _stretched(directions, paces, place, apart, row, rows, at, inside, WIDE)
+    x *= tl.load(scale + row).to(WIDE)
     if ADDED:
         x += tl.load(added + at, mask=inside, other=0.0).to(WIDE)
     tl.store(out + at, x.to(out.dtype.element_ty), mask=inside)

@@ -14,6 +14,9 @@ from opteq.solvers.status import Status
 from opteq.states import State, blocks, like
 
 _ENDS = {"INDEFINITE": int(Status.INDEFINITE), "SINGULAR": int(Status.SINGULAR), "NON_FINITE": NON_FINITE}
+# Directions that are kept, by their bytes: all that most solves take where a direction has 16 bits, and else two, which
+# with the sum of those before them move no more memory than an answer that is written down at every step.
+_KEPT, _KEPT_IN_16_BITS = 2, 6
 
 
 class FusedConjugateGradients:
@@ -47,16 +50,17 @@ class FusedConjugateGradients:
         self.book = Ledger(layout, 3, rule, wide)
         self.rhs = layout.arranged(blocks(rhs))
         self.added = None if added is None else layout.arranged(blocks(added))
-        self.scale = torch.empty(layout.rows, dtype=wide, device=self.rhs[0].device)
-        self.residual, self.direction, self.book.best = (layout.new(wide) for _ in range(3))
-        self.low = [
-            wider if own.dtype == wide else torch.empty_like(wider, dtype=own.dtype)
-            for own, wider in zip(self.rhs, self.direction, strict=True)
-        ]
-        self.answer = [
-            torch.empty_like(wider, dtype=own.dtype) for own, wider in zip(self.rhs, self.direction, strict=True)
-        ]
-        self.ring = [layout.new(wide) for _ in range(2)]
+        device = self.rhs[0].device
+        self.scale = torch.empty(layout.rows, dtype=torch.float64, device=device)
+        self.narrow = any(part.dtype != wide for part in self.rhs)
+        self.kept = _KEPT_IN_16_BITS if all(part.itemsize == 2 for part in self.rhs) else _KEPT
+        self.residual = layout.new(wide)
+        # In the precision of products: a direction is what is multiplied, so that the answer and its residual agree.
+        self.directions = layout.new(copies=self.kept)
+        self.paces = torch.empty(self.kept, layout.rows, dtype=wide, device=device)
+        self.answer = layout.new()
+        self.folded = 0  # steps
+        self.point: list[Tensor] = []
 
     def begin(self) -> None:
         """The answer zero, whose residual is the right side."""
@@ -70,38 +74,47 @@ class FusedConjugateGradients:
                 )
         for i, width in enumerate(layout.widths):
             kernels.cg_begin[book.grid(i)](
-                self.rhs[i], lengths, self.direction[i], self.low[i], self.scale, book.flags, book.numbers, book.trace,
+                self.rhs[i], lengths, self.directions[i][0], self.scale, book.flags, book.numbers, book.trace,
                 layout.rows, width, layout.parts, book.tol, NON_FINITE=NON_FINITE, FIRST=i == 0,
-                SQUARED=self.lengths is None, NARROW=self._is_narrow(i), P=book.width_of_sums, WIDE=book.wide_type,
-                BLOCK=layout.piece, num_warps=WARPS,
+                SQUARED=self.lengths is None, P=book.width_of_sums, WIDE=book.wide_type, BLOCK=layout.piece,
+                num_warps=WARPS,
             )  # fmt: skip
 
     def advance(self) -> None:
         """One product and one step."""
         book = self.book
         layout, rows = book.blocks, book.blocks.rows
+        place, following = book.step % self.kept, (book.step + 1) % self.kept
         book.step += 1
-        point, following = self.ring[(book.step - 1) % 2], self.ring[book.step % 2]
-        images = layout.arranged(blocks(self.product(like(self.form, tuple(self.low)))))
+        direction = [part[place] for part in self.directions]
+        images = layout.arranged(blocks(self.product(like(self.form, tuple(direction)))))
         for i, width in enumerate(layout.widths):
             kernels.cg_curvature[book.grid(i)](
-                self.direction[i], images[i], book.flags, book.sums, rows, width, layout.firsts[i], layout.parts,
+                direction[i], images[i], book.flags, book.sums, rows, width, layout.firsts[i], layout.parts,
                 WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
         for i, width in enumerate(layout.widths):
             kernels.cg_update[book.grid(i)](
-                self.direction[i], images[i], self.residual[i], point[i], following[i], book.best[i], book.flags,
-                book.numbers, book.sums, book.step, rows, width, layout.firsts[i], layout.parts,
-                P=book.width_of_sums, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+                self.rhs[i], direction[i], images[i], self.residual[i], self.scale, self.paces[place], book.flags,
+                book.numbers, book.sums, rows, width, layout.firsts[i], layout.parts, START=book.step == 1,
+                NARROW=self.narrow, SQUARED=self.lengths is None, FIRST=i == 0, P=book.width_of_sums,
+                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
         kernels.cg_judge[(rows,)](
             book.sums, layout.parts, book.flags, book.numbers, book.trace, book.step, rows, book.tol, self.eps,
             P=book.width_of_sums, num_warps=book.judges, **_ENDS,
         )  # fmt: skip
+        again, fold = self.folded > 0, following == 0
+        if fold:
+            self.folded = book.step
+            if not again:
+                self.point, book.best = layout.new(book.wide), layout.new(book.wide)
+        point, best = (self.point, book.best) if fold else (self.residual, self.residual)
         for i, width in enumerate(layout.widths):
             kernels.cg_direction[book.grid(i)](
-                self.residual[i], self.direction[i], self.low[i], book.flags, book.numbers, rows, width,
-                NARROW=self._is_narrow(i), WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+                self.residual[i], direction[i], self.directions[i][following], self.directions[i], self.paces, point[i],
+                best[i], book.flags, book.numbers, layout.like[i].numel(), book.step if fold else 0, rows, width,
+                FOLD=fold, AGAIN=again, KEPT=self.kept, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def unfinished(self) -> Tensor:
@@ -111,16 +124,12 @@ class FusedConjugateGradients:
     def finish(self) -> Finish:
         """The best answers, and how they were reached."""
         book = self.book
-        point, before = self.ring[book.step % 2], self.ring[(book.step - 1) % 2]
+        point, best = (self.point, book.best) if self.folded else (self.residual, self.residual)
         added = self.answer if self.added is None else self.added
         for i, width in enumerate(book.blocks.widths):
             kernels.cg_settle[book.grid(i)](
-                point[i], before[i], book.best[i], added[i], self.answer[i], self.scale, book.flags, book.step,
-                book.blocks.rows, width, ADDED=self.added is not None, WIDE=book.wide_type, BLOCK=book.blocks.piece,
-                num_warps=WARPS,
+                self.directions[i], self.paces, point[i], best[i], added[i], self.answer[i], self.scale, book.flags,
+                book.blocks.like[i].numel(), book.blocks.rows, width, ADDED=self.added is not None,
+                FOLDED=self.folded > 0, KEPT=self.kept, WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
         return book.summary(self.answer)
-
-    def _is_narrow(self, part: int) -> bool:
-        """Whether products have less precision than steps."""
-        return self.low[part] is not self.direction[part]

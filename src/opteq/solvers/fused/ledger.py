@@ -99,7 +99,7 @@ class Ledger:
         self.wide = wide
         # The judgement of the start writes all of these that a later step reads: a launch each would be most of it.
         self.flags = torch.empty(8, blocks.rows, dtype=torch.int32, device=device)
-        self.numbers = torch.empty(6, blocks.rows, dtype=torch.float64, device=device)
+        self.numbers = torch.empty(7, blocks.rows, dtype=torch.float64, device=device)
         self.sums = torch.empty(blocks.rows, sums, blocks.parts, dtype=wide, device=device)
         self.trace = torch.empty(rule.max_steps + 1, blocks.rows, dtype=torch.float64, device=device)
         self.residual = torch.empty(blocks.rows, dtype=torch.float64, device=device)

@@ -1,13 +1,14 @@
 """The bookkeeping of a row: how its flags and numbers lie in memory, and what kernels of every method do with them.
 
-``flags (8, rows)`` are int32, ``numbers (6, rows)`` float64, by the indices below.
+``flags (8, rows)`` are int32, ``numbers (7, rows)`` float64, by the indices below.
 
 * ACTIVE, DEAD (a status code), STEPS;
 * LATE: the last proposal was refused, so the point that counts is the one before it;
 * PENDING: the best point so far is the newest one, which is still in its own buffer;
 * SAVE: what has to be copied to ``best`` before its buffer is used again: 1 the newest point, 2 the one before it;
 * PLAIN: the last proposal was a plain step;
-* COUNT: programs that have finished their part of a step, where the last of them judges it.
+* COUNT: programs that have finished their part of a step, where the last of them judges it;
+* BEST_STEP, of conjugate gradients, which copy no answers and have no use for LATE: the step of the best one.
 
 The best point is thus copied only when a worse one follows it, or at the end: a row that converges monotonically is
 copied once.
@@ -27,6 +28,7 @@ PENDING = tl.constexpr(4)
 SAVE = tl.constexpr(5)
 PLAIN = tl.constexpr(6)
 COUNT = tl.constexpr(7)
+BEST_STEP = tl.constexpr(3)
 
 BEST = tl.constexpr(0)
 LEAST = tl.constexpr(1)
@@ -37,6 +39,8 @@ ANCHOR = tl.constexpr(5)  # the square of the residual that the next one is comp
 SQUARE = tl.constexpr(4)
 BETA = tl.constexpr(1)  # conjugate gradients have no use for LEAST and MERIT
 SIZE = tl.constexpr(2)
+LENGTH = tl.constexpr(5)  # of the answer, squared
+ALONG = tl.constexpr(6)  # its product with the direction
 
 
 @triton.jit
