@@ -137,3 +137,35 @@ def test_bounds_of_many_operators_together_are_those_of_each() -> None:
         with op.bounded_together(module):
             together = slopes()
         torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("behind", [False, True], ids=["idle", "behind"])
+def test_bounds_beside_an_input(behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of their own where the device has more to do than Python, which gives the same numbers."""
+    from opteq.operators import norms, together
+
+    monkeypatch.setattr(together, "_LONG", 1)
+    torch.manual_seed(0)
+    operator, x = op.Conv2d(32, 48, 3, bound=0.7).cuda(), torch.randn(2, 32, 9, 9, device="cuda")
+
+    def slope() -> Tensor:
+        return torch.autograd.grad(operator(x).square().sum(), operator.weight)[0]
+
+    alone = slope()
+    for _ in range(3):  # the first call has no call before it
+        torch.cuda.synchronize()
+        with op.bounded_together(operator, beside=x):
+            pass
+        if behind:
+            torch.cuda._sleep(10**8)
+            with op.bounded_together(operator, beside=x):
+                pass
+        else:
+            torch.cuda.synchronize()
+        with op.bounded_together(operator, beside=x):
+            known = norms.known_scales.get()
+            assert (known is not None and all(one.ready is not None for one in known.values())) == behind
+            found = slope()
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-6)

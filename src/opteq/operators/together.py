@@ -16,6 +16,9 @@ from opteq.operators.norms import Known, known_scales, scale_job
 # Operations of a product from which a GPU is busy with it for longer than Python takes to use another stream.
 _LONG, _LONG_IN_16_BITS = 10**10, 3 * 10**10
 _side_streams: dict[torch.device, Any] = {}
+_last_times: dict[
+    torch.device, Any
+] = {}  # of every device, an event at the last call that might have used another stream
 
 
 @contextmanager
@@ -30,7 +33,7 @@ def bounded_together(module: nn.Module, ahead: bool = False, beside: Tensor | No
         module: what holds the operators.
         ahead: compute on a stream of their own, so that work which follows does not wait until it needs a bound.
         beside: an input to be multiplied by weights of about their size meanwhile; where it is large enough for that to
-            take some time, they are computed ahead.
+            take some time, and the device is far behind Python, they are computed ahead.
     """
     if known_scales.get() is not None or torch.compiler.is_compiling():  # a problem inside a problem: done already
         yield
@@ -39,7 +42,8 @@ def bounded_together(module: nn.Module, ahead: bool = False, beside: Tensor | No
     if beside is not None and beside.ndim > 1 and bounded:
         rows = beside.numel() // max(1, beside.shape[1])
         least = _LONG_IN_16_BITS if beside.itemsize == 2 or torch.is_autocast_enabled(beside.device.type) else _LONG
-        ahead = ahead or 2 * rows * max(weight.numel() for weight, *_ in bounded) >= least
+        long = 2 * rows * max(weight.numel() for weight, *_ in bounded) >= least
+        ahead = ahead or (long and _is_behind(beside.device))
     if len(bounded) < (1 if ahead else 2) or not all(weight.is_cuda for weight, *_ in bounded):
         yield
         return
@@ -57,6 +61,21 @@ def bounded_together(module: nn.Module, ahead: bool = False, beside: Tensor | No
         yield
     finally:
         known_scales.reset(token)
+
+
+def _is_behind(device: torch.device) -> bool:
+    """Whether a GPU has not even come to where it was asked for bounds the last time.
+
+    Else it may be waiting for Python, and another stream means more launches.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return False
+    last = _last_times.get(device)
+    behind = last is not None and not last.query()
+    if last is None:
+        last = _last_times[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    last.record(torch.cuda.current_stream(device))
+    return behind
 
 
 def _side_stream(device: torch.device) -> Any:
