@@ -973,6 +973,25 @@ def test_linear_systems_read_nothing_before_it_is_written() -> None:
     same_linear(solve_linear(spectrum(*[torch.linspace(0.2, 1.8, 4, dtype=torch.float64)] * 3), rhs), near=1e-9)
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_products_are_given_numbers_for_rows_that_have_ended(dtype: torch.dtype) -> None:
+    """A product by autograd is looked at by those who search for what is not a number."""
+    diagonal = torch.stack([torch.ones(9), torch.logspace(-1, 0, 9), torch.ones(9)]).to(dtype)
+    rhs, given = random_rhs(3, 9, dtype=dtype), []
+    rhs[2] = 0
+
+    def product(v: State) -> State:
+        given.append(blocks(v)[0].clone())
+        return v - diagonal * v
+
+    with torch.no_grad():
+        session = opteq.CG(tol=1e-3).open_states(product, rhs, Layout.of(rhs), 0.0)
+        drive(session.run)
+        assert session.finish().steps[1] > 5
+    assert all(bool(v.isfinite().all()) for v in given)
+
+
 # -------------------------------------------------------------------------------------------------- whole layers
 
 
@@ -1083,7 +1102,8 @@ def build(kernel, capability, wide, state, column, warps, constants):
     types["squares"] = "*fp64"
     types |= dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys("rows width slot place first step".split(), "i32")
     if kernel.__name__.startswith("cg_"):
-        types |= dict.fromkeys("rhs added out product direction directions old new".split(), state) | {"apart": "i64"}
+        types |= dict.fromkeys("rhs added out product direction directions old new".split(), state)
+        types |= {"apart": "i64", "lanes": "i32", "paces": wide_pointer}
         state = wide_pointer
     ptx(kernel, capability, dict.fromkeys(kernel.arg_names, state) | types, constants, num_warps=warps)
 

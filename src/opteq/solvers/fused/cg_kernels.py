@@ -179,21 +179,23 @@ def cg_judge(
 
 
 @triton.jit
-def _stretched(directions, paces, place: tl.constexpr, apart, row, rows, at, inside, WIDE: tl.constexpr):
+def _stretched(directions, paces, place: tl.constexpr, apart, lanes, row, at, inside, WIDE: tl.constexpr):
     """What the step whose direction is in this place has added to the answer."""
     d = tl.load(directions + tl.full((), place, tl.int64) * apart + at, mask=inside, other=0.0).to(WIDE)
-    return tl.load(paces + place * rows + row) * d
+    return tl.load(paces + place * lanes + row) * d
 
 
 @triton.jit(do_not_specialize=["step"])
 def cg_direction(
-    residual, old, new, directions, paces, point, best, flags, numbers, apart, step, rows, width, FOLD: tl.constexpr,
-    AGAIN: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    residual, old, new, directions, paces, point, best, flags, numbers, apart, lanes, step, rows, width,
+    FOLD: tl.constexpr, AGAIN: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``d <- r + b d``, from one place of the ``directions`` to the next one; places lie ``apart``.
+    """``d <- r + b d``, from one place of the ``directions`` to the next one; places lie ``apart``, paces by ``lanes``.
 
     Where all ``KEPT`` places are in use after ``step`` steps, they are folded in first (``FOLD``), for the first time
     or ``AGAIN``. The best answer is written down where it could not be formed any more.
+
+    Rows that have ended are multiplied with the others, so for them something is in every place as well.
     """
     _, row, _, inside, at = entries(width, BLOCK)
     if tl.load(flags + ACTIVE * rows + row) != 0:
@@ -206,7 +208,7 @@ def cg_direction(
             if best_place == 0:
                 tl.store(best + at, x, mask=inside)
             for place in tl.static_range(KEPT):
-                x += _stretched(directions, paces, place, apart, row, rows, at, inside, WIDE)
+                x += _stretched(directions, paces, place, apart, lanes, row, at, inside, WIDE)
                 if (best_place == place + 1) & (place + 1 < KEPT):
                     tl.store(best + at, x, mask=inside)
             tl.store(point + at, x, mask=inside)
@@ -214,11 +216,13 @@ def cg_direction(
         r = tl.load(residual + at, mask=inside, other=0.0)
         d = tl.load(old + at, mask=inside, other=0.0).to(WIDE)
         tl.store(new + at, (r + beta * d).to(new.dtype.element_ty), mask=inside)
+    elif step < KEPT:
+        tl.store(new + at, tl.zeros((BLOCK,), dtype=new.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def cg_settle(
-    directions, paces, point, best, added, out, scale, flags, apart, rows, width, ADDED: tl.constexpr,
+    directions, paces, point, best, added, out, scale, flags, apart, lanes, rows, width, ADDED: tl.constexpr,
     FOLDED: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best answers, for right sides as they came, and what is ``added`` to them. Nothing else is changed.
@@ -238,7 +242,7 @@ def cg_settle(
             x = tl.load(point + at, mask=inside, other=0.0)
     for place in tl.static_range(KEPT):
         if place < best_place:
-            x += _stretched(directions, paces, place, apart, row, rows, at, inside, WIDE)
+            x += _stretched(directions, paces, place, apart, lanes, row, at, inside, WIDE)
     x *= tl.load(scale + row).to(WIDE)
     if ADDED:
         x += tl.load(added + at, mask=inside, other=0.0).to(WIDE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from opteq._triton import is_capturing
 from opteq.solvers.fused import kernels
 from opteq.solvers.fused.ledger import NON_FINITE, WARPS, Blocks, Ledger
 from opteq.solvers.loop import Finish, Rule
@@ -17,6 +18,8 @@ _ENDS = {"INDEFINITE": int(Status.INDEFINITE), "SINGULAR": int(Status.SINGULAR),
 # Directions that are kept, by their bytes: all that most solves take where a direction has 16 bits, and else two, which
 # with the sum of those before them move no more memory than an answer that is written down at every step.
 _KEPT, _KEPT_IN_16_BITS = 2, 6
+# Forms of solves whose kernels have been launched, and so compiled and loaded, all of them.
+_loaded: set[Hashable] = set()
 
 
 class FusedConjugateGradients:
@@ -57,7 +60,8 @@ class FusedConjugateGradients:
         self.residual = layout.new(wide)
         # In the precision of products: a direction is what is multiplied, so that the answer and its residual agree.
         self.directions = layout.new(copies=self.kept)
-        self.paces = torch.empty(self.kept, layout.rows, dtype=wide, device=device)
+        lanes = -(-layout.rows // 16) * 16  # all places alike to a compiler
+        self.paces = torch.empty(self.kept, lanes, dtype=wide, device=device)
         self.answer = layout.new()
         self.folded = 0  # steps
         self.point: list[Tensor] = []
@@ -84,38 +88,27 @@ class FusedConjugateGradients:
         """One product and one step."""
         book = self.book
         layout, rows = book.blocks, book.blocks.rows
-        place, following = book.step % self.kept, (book.step + 1) % self.kept
+        place = book.step % self.kept
         book.step += 1
         direction = [part[place] for part in self.directions]
         images = layout.arranged(blocks(self.product(like(self.form, tuple(direction)))))
+        self._load(images)
         for i, width in enumerate(layout.widths):
             kernels.cg_curvature[book.grid(i)](
                 direction[i], images[i], book.flags, book.sums, rows, width, layout.firsts[i], layout.parts,
                 WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
-        for i, width in enumerate(layout.widths):
-            kernels.cg_update[book.grid(i)](
-                self.rhs[i], direction[i], images[i], self.residual[i], self.scale, self.paces[place], book.flags,
-                book.numbers, book.sums, rows, width, layout.firsts[i], layout.parts, START=book.step == 1,
-                NARROW=self.narrow, SQUARED=self.lengths is None, FIRST=i == 0, P=book.width_of_sums,
-                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
-            )  # fmt: skip
+        self._update(place, images, book.flags, start=book.step == 1)
         kernels.cg_judge[(rows,)](
             book.sums, layout.parts, book.flags, book.numbers, book.trace, book.step, rows, book.tol, self.eps,
             P=book.width_of_sums, num_warps=book.judges, **_ENDS,
         )  # fmt: skip
-        again, fold = self.folded > 0, following == 0
+        fold, again = place + 1 == self.kept, self.folded > 0
         if fold:
             self.folded = book.step
             if not again:
                 self.point, book.best = layout.new(book.wide), layout.new(book.wide)
-        point, best = (self.point, book.best) if fold else (self.residual, self.residual)
-        for i, width in enumerate(layout.widths):
-            kernels.cg_direction[book.grid(i)](
-                self.residual[i], direction[i], self.directions[i][following], self.directions[i], self.paces, point[i],
-                best[i], book.flags, book.numbers, layout.like[i].numel(), book.step if fold else 0, rows, width,
-                FOLD=fold, AGAIN=again, KEPT=self.kept, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
-            )  # fmt: skip
+        self._turn(place, book.flags, fold, fold and again)
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
@@ -123,13 +116,66 @@ class FusedConjugateGradients:
 
     def finish(self) -> Finish:
         """The best answers, and how they were reached."""
+        self._settle(self.book.flags, self.folded > 0)
+        return self.book.summary(self.answer)
+
+    def _update(self, place: int, images: Sequence[Tensor], flags: Tensor, start: bool) -> None:
         book = self.book
-        point, best = (self.point, book.best) if self.folded else (self.residual, self.residual)
+        layout = book.blocks
+        for i, width in enumerate(layout.widths):
+            kernels.cg_update[book.grid(i)](
+                self.rhs[i], self.directions[i][place], images[i], self.residual[i], self.scale, self.paces[place],
+                flags, book.numbers, book.sums, layout.rows, width, layout.firsts[i], layout.parts, START=start,
+                NARROW=self.narrow, SQUARED=self.lengths is None, FIRST=i == 0, P=book.width_of_sums,
+                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+            )  # fmt: skip
+
+    def _turn(self, place: int, flags: Tensor, fold: bool, again: bool) -> None:
+        """The next direction, in the place after this one."""
+        book = self.book
+        layout = book.blocks
+        point, best = self._sums()
+        for i, width in enumerate(layout.widths):
+            own = self.directions[i]
+            kernels.cg_direction[book.grid(i)](
+                self.residual[i], own[place], own[(place + 1) % self.kept], own, self.paces, point[i], best[i], flags,
+                book.numbers, own.stride(0), self.paces.stride(0), book.step, layout.rows, width, FOLD=fold,
+                AGAIN=again, KEPT=self.kept, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+            )  # fmt: skip
+
+    def _settle(self, flags: Tensor, folded: bool) -> None:
+        book = self.book
+        point, best = self._sums()
         added = self.answer if self.added is None else self.added
         for i, width in enumerate(book.blocks.widths):
+            own = self.directions[i]
             kernels.cg_settle[book.grid(i)](
-                self.directions[i], self.paces, point[i], best[i], added[i], self.answer[i], self.scale, book.flags,
-                book.blocks.like[i].numel(), book.blocks.rows, width, ADDED=self.added is not None,
-                FOLDED=self.folded > 0, KEPT=self.kept, WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
+                own, self.paces, point[i], best[i], added[i], self.answer[i], self.scale, flags, own.stride(0),
+                self.paces.stride(0), book.blocks.rows, width, ADDED=self.added is not None, FOLDED=folded,
+                KEPT=self.kept, WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
-        return book.summary(self.answer)
+
+    def _sums(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Where sums of directions are written to, or what can stand there as long as there are none."""
+        return (self.point, self.book.best) if self.folded else (self.residual, self.residual)
+
+    def _load(self, images: Sequence[Tensor]) -> None:
+        """Launch all variants of kernels once, for no rows at all, before a capture needs them.
+
+        A solve of few steps does not come to most of them, and a kernel may not be loaded while a graph is captured.
+        """
+        parts = [*self.rhs, *images, *(self.added or ())]
+        if is_capturing(parts[0]) or not parts[0].is_cuda:
+            return
+        sizes = tuple((part.dtype, part.numel(), part.data_ptr() % 16) for part in parts)
+        form = (parts[0].device, self.book.wide, self.book.blocks.rows, self.lengths is None, self.added is None, sizes)
+        if form in _loaded:
+            return
+        _loaded.add(form)
+        nobody = torch.zeros_like(self.book.flags)
+        for start in (False, True):
+            self._update(0, images, nobody, start)
+        for fold, again in ((False, False), (True, False), (True, True)):
+            self._turn(0, nobody, fold, again)
+        for folded in (False, True):
+            self._settle(nobody, folded)

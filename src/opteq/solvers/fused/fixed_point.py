@@ -211,7 +211,7 @@ class FusedAnderson(FusedPlain):
                 self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
                 self.residuals[i], self.moves[i], self._damping(), book.flags, book.numbers, self.used, book.sums,
                 book.blocks.rows, width, self._slot(), book.blocks.firsts[i], book.blocks.parts,
-                book.blocks.rows * width, M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
+                self.moves[i].stride(0), M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
                 HALF=self.half, WIDE=book.wide_type, PIECE=book.blocks.piece, BLOCK=self._at_a_time(), num_warps=1,
             )  # fmt: skip
 
@@ -238,7 +238,7 @@ class FusedAnderson(FusedPlain):
             kernels.anderson_mix[(-(-width // mixed), book.blocks.rows)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
                 self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
-                book.blocks.rows * width, *self._ends(), M=self.memory, MP=self.padded,
+                self.moves[i].stride(0), *self._ends(), M=self.memory, MP=self.padded,
                 DAMPED=self.damping is not None, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=mixed,
                 num_warps=mixers,
             )  # fmt: skip

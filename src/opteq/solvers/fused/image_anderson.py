@@ -86,7 +86,7 @@ class FusedImageAnderson(FusedAnderson):
             kernels.images_observe[book.grid(i)](
                 self.point[i], self.image[i], self.columns[i], book.flags, book.numbers, self.held, book.sums,
                 book.blocks.rows, width, self._place(), book.blocks.firsts[i], book.blocks.parts,
-                book.blocks.rows * width, R=self.places, RP=self.padded_places, WIDE=book.wide_type,
+                self.columns[i].stride(0), R=self.places, RP=self.padded_places, WIDE=book.wide_type,
                 # More columns than eight are a tile of twice the height.
                 PIECE=book.blocks.piece, BLOCK=self._at_a_time() // max(1, self.padded_places // 8), num_warps=1,
             )  # fmt: skip
