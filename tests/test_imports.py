@@ -31,6 +31,7 @@ FLOORS: list[set[str]] = [
         "_options",
         "_precision",
         "_triton",
+        "_untraced",
         "states",
     },
     {"operators", "penalties"},
@@ -145,6 +146,17 @@ def test_every_file_says_what_it_is() -> None:
 def test_importing_opteq_is_light() -> None:
     code = "import json, sys, opteq; opteq.OptEq; print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"
     assert set(json.loads(in_a_fresh_process(code))) & HEAVY == set()
+
+
+def test_a_layer_does_not_load_the_compiler_of_torch() -> None:
+    """Which takes longer than torch itself; torch's own optimisers load it."""
+    code = """
+import sys, torch, opteq
+W = opteq.operators.Conv2d(2, 3, 3, bound=0.9)
+opteq.Equilibrium(opteq.OptEq(W, U=torch.nn.Conv2d(1, 3, 3, padding=1)))(torch.randn(2, 1, 4, 4)).sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    assert in_a_fresh_process(code) == "False"
 
 
 def in_a_fresh_process(code: str) -> str:

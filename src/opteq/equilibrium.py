@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from opteq._errors import unknown_name
 from opteq._held import HoldsOptions
 from opteq._options import NamedOptions
+from opteq._untraced import untraced
 from opteq._watch import Finding, Watch
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
@@ -83,7 +84,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         return solution
 
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _solve(self, x: State, start: State | None, state_too: bool) -> Solution:
         devices = [part.device for part in blocks(x) if isinstance(part, Tensor)]
         with on(devices[0]) if devices else nullcontext():

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opteq._untraced import constant
 from opteq.operators.correlation import Autocorrelation
 from opteq.operators.fused import Grid, can_fuse, largest_bound
 from opteq.operators.gram import bounds_above, eigenvalue_bound, gram_form
@@ -171,7 +172,7 @@ def _squared_norms_at(taps: Tensor, table: Tensor, frequency: Tensor, group: Ten
     return eigenvalue_bound(gram_form(*symbols), squarings)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _frequencies(k1: int, k2: int, n1: int, n2: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """:func:`_make_frequencies`, remembered; a constant to ``torch.compile``."""
     return _make_frequencies(k1, k2, n1, n2, dtype, device)
