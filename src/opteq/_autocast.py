@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from opteq._untraced import constant
+
+
+@constant
+def has_autocast(kind: str) -> bool:
+    """Whether there is autocast for this type of device. (Not all compilers of torch know torch's own question.)"""
+    return torch.amp.is_autocast_available(kind)
+
 
 @dataclass(frozen=True)
 class Autocast:
@@ -20,7 +28,7 @@ class Autocast:
     def current(cls, device: torch.device) -> Autocast:
         """The setting in force now for ``device``."""
         kind = device.type
-        if not torch.amp.is_autocast_available(kind):
+        if not has_autocast(kind):
             return cls(kind, enabled=False, dtype=None)
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_modules
 
+from opteq._autocast import has_autocast
 from opteq._triton import columns, is_capturing, may_launch
 from opteq.operators import narrow_layer
 from opteq.states import working_dtype
@@ -52,7 +53,7 @@ def _is_worth_it(U: nn.Conv2d, x: Tensor) -> bool:
     """Whether ``U(x)`` has bytes enough."""
     pixels = x.shape[0] * x.shape[2] * x.shape[3] // (U.stride[0] * U.stride[1])
     kind = x.device.type
-    narrow = torch.is_autocast_enabled(kind) if torch.amp.is_autocast_available(kind) else False
+    narrow = torch.is_autocast_enabled(kind) if has_autocast(kind) else False
     size = 2 if narrow else x.element_size()
     return pixels * U.out_channels * size >= (2 * _WORTH if size == 2 else _WORTH)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq._autocast import has_autocast
 from opteq._fast import settings
 
 _TRIALS = 3
@@ -20,7 +21,7 @@ _zeros: dict[Hashable, Tensor] = {}
 def rounded_for_autocast(weight: Tensor) -> Tensor | None:
     """The weight in the dtype of the autocast region in force; None outside of one, or where it has no effect."""
     kind = weight.device.type
-    if weight.dtype != torch.float32 or not torch.amp.is_autocast_available(kind):
+    if weight.dtype != torch.float32 or not has_autocast(kind):
         return None
     return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 

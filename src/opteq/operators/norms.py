@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opteq._autocast import has_autocast
 from opteq.operators.base import Operator
 from opteq.operators.captured import Job, in_one_launch, scaled_in_one_launch
 from opteq.operators.fused import can_fuse, largest_bound
@@ -192,7 +193,7 @@ def _may_search(taps: Tensor) -> bool:
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[object]:
-    if torch.amp.is_autocast_available(device_type):
+    if has_autocast(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from opteq._autocast import has_autocast
 from opteq._options import NamedOptions
 
 # How many numbers the largest temporary of a batch-coupled regulariser may hold: 64 MiB in float32, enough to
@@ -100,7 +101,7 @@ def working_copy(z: Tensor, *, least_dims: int = 1) -> Tensor:
 def exact_products(z: Tensor) -> AbstractContextManager[object]:
     """A context in which products of matrices keep their precision, which autocast would halve."""
     kind = z.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if has_autocast(kind) else nullcontext()
 
 
 def per_sample_sum(z: Tensor) -> Tensor:
