@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiling import names_compiled
 from opteq import _copying
-from opteq._copying import copy_all
+from opteq._copying import best_turned_inside, copy_all, in_layout_of
 from opteq._fast import settings
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -65,6 +65,38 @@ def test_copies_are_those_of_torch(large: int, monkeypatch: pytest.MonkeyPatch) 
     for own, tensor in zip(into, tensors, strict=True):
         assert torch.equal(own, tensor.double())
     copy_all([], [])
+
+
+@triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel is compiled")
+@pytest.mark.parametrize("large", [1, 10**6])
+def test_a_tensor_in_the_layout_of_another(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opteq import _copying_kernels as kernels
+
+    calls, turn = [], kernels.turn
+    monkeypatch.setattr(kernels, "turn", lambda *given: (calls.append(1), turn(*given)))
+    monkeypatch.setattr(settings, "interpreted", True)
+    monkeypatch.setattr(_copying, "_LARGE", large)
+    plain, wanted = numbers(2, 3, 5, 4), numbers(2, 3, 5, 4).to(memory_format=torch.channels_last)
+    assert in_layout_of(plain, plain) is plain
+    assert in_layout_of(wanted, wanted) is wanted
+    for given, form in (
+        (plain, wanted),
+        (wanted, plain),
+        (plain.double(), wanted),
+        (plain[:1].expand(2, 3, 5, 4), wanted),
+    ):
+        found = in_layout_of(given, form)
+        assert found.stride() == form.stride()
+        assert found.dtype == given.dtype
+        assert torch.equal(found, given)
+    assert len(calls) == (2 if large == 1 else 0)  # for what lies channel by channel, of either dtype
+    # Inside of a graph what is large enough for a kernel and too small for a launch of its own.
+    assert best_turned_inside(plain, wanted) == (large == 1)
+    assert not best_turned_inside(wanted, wanted)
+    assert not best_turned_inside(plain.double(), wanted)
+    monkeypatch.setattr(_copying, "_WORTH", 1)
+    assert not best_turned_inside(plain, wanted)
 
 
 COMPILE = """

@@ -786,3 +786,51 @@ def test_what_is_computed_for_an_answer_is_not_relied_upon_by_later_steps(
         x = case.input(seed=call).cuda()
         same(run(layer, x), plainly(layer, x), torch.float64)
     assert seen
+
+
+LOADS = """
+import warnings
+
+import torch
+
+warnings.simplefilter("error")
+from triton.compiler.compiler import CompiledKernel
+
+load, late = CompiledKernel._init_handles, []
+
+
+def noted(kernel):
+    if kernel.module is None and torch.cuda.is_current_stream_capturing():
+        late.append(kernel.metadata.name)
+    return load(kernel)
+
+
+CompiledKernel._init_handles = noted
+from opteq.bench.cases import Precision, Shape, layer_problem, pictures
+from opteq.bench.contenders import ours
+
+device = torch.device("cuda")
+for size, name in (("32,64,32", "bf16"), ("32,64,32", "tf32"), ("48,48,9", "bf16")):
+    shape = Shape.parse(size)
+    x = pictures(16, (shape.channels, shape.side, shape.side), device).requires_grad_()
+    layer = ours(layer_problem(shape, device), Precision(name, device))
+    for _ in range(4):
+        layer.step(x)
+print(late)
+"""
+
+
+@pytest.mark.timeout(280)
+def test_no_kernel_is_loaded_while_a_graph_is_captured(tmp_path: Path) -> None:
+    """Also those of steps to which the solve before the capture did not come."""
+    # A compiler's cache of this process, or of the user, would hide when a kernel is needed for the first time.
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip() == "[]"
