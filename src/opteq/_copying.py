@@ -62,7 +62,7 @@ def _is_turned(own: Tensor, tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and is_channels_last(own)
         and len(tensor) < _MOST
-        and tensor[0].numel() < _MOST * 64
+        and tensor.numel() < _MOST * 64 * len(tensor)
         and may_launch(own, tensor)
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq._triton import is_capturing
 from opteq.solvers.fused import kernels
-from opteq.solvers.fused.ledger import NON_FINITE, WARPS, Blocks, Ledger
+from opteq.solvers.fused.ledger import NON_FINITE, WARPS, Blocks, Ledger, aligned
 from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.status import Status
 from opteq.states import State, blocks, like
@@ -60,8 +60,7 @@ class FusedConjugateGradients:
         self.residual = layout.new(wide)
         # In the precision of products: a direction is what is multiplied, so that the answer and its residual agree.
         self.directions = layout.new(copies=self.kept)
-        lanes = -(-layout.rows // 16) * 16  # all places alike to a compiler
-        self.paces = torch.empty(self.kept, lanes, dtype=wide, device=device)
+        self.paces = torch.empty(self.kept, aligned(layout.rows), dtype=wide, device=device)
         self.answer = layout.new()
         self.folded = 0  # steps
         self.point: list[Tensor] = []
@@ -108,7 +107,7 @@ class FusedConjugateGradients:
             self.folded = book.step
             if not again:
                 self.point, book.best = layout.new(book.wide), layout.new(book.wide)
-        self._turn(place, book.flags, fold, fold and again)
+        self._redirect(place, book.flags, fold, fold and again)
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
@@ -130,7 +129,7 @@ class FusedConjugateGradients:
                 WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
-    def _turn(self, place: int, flags: Tensor, fold: bool, again: bool) -> None:
+    def _redirect(self, place: int, flags: Tensor, fold: bool, again: bool) -> None:
         """The next direction, in the place after this one."""
         book = self.book
         layout = book.blocks
@@ -176,6 +175,6 @@ class FusedConjugateGradients:
         for start in (False, True):
             self._update(0, images, nobody, start)
         for fold, again in ((False, False), (True, False), (True, True)):
-            self._turn(0, nobody, fold, again)
+            self._redirect(0, nobody, fold, again)
         for folded in (False, True):
             self._settle(nobody, folded)

@@ -24,6 +24,11 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def aligned(number: int) -> int:
+    """The least multiple of 16 that is not below ``number``: what begins there is read as fast as can be."""
+    return -(-number // 16) * 16
+
+
 def float32_below(number: float) -> float:
     """The largest float32 number that is not above ``number``: kernels take Python's numbers as float32."""
     near = torch.tensor(number, dtype=torch.float32, device="cpu")
@@ -57,14 +62,11 @@ class Blocks:
         return self.parts <= MOST_PARTS
 
     def new(self, dtype: torch.dtype | None = None, copies: int | None = None) -> list[Tensor]:
-        """Buffers, one a part; ``copies`` of each lie one after the other, the first dimension counting them.
-
-        All of them begin at a multiple of 16 entries, so that kernels read one as fast as another.
-        """
+        """Buffers, one a part; ``copies`` of each follow one another, aligned, the first dimension counting them."""
         shape = () if copies is None else (copies,)
         made = []
         for part in self.like:
-            strides = part.stride() if copies is None else (-(-part.numel() // 16) * 16, *part.stride())
+            strides = part.stride() if copies is None else (aligned(part.numel()), *part.stride())
             made.append(
                 torch.empty_strided((*shape, *part.shape), strides, dtype=dtype or part.dtype, device=part.device)
             )
