@@ -27,7 +27,7 @@ from opteq._fast import settings as paths
 from opteq.solvers import Outcome, Solver, Status
 from opteq.solvers.linear.base import LinearSolver
 from opteq.solvers.loop import Finish, PlainRun, Run, drive
-from opteq.states import Layout, State, blocks, map_state
+from opteq.states import Layout, State, blocks, map_state, single
 from oracles import difference, gradients
 
 if importlib.util.find_spec("triton") is None:
@@ -800,8 +800,8 @@ def same_linear(pair: tuple[tuple[State, Finish], tuple[State, Finish]], near: f
         torch.testing.assert_close(own, other, rtol=near, atol=near, equal_nan=True)
 
 
-def random_rhs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+def random_rhs(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def test_linear_systems_of_every_kind() -> None:
@@ -942,6 +942,104 @@ def test_linear_systems_on_tuples(dtype: torch.dtype, coupled: bool) -> None:
         near = 2 * torch.finfo(dtype).eps * float(alone.abs().max() + more.abs().max())
         torch.testing.assert_close(sums, alone + more, rtol=0, atol=near)  # a sum of both is rounded once
     same_linear(pair, near={torch.float64: 1e-8, torch.float32: 2e-3}.get(dtype, 0.03), exact=exact)
+
+
+class Halves:
+    """A product with matrices for rows that are halves, each times a power of two: what kernels do, by torch."""
+
+    in_use = True
+
+    def __init__(self, matrices: Tensor, form: Tensor) -> None:
+        self.matrices = matrices
+        self.form = form
+        self.gain = torch.linspace(0.5, 7, len(form))
+        self.given: list[Tensor] = []
+
+    def __call__(self, halves: Tensor, tops: Tensor) -> Tensor:
+        rows = len(self.form)
+        assert halves.dtype == torch.float16
+        assert halves.shape == self.form.shape
+        self.given.append(halves.clone())
+        own, behind = tops[:rows], tops[rows:]
+        torch.testing.assert_close(behind, own * self.gain, rtol=1e-6, atol=0)
+        powers = torch.ldexp(torch.ones(rows), 14 - torch.frexp(own).exponent)
+        v = halves.double().flatten(1) / powers[:, None]
+        assert not bool((v.abs().amax(dim=1) > own * (1 + 2**-10)).any())  # rounding may have added something
+        return (v - (self.matrices @ v[:, :, None])[:, :, 0]).float().reshape(self.form.shape)
+
+
+def solve_by_halves(
+    matrices: Tensor, rhs: Tensor, tol: float = 1e-4, max_steps: int = 40, added: Tensor | None = None
+) -> tuple[Tensor, Finish, Halves]:
+    """``A v = rhs`` with directions that are kept as halves."""
+    solver, layout = opteq.CG(tol=tol, max_steps=max_steps), Layout.of(rhs)
+    product = Halves(matrices, rhs)
+
+    def wide(v: State) -> State:
+        raise AssertionError("a product in float32")
+
+    with torch.no_grad():
+        session = solver.open_states(wide, rhs, layout, 0.0, added, product)
+        drive(session.run)
+        finish = session.finish()
+    point = layout.restore(finish.point)
+    assert isinstance(point, Tensor)
+    return point, finish, product
+
+
+@pytest.mark.parametrize("count", [4, 24])
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+def test_directions_that_are_kept_as_halves(count: int, added: bool) -> None:
+    """Few steps, and more than there are places; right sides from very small to very large, zero and not a number."""
+    diagonal = torch.linspace(0.05, 1.5, count, dtype=torch.float64)
+    matrices = spectrum(*[diagonal] * 6)
+    rhs = random_rhs(6, count, dtype=torch.float32)
+    rhs *= torch.tensor([1.0, 1e-12, 1e12, 0.0, torch.nan, 3e4])[:, None]
+    beside = random_rhs(6, count, dtype=torch.float32, seed=7) if added else None
+    point, finish, product = solve_by_halves(matrices, rhs, added=beside)
+    good = torch.tensor([0, 1, 2, 5])
+    assert finish.codes.tolist() == [0, 0, 0, 0, int(Status.NON_FINITE), 0]
+    assert float(finish.residual[good].max()) <= 1e-4
+    if beside is not None:
+        small = torch.tensor([0, 3])  # whose answer a sum does not hide, nor is hidden by it
+        good = torch.tensor([0, 5])
+        point = point - beside
+        torch.testing.assert_close(point[small[1]], torch.zeros(count), rtol=0, atol=0)
+    true = torch.linalg.solve(matrices[good], rhs[good].double())
+    left = (matrices[good] @ point[good].double()[:, :, None])[:, :, 0] - rhs[good]
+    # What is reported is true of the answer: a direction is what was multiplied, to the last bit.
+    told = finish.residual[good] * rhs[good].double().norm(dim=1)
+    assert bool((left.norm(dim=1) <= told + 3e-6 * rhs[good].double().norm(dim=1)).all())
+    assert float(((point[good] - true).norm(dim=1) / true.norm(dim=1)).max()) < 3e-3
+    assert len(product.given) > (6 if count > 6 else 2)
+    assert all(bool(each[torch.tensor([0, 1, 2, 3, 5])].isfinite().all()) for each in product.given)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_directions_of_halves_read_nothing_before_it_is_written() -> None:
+    rhs = random_rhs(3, 9, dtype=torch.float32)
+    rhs[1] = 0
+    matrices = spectrum(*[torch.linspace(0.1, 1.9, 9, dtype=torch.float64)] * 3)
+    point, finish, _ = solve_by_halves(matrices, rhs)
+    assert finish.codes.tolist() == [0, 0, 0]
+    true = torch.linalg.solve(matrices, rhs.double())
+    torch.testing.assert_close(point.double(), true, rtol=0, atol=5e-3)
+
+
+def test_a_product_that_is_not_in_use_is_left_alone() -> None:
+    rhs = random_rhs(2, 5, dtype=torch.float32)
+    matrices = spectrum(*[torch.linspace(0.5, 1.5, 5, dtype=torch.float64)] * 2)
+    product = Halves(matrices, rhs)
+    product.in_use = False
+    with torch.no_grad():
+        session = opteq.CG(tol=1e-5).open_states(
+            lambda v: single(v) - (matrices.float() @ single(v)[:, :, None])[:, :, 0],
+            rhs, Layout.of(rhs), 0.0, None, product,
+        )  # fmt: skip
+        drive(session.run)
+        finish = session.finish()
+    assert not product.given
+    assert float(finish.residual.max()) <= 1e-5
 
 
 def test_right_sides_of_one_number_a_sample() -> None:
@@ -1104,6 +1202,7 @@ def build(kernel, capability, wide, state, column, warps, constants):
     if kernel.__name__.startswith("cg_"):
         types |= dict.fromkeys("rhs added out product direction directions old new".split(), state)
         types |= {"apart": "i64", "lanes": "i32", "paces": wide_pointer}
+        types |= dict.fromkeys("tops old_tops new_tops gain".split(), "*fp32")
         state = wide_pointer
     ptx(kernel, capability, dict.fromkeys(kernel.arg_names, state) | types, constants, num_warps=warps)
 
@@ -1114,7 +1213,7 @@ for wide, state, column, half in (
     (tl.float64, "*fp64", "*fp64", False),
 ):
     common = {"WIDE": wide, "HALF": half, "DAMPED": half, "CLAMPED": half, "MERITED": half, "M": 5, "MP": 8, "P": 8}
-    common |= {"R": 7, "RP": 8}
+    common |= {"R": 7, "RP": 8, "SCALED": half}
     for kernel, warps, more in (
         (k.judge, 1, {"NON_FINITE": 2}),
         (k.judge, 1, {"NON_FINITE": 2, "M": 1, "MP": 1}),

@@ -144,6 +144,37 @@ def test_errors_are_those_of_tf32() -> None:
 @triton
 @no_gpu
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("kind", ["masked", "weighed"])
+@torch.no_grad()
+def test_arguments_that_are_halves_already(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, v, c = case((3, 16, 32, 5, 6))
+    v[1] *= 1e9
+    linear, slope = ConvMap(weight), (c > 0 if kind == "masked" else c.abs())
+    trip = linear.weighed_back(lambda u: u * slope, lambda: slope)
+    assert isinstance(trip, RoundTrip)
+    by_halves = trip.scaled_for(v)
+    assert by_halves is not None
+    assert by_halves.in_use
+    wanted = trip(v)
+    made = trip._kept(v, torch.float16)
+    halves, tops = narrow_rounding.rounded_with_sizes(torch.float16, v, made.offset, made.gain)
+    torch.testing.assert_close(tops[3:], by_halves.gain * tops[:3])
+    assert torch.equal(by_halves(halves.permute(0, 3, 1, 2), tops), wanted)  # for that is what it does
+    half = trip.scaled_for(v, share=0.5)
+    assert half is not None
+    assert torch.equal(half(halves.permute(0, 3, 1, 2), tops), 0.5 * wanted)
+
+    monkeypatch.setattr(paths, "recording", False)
+    assert not by_halves.in_use  # outside of captured solves products are torch's
+    assert trip.scaled_for(v.to(torch.float16)) is None
+    assert trip.scaled_for((v, v)) is None
+    rectified = RoundTrip(linear, LinearMap.rectified_back(linear, c), lambda: c, rectify=True)
+    assert rectified.scaled_for(v) is None  # which is not linear
+
+
+@triton
+@no_gpu
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("exponent", [-100, 60])
 @torch.no_grad()
 def test_numbers_of_all_sizes(exponent: int) -> None:

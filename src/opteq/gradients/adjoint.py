@@ -13,7 +13,13 @@ from opteq._copying import best_turned_inside, in_layout_of
 from opteq.gradients.replay import Gradients, Incoming, Replay, Steps, added, gradients_through, packed, unpacked
 from opteq.problems.freezing import Frozen, freeze
 from opteq.problems.hidden import BoundMap
-from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation, TapedLinearisation
+from opteq.problems.linearisation import (
+    Linearisation,
+    Product,
+    Reduction,
+    SymmetricLinearisation,
+    TapedLinearisation,
+)
 from opteq.solution import Report
 from opteq.solvers.buffers import own
 from opteq.solvers.graphs import staged, usable
@@ -185,7 +191,7 @@ class AdjointSystem:
             pairs = list(zip(ends, [*blocks(vector), *blocks(total)], strict=True))
             return packed(gradients_through(pairs, leaves, again=True))
 
-        return self._session(reduction.product, target, conclude, at_features)
+        return self._session(reduction.product, target, conclude, at_features, reduction)
 
     def _open(
         self,
@@ -201,7 +207,8 @@ class AdjointSystem:
             def expand(u: State) -> Answer:
                 return conclude(map_state(torch.add, gradient, self._in(reduction.expand, u)))
 
-            return self._session(reduction.product, self._in(reduction.restrict, gradient), expand)
+            target = self._in(reduction.restrict, gradient)
+            return self._session(reduction.product, target, expand, reduction=reduction)
 
         def recover(w: State) -> Answer:
             vector = self._in(lambda w: local.curvature(local.factor(w)), w)
@@ -210,10 +217,18 @@ class AdjointSystem:
         return self._session(local.scaled, self._in(local.factor_adjoint, gradient), recover)
 
     def _session(
-        self, product: Product, target: State, conclude: Callable[[State], Answer], added: State | None = None
+        self,
+        product: Product,
+        target: State,
+        conclude: Callable[[State], Answer],
+        added: State | None = None,
+        reduction: Reduction | None = None,
     ) -> _AdjointSolve:
-        layout = Layout.of(target, self.layout.coupled)
-        session = self.linear.open_states(lambda v: self._in(product, v), target, layout, self.eps, added)
+        layout, scaled = Layout.of(target, self.layout.coupled), None
+        if reduction is not None and reduction.scaled is not None and not layout.coupled:
+            with self.autocast.entered():
+                scaled = reduction.scaled(target)
+        session = self.linear.open_states(lambda v: self._in(product, v), target, layout, self.eps, added, scaled)
         return _AdjointSolve(session, layout, conclude)
 
     def _in(self, product: Product, v: State) -> State:

@@ -19,25 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _power(top):
-    """The exponent of :func:`_factor`."""
-    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
-    return tl.where(top > 0.0, tl.minimum(140 - exponent, 126), 0)  # small enough to have an inverse
-
-
-@triton.jit
-def _factor(top):
-    """The power of two that takes a number of size ``top`` to [2^13, 2^14), which leaves room for rounding."""
-    return ((_power(top) + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(factor):
-    """The inverse of a power of two, exactly."""
-    power = (factor.to(tl.int32, bitcast=True) >> 23) & 255
-    return ((254 - power) << 23).to(tl.float32, bitcast=True)
+from opteq._scale_kernels import factor_for, inverse_of, power_for
 
 
 @triton.jit
@@ -59,7 +41,7 @@ def weights(
         size = tl.abs(tl.load(weight + there, mask=place < TAPS * COLUMNS, other=0.0).to(tl.float32))
         top = tl.maximum(top, tl.max(size, axis=0))
         total += tl.sum(size, axis=0)
-    factor = _factor(top) if SCALED else 1.0
+    factor = factor_for(top) if SCALED else 1.0
     for first in range(0, TAPS * COLUMNS, BLOCK):
         place = first + tl.arange(0, BLOCK)
         tap = place // COLUMNS
@@ -75,7 +57,7 @@ def weights(
         else:
             tl.store(out + row * (TAPS * COLUMNS) + place, half, mask=place < TAPS * COLUMNS)
     if SCALED:
-        tl.store(inverses + row, _inverse(factor))
+        tl.store(inverses + row, inverse_of(factor))
         tl.store(sums + row, total)
 
 
@@ -122,7 +104,7 @@ def narrow(
     """A part of a sample in half precision, by the largest of ``COUNT`` sizes; what is negative as zero, if asked."""
     sample = tl.program_id(0).to(tl.int64)
     top = tl.max(tl.load(sizes + sample * stride + tl.arange(0, COUNT)), axis=0)
-    factor = _factor(top)
+    factor = factor_for(top)
     for first in range(tl.program_id(1) * BLOCK, size, PARTS * BLOCK):
         place = first + tl.arange(0, BLOCK)
         value = _entries(source, minus, sample * size, place, size, LESS, "")
@@ -139,7 +121,7 @@ def divide(
 ):  # fmt: skip
     """A part of a sample in halves, and what is left of every number, behind all channels of its pixel."""
     sample = tl.program_id(0).to(tl.int64)
-    factor = _factor(tl.load(sizes + sample))
+    factor = factor_for(tl.load(sizes + sample))
     for first in range(tl.program_id(1) * BLOCK, size, PARTS * BLOCK):
         place = first + tl.arange(0, BLOCK)
         value = tl.load(source + sample * size + place, mask=place < size, other=0.0)
@@ -195,8 +177,8 @@ def balance(tops_left, tops_right, sizes, total, batch, PADDED: tl.constexpr):
     inside = place < batch
     top_left = tl.load(tops_left + place, mask=inside, other=0.0)
     top_right = tl.load(tops_right + place, mask=inside, other=0.0)
-    left = _power(top_left)
-    right = _power(top_right)
+    left = power_for(top_left)
+    right = power_for(top_right)
     # A sample that is zero on one side adds nothing, and has no say.
     least = tl.min(tl.where((top_left > 0.0) & (top_right > 0.0), left + right, 1000), axis=0)
     least = tl.minimum(tl.maximum(least, -224), 250)
@@ -219,7 +201,7 @@ def narrow_alone(
         place = first + tl.arange(0, BLOCK)
         tall = tl.maximum(tall, tl.abs(_entries(source, minus, sample * size, place, size, LESS, "")))
     top = tl.max(tall, axis=0)
-    factor = _factor(top)
+    factor = factor_for(top)
     for first in range(0, size, BLOCK):
         place = first + tl.arange(0, BLOCK)
         # It is not needed again soon, unlike what is written.
@@ -262,7 +244,7 @@ def convolve(
     one = sample + pixel // (HIGH * WIDE)
     rows = row + tl.arange(0, TILE)
     if SCALED:
-        back = _inverse(_factor(tl.load(tops + one, mask=one < batch, other=0.0)))
+        back = inverse_of(factor_for(tl.load(tops + one, mask=one < batch, other=0.0)))
         result = result * back[:, None] * tl.load(inverses + rows, mask=rows < ROWS, other=0.0)[None, :]
     if THEN == "shift":
         result = result + tl.load(beside + rows, mask=rows < ROWS, other=0.0).to(tl.float32)[None, :]
@@ -282,7 +264,7 @@ def convolve(
             if THEN == "change":
                 result = result - tl.where(other < 0.0, 0.0, other)
     if RESCALED:
-        result = result * _factor(tl.load(tops + batch + one, mask=one < batch, other=0.0))[:, None]
+        result = result * factor_for(tl.load(tops + batch + one, mask=one < batch, other=0.0))[:, None]
     out.store([sample, upper, left, row], result.to(out.dtype).reshape(SAMPLES, HIGH, WIDE, TILE))
 
 
@@ -309,7 +291,7 @@ def correlate(
         upper = box % tiles_high * HIGH + tap // TAPS_WIDE - TAPS_HIGH // 2
         pixels = right.load([sample, upper, tap % TAPS_WIDE - TAPS_WIDE // 2, column]).reshape(PIXELS, SIDE)
         total = tl.dot(left.load([box * PIXELS, row]).T, pixels, total)
-    total = total * _inverse(_factor(tl.load(top_left))) * _inverse(_factor(tl.load(top_right)))
+    total = total * inverse_of(factor_for(tl.load(top_left))) * inverse_of(factor_for(tl.load(top_right)))
     rows = row + tl.arange(0, TILE)
     columns = column + tl.arange(0, SIDE)
     start = tl.program_id(1).to(tl.int64) * (ROWS * TAPS_HIGH * TAPS_WIDE * COLUMNS) + tap * COLUMNS

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq._fast import settings
 from opteq._triton import may_keep
 from opteq.operators.base import Around
 from opteq.operators.narrow import as_beside
-from opteq.operators.narrow_choice import is_chosen, narrow_dtype
+from opteq.operators.narrow_choice import is_chosen, narrow_dtype, was_chosen
 from opteq.operators.narrow_products import Convolution, Rows, convolve
 from opteq.operators.narrow_rounding import rounded_by, rounded_to, sizes
 
@@ -54,6 +55,16 @@ class RoundTrip:
         if not is_chosen(key, v, partial(self.plain, v), partial(self._tried, v, narrow)):
             return self.plain(v)
         return self._by_kernels(v, self._kept(v, narrow))
+
+    def scaled_for(self, v: Any, share: float = 1.0) -> ScaledTrip | None:
+        """The map for arguments like ``v`` that are halves already; None where they would not be rounded to those.
+
+        ``share`` is what becomes of the image.
+        """
+        if self.rectify or not isinstance(v, Tensor):
+            return None
+        narrow = narrow_dtype(self.linear, v)
+        return None if narrow in (None, v.dtype) else ScaledTrip(self, v, narrow, share)
 
     def _tried(self, v: Tensor, narrow: torch.dtype) -> Callable[[], Tensor]:
         """What is measured before it is chosen; every kernel that may be launched has to be launched here."""
@@ -94,6 +105,42 @@ class RoundTrip:
                 offset = size if self.rectify and size is not None else torch.zeros_like(most)
                 gain = (most if self.rectify or size is None else most * size).contiguous()
             return Prepared(there, back, beside, narrow, offset, gain, "rectify" if self.rectify else "weigh")
+
+
+class ScaledTrip:
+    """``v -> share * A' (d * A v)`` for a v that is halves, with a scale for every sample, as solvers may keep it.
+
+    Args:
+        trip: the map.
+        like: what such a v stands for, in float32.
+        narrow: the dtype of halves.
+        share: what becomes of the image.
+    """
+
+    def __init__(self, trip: RoundTrip, like: Tensor, narrow: torch.dtype, share: float) -> None:
+        self.trip = trip
+        self.like = like
+        self.narrow = narrow
+        self.share = share
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a solve is captured in which the map goes by kernels of 16 bits."""
+        key = trip_key(self.trip.linear, self.like, self.narrow, self.trip.rectify, self.trip.anchored)
+        return settings.recording and was_chosen(key)
+
+    @property
+    def gain(self) -> Tensor:
+        """What the size of a sample's entries is multiplied by to bound those between the two products."""
+        gain = self.trip._kept(self.like, self.narrow).gain
+        assert gain is not None
+        return gain
+
+    def __call__(self, halves: Tensor, tops: Tensor) -> Tensor:
+        """The map; ``tops`` are the sizes of samples, and behind them those times :attr:`gain`."""
+        made = self.trip._kept(self.like, self.narrow)
+        image = made.of_rounded(halves.permute(0, 2, 3, 1), tops, self.like.dtype)
+        return image if self.share == 1 else image * self.share
 
 
 class RectifiedTrip(RoundTrip, Around):
@@ -147,10 +194,15 @@ class Prepared:
     def __call__(self, v: Tensor) -> Tensor:
         with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]  # kernels run on the current device
             rounded, tops = rounded_to(self.narrow, v, self.offset, self.gain)
+            return self.of_rounded(rounded, tops, v.dtype)
+
+    def of_rounded(self, rounded: Tensor, tops: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The same for an argument ``(batch, height, width, channels)`` of 16 bits, its scales told by ``tops``."""
+        with torch.cuda.device_of(rounded):  # type: ignore[no-untyped-call]
             between = convolve(
                 rounded, self.there, self.narrow, tops, self.beside, self.then, rescaled=tops is not None
             ).permute(0, 2, 3, 1)
-            return convolve(between, self.back, v.dtype, None if tops is None else tops[len(v) :])
+            return convolve(between, self.back, dtype, None if tops is None else tops[len(rounded) :])
 
     def at_zero(self) -> Tensor:
         """``A' relu(c)``, where there are scales."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from opteq.solvers.scaled import ScaledProduct
 from opteq.states import State
 
 Product = Callable[[State], State]
@@ -42,12 +43,14 @@ class Reduction:
         restrict: ``g -> C D g``.
         expand: ``u -> B u``.
         weighed: ``u -> D B u``, where it can be had in one go.
+        scaled: gives ``product`` for arguments like the given one that are kept as halves, or None.
     """
 
     product: Product
     restrict: Product
     expand: Product
     weighed: Product | None = None
+    scaled: Callable[[State], ScaledProduct | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from opteq._triton import may_keep
 from opteq.operators import Operator, module_norm
 from opteq.operators.conv import ConvMap
 from opteq.operators.recalled import recalled
+from opteq.operators.round_trip import RoundTrip
 from opteq.penalties import Linearised, Penalty
 from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
@@ -259,6 +260,7 @@ class BoundOptEq(Hidden):
         return Reduction(
             product=product,
             weighed=weighed,
+            scaled=partial(around.scaled_for, share=1 / mu) if isinstance(around, RoundTrip) else None,
             restrict=lambda g: block.W.adjoint(local.derivative(single(g))),
             expand=expand,
         )

@@ -11,6 +11,10 @@ number a row. What a row has in memory, from the last step that was folded in, `
 
 * ``point``, the answer of step ``f``, if there was one; ``best``, the best one, where it is from before ``f``;
 * the directions of the steps after ``f``, that of step ``k`` in place ``(k - 1) % KEPT``.
+
+*Directions may be halves.* Where a product takes states of float32 as halves, times a power of two for every row
+(``SCALED``), they are kept so. The power is told by a bound of their entries, ``tops``; that of a direction's length
+is one, and at hand before it is made. Behind the bounds are those times ``gain``, which products ask for.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
@@ -19,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from opteq._scale_kernels import factor_for, inverse_of
 from opteq.solvers.fused.rows import (
     ACTIVE,
     ALONG,
@@ -48,8 +53,9 @@ def cg_squares(rhs, squares, width, first, parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def cg_begin(
-    rhs, lengths, direction, scale, flags, numbers, trace, rows, width, parts, tol, NON_FINITE: tl.constexpr,
-    FIRST: tl.constexpr, SQUARED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    rhs, lengths, direction, tops, gain, scale, flags, numbers, trace, rows, width, parts, tol,
+    NON_FINITE: tl.constexpr, FIRST: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first direction: the right side, of length one or zero. ``FIRST`` enters the row, and its ``scale``.
 
@@ -64,8 +70,12 @@ def cg_begin(
     some = finite & (length > 0)
     usable = tl.where(some, length, 1.0)
     r = _divided(tl.load(rhs + at, mask=inside, other=0.0), usable, SQUARED, WIDE)
+    if SCALED:
+        r *= factor_for(tl.full((), 1.0, tl.float32))
     tl.store(direction + at, r.to(direction.dtype.element_ty), mask=inside)
     if FIRST and part == 0:
+        if SCALED:
+            _bounded(tops, gain, rows, row, tl.full((), 1.0, tl.float32))
         tl.store(scale + row, usable)
         size = tl.where(finite, tl.where(some, 1.0, 0.0).to(tl.float64), length)
         tl.store(numbers + SQUARE * rows + row, size)
@@ -79,6 +89,22 @@ def cg_begin(
 
 
 @triton.jit
+def _bounded(tops, gain, rows, row, top):
+    """Write down a bound of a direction's entries, and behind it what products make of it."""
+    tl.store(tops + row, top)
+    tl.store(tops + rows + row, tl.load(gain + row) * top)
+
+
+@triton.jit
+def _loaded(direction, tops, row, at, inside, SCALED: tl.constexpr, WIDE: tl.constexpr):
+    """Entries of a direction, as they are."""
+    found = tl.load(direction + at, mask=inside, other=0.0).to(WIDE)
+    if SCALED:
+        found *= inverse_of(factor_for(tl.load(tops + row)))
+    return found
+
+
+@triton.jit
 def _divided(r, length, SQUARED: tl.constexpr, WIDE: tl.constexpr):
     """Entries of a right side for its length one."""
     if SQUARED:  # lengths of float32 have an inverse, and numbers to spare; a division takes a GPU much longer
@@ -89,11 +115,14 @@ def _divided(r, length, SQUARED: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def cg_curvature(direction, product, flags, sums, rows, width, first, parts, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def cg_curvature(
+    direction, tops, product, flags, sums, rows, width, first, parts, SCALED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """``<d, d - S d>``, where the system is ``I - S``, and ``<d, d>``."""
     part, row, _, inside, at = entries(width, BLOCK)
     if tl.load(flags + ACTIVE * rows + row) != 0:
-        d = tl.load(direction + at, mask=inside, other=0.0).to(WIDE)
+        d = _loaded(direction, tops, row, at, inside, SCALED, WIDE)
         s = tl.load(product + at, mask=inside, other=0.0).to(WIDE)
         mine = sums + row * 3 * parts + first + part
         tl.store(mine, tl.sum(d * (d - s), axis=0))
@@ -107,11 +136,11 @@ def _step_length(square, curvature):
 
 @triton.jit
 def cg_update(
-    rhs, direction, product, residual, scale, paces, flags, numbers, sums, rows, width, first, parts,
-    START: tl.constexpr, NARROW: tl.constexpr, SQUARED: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    rhs, direction, tops, product, residual, scale, paces, flags, numbers, sums, rows, width, first, parts,
+    START: tl.constexpr, NARROW: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr, FIRST: tl.constexpr,
+    P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``r - a (d - S d)`` with its norm; ``FIRST`` writes down ``a``.
+    """``r - a (d - S d)`` with its norm; ``FIRST`` writes down ``a``, for directions as they are kept.
 
     At the ``START`` r is the right side, which is the direction as well, but for its rounding.
     """
@@ -119,7 +148,7 @@ def cg_update(
     if tl.load(flags + ACTIVE * rows + row) != 0:
         mine = sums + row * 3 * parts
         pace = _step_length(tl.load(numbers + SQUARE * rows + row), total(mine, parts, P)).to(WIDE)
-        d = tl.load(direction + at, mask=inside, other=0.0).to(WIDE)
+        d = _loaded(direction, tops, row, at, inside, SCALED, WIDE)
         s = tl.load(product + at, mask=inside, other=0.0).to(WIDE)
         if not START:
             r = tl.load(residual + at, mask=inside, other=0.0)
@@ -131,15 +160,17 @@ def cg_update(
         tl.store(residual + at, r, mask=inside)
         tl.store(mine + parts + first + part, tl.sum(r * r, axis=0))
         if FIRST and part == 0:
+            if SCALED:
+                pace *= inverse_of(factor_for(tl.load(tops + row)))
             tl.store(paces + row, pace)
 
 
 @triton.jit(do_not_specialize=["step"])
 def cg_judge(
-    sums, parts, flags, numbers, trace, step, rows, tol, eps, NON_FINITE: tl.constexpr, INDEFINITE: tl.constexpr,
-    SINGULAR: tl.constexpr, P: tl.constexpr,
+    sums, tops, gain, parts, flags, numbers, trace, step, rows, tol, eps, NON_FINITE: tl.constexpr,
+    INDEFINITE: tl.constexpr, SINGULAR: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Judge the newest answer of one row, as ``judge`` does."""
+    """Judge the newest answer of one row, as ``judge`` does; ``tops`` are those of the next direction."""
     row = tl.program_id(0)
     residual = tl.load(numbers + RESIDUAL * rows + row)
     if tl.load(flags + ACTIVE * rows + row) != 0:
@@ -175,6 +206,11 @@ def cg_judge(
         tl.store(numbers + LENGTH * rows + row, length)
         tl.store(numbers + ALONG * rows + row, along)
         tl.store(numbers + RESIDUAL * rows + row, residual)
+        if SCALED:
+            # The next direction is r + beta d, and no entry is larger than the length of its vector.
+            _bounded(tops, gain, rows, row, (tl.sqrt(after) + beta * tl.sqrt(of_direction)).to(tl.float32))
+    elif SCALED:  # the row is multiplied with the others
+        _bounded(tops, gain, rows, row, tl.full((), 1.0, tl.float32))
     tl.store(trace + step * rows + row, residual)
 
 
@@ -187,8 +223,9 @@ def _stretched(directions, paces, place: tl.constexpr, apart, lanes, row, at, in
 
 @triton.jit(do_not_specialize=["step"])
 def cg_direction(
-    residual, old, new, directions, paces, point, best, flags, numbers, apart, lanes, step, rows, width,
-    FOLD: tl.constexpr, AGAIN: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    residual, old, new, old_tops, new_tops, directions, paces, point, best, flags, numbers, apart, lanes, step, rows,
+    width, FOLD: tl.constexpr, AGAIN: tl.constexpr, KEPT: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``d <- r + b d``, from one place of the ``directions`` to the next one; places lie ``apart``, paces by ``lanes``.
 
@@ -214,8 +251,10 @@ def cg_direction(
             tl.store(point + at, x, mask=inside)
         beta = tl.load(numbers + BETA * rows + row).to(WIDE)
         r = tl.load(residual + at, mask=inside, other=0.0)
-        d = tl.load(old + at, mask=inside, other=0.0).to(WIDE)
-        tl.store(new + at, (r + beta * d).to(new.dtype.element_ty), mask=inside)
+        d = r + beta * _loaded(old, old_tops, row, at, inside, SCALED, WIDE)
+        if SCALED:
+            d *= factor_for(tl.load(new_tops + row))
+        tl.store(new + at, d.to(new.dtype.element_ty), mask=inside)
     elif step < KEPT:
         tl.store(new + at, tl.zeros((BLOCK,), dtype=new.dtype.element_ty), mask=inside)
 

@@ -11,6 +11,7 @@ from opteq._triton import is_capturing
 from opteq.solvers.fused import kernels
 from opteq.solvers.fused.ledger import NON_FINITE, WARPS, Blocks, Ledger, aligned
 from opteq.solvers.loop import Finish, Rule
+from opteq.solvers.scaled import ScaledProduct
 from opteq.solvers.status import Status
 from opteq.states import State, blocks, like
 
@@ -33,6 +34,7 @@ class FusedConjugateGradients:
         layout: how they lie in memory.
         rule: when to stop.
         wide: dtype of the steps and of sums.
+        scaled: the product for directions that are kept as halves, where there is such a one.
     """
 
     def __init__(
@@ -44,8 +46,12 @@ class FusedConjugateGradients:
         layout: Blocks,
         rule: Rule,
         wide: torch.dtype,
+        scaled: ScaledProduct | None = None,
     ) -> None:
         self.product = product
+        self.scaled = scaled if scaled is not None and scaled.in_use else None
+        # What this solve does not use yet, a captured one may.
+        self.expects_scaled = scaled is not None and self.scaled is None
         self.form = rhs
         self.lengths = lengths
         self.rule = rule
@@ -55,15 +61,26 @@ class FusedConjugateGradients:
         self.added = None if added is None else layout.arranged(blocks(added))
         device = self.rhs[0].device
         self.scale = torch.empty(layout.rows, dtype=torch.float64, device=device)
-        self.narrow = any(part.dtype != wide for part in self.rhs)
-        self.kept = _KEPT_IN_16_BITS if all(part.itemsize == 2 for part in self.rhs) else _KEPT
+        self._keep_directions(None if self.scaled is None else self.scaled.gain)
         self.residual = layout.new(wide)
-        # In the precision of products: a direction is what is multiplied, so that the answer and its residual agree.
-        self.directions = layout.new(copies=self.kept)
-        self.paces = torch.empty(self.kept, aligned(layout.rows), dtype=wide, device=device)
         self.answer = layout.new()
         self.folded = 0  # steps
         self.point: list[Tensor] = []
+
+    def _keep_directions(self, gain: Tensor | None) -> None:
+        """Make room for them, in the precision of products; as scaled halves where there is a ``gain``.
+
+        A direction is what is multiplied, so that the answer and its residual agree.
+        """
+        layout, wide = self.book.blocks, self.book.wide
+        dtypes = [torch.float16 if gain is not None else part.dtype for part in self.rhs]
+        self.gain = gain
+        self.narrow = any(dtype != wide for dtype in dtypes)
+        self.kept = _KEPT_IN_16_BITS if all(dtype.itemsize == 2 for dtype in dtypes) else _KEPT
+        self.directions = layout.new(None if gain is None else torch.float16, copies=self.kept)
+        device = self.rhs[0].device
+        self.tops = None if gain is None else torch.empty(self.kept, aligned(2 * layout.rows), device=device)
+        self.paces = torch.empty(self.kept, aligned(layout.rows), dtype=wide, device=device)
 
     def begin(self) -> None:
         """The answer zero, whose residual is the right side."""
@@ -77,10 +94,10 @@ class FusedConjugateGradients:
                 )
         for i, width in enumerate(layout.widths):
             kernels.cg_begin[book.grid(i)](
-                self.rhs[i], lengths, self.directions[i][0], self.scale, book.flags, book.numbers, book.trace,
-                layout.rows, width, layout.parts, book.tol, NON_FINITE=NON_FINITE, FIRST=i == 0,
-                SQUARED=self.lengths is None, P=book.width_of_sums, WIDE=book.wide_type, BLOCK=layout.piece,
-                num_warps=WARPS,
+                self.rhs[i], lengths, self.directions[i][0], self._tops(0), self._gain(), self.scale, book.flags,
+                book.numbers, book.trace, layout.rows, width, layout.parts, book.tol, NON_FINITE=NON_FINITE,
+                FIRST=i == 0, SQUARED=self.lengths is None, SCALED=self.tops is not None, P=book.width_of_sums,
+                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def advance(self) -> None:
@@ -90,18 +107,15 @@ class FusedConjugateGradients:
         place = book.step % self.kept
         book.step += 1
         direction = [part[place] for part in self.directions]
-        images = layout.arranged(blocks(self.product(like(self.form, tuple(direction)))))
+        if self.scaled is None:
+            image = self.product(like(self.form, tuple(direction)))
+        else:
+            image = self.scaled(direction[0], self._tops(place)[: 2 * rows])
+        images = layout.arranged(blocks(image))
         self._load(images)
-        for i, width in enumerate(layout.widths):
-            kernels.cg_curvature[book.grid(i)](
-                direction[i], images[i], book.flags, book.sums, rows, width, layout.firsts[i], layout.parts,
-                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
-            )  # fmt: skip
+        self._measure(place, images, book.flags)
         self._update(place, images, book.flags, start=book.step == 1)
-        kernels.cg_judge[(rows,)](
-            book.sums, layout.parts, book.flags, book.numbers, book.trace, book.step, rows, book.tol, self.eps,
-            P=book.width_of_sums, num_warps=book.judges, **_ENDS,
-        )  # fmt: skip
+        self._judge(place, book.flags)
         fold, again = place + 1 == self.kept, self.folded > 0
         if fold:
             self.folded = book.step
@@ -118,15 +132,40 @@ class FusedConjugateGradients:
         self._settle(self.book.flags, self.folded > 0)
         return self.book.summary(self.answer)
 
+    def _tops(self, place: int) -> Tensor:
+        """Bounds of a direction's entries, or what can stand there where it has no scales."""
+        return self.paces if self.tops is None else self.tops[place % self.kept]
+
+    def _gain(self) -> Tensor:
+        return self.paces if self.gain is None else self.gain
+
+    def _measure(self, place: int, images: Sequence[Tensor], flags: Tensor) -> None:
+        book = self.book
+        layout = book.blocks
+        for i, width in enumerate(layout.widths):
+            kernels.cg_curvature[book.grid(i)](
+                self.directions[i][place], self._tops(place), images[i], flags, book.sums, layout.rows, width,
+                layout.firsts[i], layout.parts, SCALED=self.tops is not None, WIDE=book.wide_type, BLOCK=layout.piece,
+                num_warps=WARPS,
+            )  # fmt: skip
+
+    def _judge(self, place: int, flags: Tensor) -> None:
+        book = self.book
+        kernels.cg_judge[(book.blocks.rows,)](
+            book.sums, self._tops(place + 1), self._gain(), book.blocks.parts, flags, book.numbers, book.trace,
+            book.step, book.blocks.rows, book.tol, self.eps, SCALED=self.tops is not None, P=book.width_of_sums,
+            num_warps=book.judges, **_ENDS,
+        )  # fmt: skip
+
     def _update(self, place: int, images: Sequence[Tensor], flags: Tensor, start: bool) -> None:
         book = self.book
         layout = book.blocks
         for i, width in enumerate(layout.widths):
             kernels.cg_update[book.grid(i)](
-                self.rhs[i], self.directions[i][place], images[i], self.residual[i], self.scale, self.paces[place],
-                flags, book.numbers, book.sums, layout.rows, width, layout.firsts[i], layout.parts, START=start,
-                NARROW=self.narrow, SQUARED=self.lengths is None, FIRST=i == 0, P=book.width_of_sums,
-                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+                self.rhs[i], self.directions[i][place], self._tops(place), images[i], self.residual[i], self.scale,
+                self.paces[place], flags, book.numbers, book.sums, layout.rows, width, layout.firsts[i], layout.parts,
+                START=start, NARROW=self.narrow, SQUARED=self.lengths is None, SCALED=self.tops is not None,
+                FIRST=i == 0, P=book.width_of_sums, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def _redirect(self, place: int, flags: Tensor, fold: bool, again: bool) -> None:
@@ -137,9 +176,10 @@ class FusedConjugateGradients:
         for i, width in enumerate(layout.widths):
             own = self.directions[i]
             kernels.cg_direction[book.grid(i)](
-                self.residual[i], own[place], own[(place + 1) % self.kept], own, self.paces, point[i], best[i], flags,
-                book.numbers, own.stride(0), self.paces.stride(0), book.step, layout.rows, width, FOLD=fold,
-                AGAIN=again, KEPT=self.kept, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+                self.residual[i], own[place], own[(place + 1) % self.kept], self._tops(place), self._tops(place + 1),
+                own, self.paces, point[i], best[i], flags, book.numbers, own.stride(0), self.paces.stride(0),
+                book.step, layout.rows, width, FOLD=fold, AGAIN=again, KEPT=self.kept, SCALED=self.tops is not None,
+                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def _settle(self, flags: Tensor, folded: bool) -> None:
@@ -167,11 +207,36 @@ class FusedConjugateGradients:
         if is_capturing(parts[0]) or not parts[0].is_cuda:
             return
         sizes = tuple((part.dtype, part.numel(), part.data_ptr() % 16) for part in parts)
-        form = (parts[0].device, self.book.wide, self.book.blocks.rows, self.lengths is None, self.added is None, sizes)
+        form = (
+            parts[0].device,
+            self.book.wide,
+            self.book.blocks.rows,
+            self.lengths is None,
+            self.added is None,
+            sizes,
+            self.tops is None,
+            self.expects_scaled,
+        )
         if form in _loaded:
             return
         _loaded.add(form)
+        self._launch_all(images)
+        if self.expects_scaled:
+            # Another one like it, with a gain that stands for that of products.
+            layout = self.book.blocks
+            twin = FusedConjugateGradients(
+                self.product, self.form, self.lengths, None, layout, self.rule, self.book.wide
+            )
+            twin.added = self.added
+            twin._keep_directions(torch.ones(layout.rows, device=parts[0].device))
+            twin.begin()
+            twin._launch_all(images)
+
+    def _launch_all(self, images: Sequence[Tensor]) -> None:
+        """All kernels of a step and of its end."""
         nobody = torch.zeros_like(self.book.flags)
+        self._measure(0, images, nobody)
+        self._judge(0, nobody)
         for start in (False, True):
             self._update(0, images, nobody, start)
         for fold, again in ((False, False), (True, False), (True, True)):

@@ -14,6 +14,7 @@ from torch import Tensor
 from opteq._options import NamedOptions
 from opteq._validate import positive, whole
 from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run, drive
+from opteq.solvers.scaled import ScaledProduct
 from opteq.states import Layout, State, blocks, row_norms
 
 Product = Callable[[Tensor], Tensor]
@@ -67,6 +68,7 @@ class LinearSolver(metaclass=NamedOptions):
         layout: Layout,
         eps: float,
         added: State | None = None,
+        scaled: ScaledProduct | None = None,  # noqa: ARG002
     ) -> LinearSession:
         """A solve of ``(I - S) v = rhs`` on states.
 
@@ -76,6 +78,7 @@ class LinearSolver(metaclass=NamedOptions):
             layout: how states are matrices.
             eps: rounding of ``product``.
             added: a state that the answer is given together with, as their sum; None for the answer alone.
+            scaled: the same product for states of halves with scales, for those who keep them so.
         """
         session = self.open(lambda rows: rows - layout.pack(product(layout.unpack(rows))), layout.pack(rhs), eps)
         return session if added is None else replace(session, added=layout.pack(added))

@@ -23,6 +23,7 @@ from opteq.solvers.linear.base import (
 )
 from opteq.solvers.loop import Process
 from opteq.solvers.refined import RefinedRun
+from opteq.solvers.scaled import ScaledProduct
 from opteq.solvers.status import Status
 from opteq.states import Layout, State, all_rows, any_row, blocks, row_norms
 
@@ -45,6 +46,7 @@ class CG(LinearSolver):
         layout: Layout,
         eps: float,
         added: State | None = None,
+        scaled: ScaledProduct | None = None,
     ) -> LinearSession:
         """As for every linear solver, in fused kernels where they can be used."""
         if not supports(blocks(rhs)):
@@ -58,7 +60,7 @@ class CG(LinearSolver):
         # Squares of float64 may be too large for any number.
         lengths = sample_norms(rhs, layout.coupled) if torch.float64 in layout.dtypes else None
         rule = self.rule(layout.dtype, layout.device, eps)
-        run = FusedConjugateGradients(product, rhs, lengths, added, memory, rule, layout.dtype)
+        run = FusedConjugateGradients(product, rhs, lengths, added, memory, rule, layout.dtype, scaled)
         return LinearSession(run, None)
 
     def open_refined(
