@@ -27,7 +27,7 @@ from opteq._fast import settings as paths
 from opteq.solvers import Outcome, Solver, Status
 from opteq.solvers.linear.base import LinearSolver
 from opteq.solvers.loop import Finish, PlainRun, Run, drive
-from opteq.states import Layout, State, blocks, map_state, single
+from opteq.states import Layout, State, blocks, like, map_state, single
 from oracles import difference, gradients
 
 if importlib.util.find_spec("triton") is None:
@@ -740,6 +740,47 @@ def test_random_states(
     same(plain, fused, form.step, exact=dtype == torch.float64, near=max(NEAR[dtype], 2e-3), coupled=coupled)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_images_of_answers(dtype: torch.dtype, parts: int) -> None:
+    """Whichever step an answer is from: the start, the last one, or one that worse ones followed."""
+    rows, width = 6, 5
+    turns = torch.linalg.qr(torch.randn(rows, width, width, generator=torch.Generator().manual_seed(2)).double())[0]
+    slopes = torch.tensor([0.0, 0.5, 1.5, 4.0, 1.1, 0.9], dtype=torch.float64)[:, None]
+    shift = random_rhs(rows, width, seed=3)
+    shift[5] = torch.nan
+    start = torch.zeros(rows, width, dtype=dtype)
+
+    def one(y: Tensor) -> Tensor:
+        turned = (turns @ y.double()[:, :, None])[:, :, 0]
+        return (slopes * turned * (1 + turned.square()).clamp(max=3) + shift).to(dtype)
+
+    def step(y: State) -> State:
+        return one(y) if isinstance(y, Tensor) else tuple(one(part) for part in y)
+
+    form: State = start if parts == 1 else (start, start.clone())
+    ends = set()
+    for steps in (1, 2, 3, 5, 8):
+        solver = opteq.Anderson(tol=1e-3, max_steps=steps, memory=2)
+        with torch.no_grad():
+            session = solver.open(step, form, keep_inverse=False, keep_image=True)
+            assert isinstance(session.run, FusedAnderson)
+            drive(session.run)
+            finish = session.run.finish()
+            assert finish.image is not None
+            wanted = blocks(step(like(form, tuple(finish.point))))
+        for image, true in zip(finish.image, wanted, strict=True):
+            assert image.dtype == dtype
+            close = 1e-12 if dtype == torch.float64 else 2e-2 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(image, true.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), rtol=close, atol=close)
+        trace = finish.trace[:, :5]
+        ends |= {int(row) - len(trace) + 1 for row in trace.argmin(dim=0)}
+        ends |= {"start"} if bool((trace.argmin(dim=0) == 0).any()) else set()
+    assert {0, "start"} < ends  # others were from before the last step
+    with torch.no_grad():
+        assert solver.open(step, form, keep_inverse=False).run.finish().image is None
+
+
 # ---------------------------------------------------------------------------------------------- conjugate gradients
 
 
@@ -1213,7 +1254,7 @@ for wide, state, column, half in (
     (tl.float64, "*fp64", "*fp64", False),
 ):
     common = {"WIDE": wide, "HALF": half, "DAMPED": half, "CLAMPED": half, "MERITED": half, "M": 5, "MP": 8, "P": 8}
-    common |= {"R": 7, "RP": 8, "SCALED": half}
+    common |= {"R": 7, "RP": 8, "SCALED": half, "IMAGED": half}
     for kernel, warps, more in (
         (k.judge, 1, {"NON_FINITE": 2}),
         (k.judge, 1, {"NON_FINITE": 2, "M": 1, "MP": 1}),
@@ -1231,7 +1272,8 @@ for wide, state, column, half in (
         (k.images_mix, 2, {"BLOCK": 1024, "R": 10, "RP": 16}),
         (k.plain_observe, 8, {"K": 14, "BLOCK": 4096, "NON_FINITE": 2, "START": True, "DAMPED": False}),
         (k.plain_observe, 8, {"K": 2, "BLOCK": 4096, "NON_FINITE": 2, "START": False}),
-        (k.keep, 8, {"BLOCK": 4096}),
+        (k.keep, 8, {"BLOCK": 4096, "SAVED": False, "FINITE": False}),
+        (k.keep, 8, {"BLOCK": 4096, "SAVED": True, "FINITE": True}),
         (k.summarise, 1, {"BLOCK": 128, "CONVERGED": 0, "MAX_STEPS": 1}),
         (k.cg_squares, 8, {"BLOCK": 4096}),
         (k.cg_begin, 8, {"BLOCK": 4096, "NON_FINITE": 2, "FIRST": True, "SQUARED": half}),

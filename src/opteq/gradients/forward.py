@@ -83,7 +83,10 @@ class _Search:
         """The outcome as a list, the history last."""
         outcome = self.outcome(finish)
         features = None
-        if self.read_out is not None:
+        if self.read_out is not None and finish.image is not None:
+            assert self.form is not None
+            features = like(self.form.start, finish.image)
+        elif self.read_out is not None:
             with self.session.caller.entered():
                 features = self.read_out(outcome.state)
         parts = [*blocks(outcome.state), *(() if features is None else blocks(features))]
@@ -101,7 +104,15 @@ def _finite(state: Tensor) -> Tensor:
     return torch.nan_to_num(state, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureForm | None, inverse: bool) -> _Search:
+def _open(
+    hidden: BoundMap,
+    solver: Solver,
+    start: State | None,
+    form: FeatureForm | None,
+    inverse: bool,
+    features: bool = False,
+) -> _Search:
+    """A search; ``features`` tells that those of its state will be asked for."""
     template = hidden.start() if form is None or not form.zero_state else None
     if form is None:
         assert template is not None
@@ -124,6 +135,7 @@ def _open(hidden: BoundMap, solver: Solver, start: State | None, form: FeatureFo
             coupled=hidden.coupled,
             keep_inverse=inverse,
             at_start=form.first if start is None else None,
+            keep_image=features and form.reads_out,
         )
     return _Search(session, template, form)
 
@@ -173,7 +185,7 @@ def find_without_tape(
             outcome = find(hidden, solver, start)
         else:
             captured = _by_graphs(hidden, solver, start, as_on_tape, with_features, lend)
-            outcome = captured or _as_it_is(hidden, solver, start, as_on_tape)
+            outcome = captured or _as_it_is(hidden, solver, start, as_on_tape, with_features)
     # The very tensors where they are constants already: a captured backward pass knows them again.
     return map_state(lambda part: part.detach() if part.requires_grad else part, outcome.state), outcome
 
@@ -184,11 +196,13 @@ def _form(hidden: BoundMap, solver: Solver, as_on_tape: bool) -> FeatureForm | N
     return None if as_on_tape else hidden.compact_form()
 
 
-def _as_it_is(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool) -> Outcome:
+def _as_it_is(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape: bool, with_features: bool) -> Outcome:
     expansion = hidden.expansion() if solver.refines and not as_on_tape else None
     if expansion is not None:
         return _refined(hidden, expansion, solver, start)
-    search = _open(hidden, solver, start, _form(hidden, solver, as_on_tape), inverse=False)
+    # As a captured solve would: it may follow, and what it launches should be loaded by then.
+    features = with_features and not hidden.reads_out_aside
+    search = _open(hidden, solver, start, _form(hidden, solver, as_on_tape), inverse=False, features=features)
     with search.session.caller.off():
         drive(search.run)
         return search.outcome()
@@ -229,7 +243,8 @@ def _by_graphs(
         begin = None if start is None else like(start, tuple(tensors[count:]))
         # In the caller's precision: a capture may happen inside a region without autocast.
         with autocast.entered():
-            search = _open(copy, solver, begin, _form(copy, solver, as_on_tape), inverse=False)
+            form = _form(copy, solver, as_on_tape)
+            search = _open(copy, solver, begin, form, inverse=False, features=with_features)
         if with_features:
             search.read_out = partial(features_beside, copy)
         return search

@@ -27,6 +27,7 @@ class FeatureForm:
         measured: the step with a merit, as :attr:`BoundMap.measured`.
         first: the step at ``start``, where that takes less than a step anywhere else.
         zero_state: whether the problem's own start is zero.
+        reads_out: whether a step gives the features of the state that belongs to where it began.
     """
 
     step: Callable[[State], State]
@@ -35,6 +36,7 @@ class FeatureForm:
     measured: Callable[[State], tuple[State, Tensor]] | None = None
     first: Callable[[], State] | None = None
     zero_state: bool = False
+    reads_out: bool = False
 
 
 class BoundMap(ABC):

@@ -216,7 +216,7 @@ class BoundMOptEq(Hidden):
             return tuple(self.penalty.prox(part) for part in inside)
 
         start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
-        return FeatureForm(lambda z: self.features(state(z)), start, state)
+        return FeatureForm(lambda z: self.features(state(z)), start, state, reads_out=True)
 
     @property
     def diagnoses(self) -> bool:

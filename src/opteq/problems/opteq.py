@@ -279,6 +279,7 @@ class BoundOptEq(Hidden):
             # W 0 + c = c, unless a product in another precision would have changed the dtype of the sum.
             partial(self.block.step, None) if start.dtype == c.dtype else None,
             zero_state=True,
+            reads_out=type(self).features is BoundOptEq.features,
         )
 
     def _no_features(self) -> Tensor:

@@ -138,10 +138,12 @@ class Solver(metaclass=NamedOptions):
         coupled: bool = False,
         keep_inverse: bool = True,
         at_start: Callable[[], State] | None = None,
+        keep_image: bool = False,
     ) -> Session:
         """A solve that has evaluated the map at its start and not begun; arguments as for :meth:`solve`.
 
         ``at_start`` gives the map at ``start`` where that takes less than evaluating it; a merit is not among it.
+        ``keep_image`` tells that the image of the answer is of use, where it is at hand.
         """
         coupled = coupled or self.couples_batch
         layout = Layout.of(start, coupled)
@@ -152,7 +154,9 @@ class Solver(metaclass=NamedOptions):
             tol = max(self.tol, evaluate.eps)
             rule = self._rule(tol, layout.device)
             if not keep_inverse:
-                task = StateTask(evaluate.state, project, interval, start, known, layout, damping, evaluate.eps)
+                task = StateTask(
+                    evaluate.state, project, interval, start, known, layout, damping, evaluate.eps, keep_image
+                )
                 fused = self._fused(task, rule)
                 if fused is not None:
                     return Session(fused, layout, tol, caller, None)

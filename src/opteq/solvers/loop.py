@@ -54,6 +54,7 @@ class Finish:
 
     ``point`` is a matrix with a row a sample, or the parts of a state where a run works on these directly. ``room`` is
     all of the memory whose beginning is ``trace``, where every tensor here is at the same place after every step.
+    ``image`` is what the map makes of ``point``, in the form of it, where that was asked for and is known.
     """
 
     point: Tensor | tuple[Tensor, ...]
@@ -62,6 +63,7 @@ class Finish:
     codes: Tensor
     trace: Tensor
     room: Tensor | None = None
+    image: tuple[Tensor, ...] | None = None
 
 
 class Run(Protocol):

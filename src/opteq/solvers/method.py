@@ -47,6 +47,7 @@ class StateTask:
         project: brings a state to where the problem makes sense; None where every state does.
         interval: the same where it is a clamp of every entry.
         start, known, layout, damping, eps: as in :class:`Task`; ``damping`` is a number, or one a sample.
+        keep_image: whether the image of the answer is of use.
     """
 
     evaluate: Callable[[State], tuple[State, Tensor | None]]
@@ -57,6 +58,7 @@ class StateTask:
     layout: Layout
     damping: float | Tensor
     eps: float
+    keep_image: bool = False
 
     @property
     def wide(self) -> torch.dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opteq.solvers.fused.rows import ACTIVE, LATE, UNIT, entries, save_best
+from opteq.solvers.fused.rows import ACTIVE, LATE, UNIT, entries, save_best, save_image
 
 
 @triton.jit(do_not_specialize=["slot"])
@@ -85,12 +85,14 @@ def anderson_observe(
 
 @triton.jit
 def anderson_mix(
-    point, image, last_point, last_image, following, moves, weights, damping, best, flags, rows, width, column,
-    low, high, M: tl.constexpr, MP: tl.constexpr, DAMPED: tl.constexpr, CLAMPED: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    point, image, last_point, last_image, following, moves, weights, damping, best, best_image, flags, rows, width,
+    column, low, high, M: tl.constexpr, MP: tl.constexpr, DAMPED: tl.constexpr, CLAMPED: tl.constexpr,
+    IMAGED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The next proposal, ``y + damping g - moves w``; and the copies that the judgement asked for."""
     _, row, offsets, inside, at = entries(width, BLOCK)
+    if IMAGED:
+        save_image(image, last_image, best_image, flags, rows, row, at, inside)
     active = save_best(point, last_point, best, flags, rows, row, at, inside)
     if active != 0:
         # Only one of two points is read: for the other no offset is below the limit.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -154,7 +155,17 @@ class FusedAnderson(FusedPlain):
         self.used = torch.empty(rows, self.padded, dtype=torch.int32, device=device)
         self.gram = torch.empty(rows, self.padded, self.padded, dtype=torch.float64, device=device)
         self.scale = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
+        # Images of the best points, where whoever asks for these would evaluate the map there once more.
+        self.best_image = [torch.empty_like(part) for part in self.image] if task.keep_image else None
         self._remember(layout)
+
+    def finish(self) -> Finish:
+        """The best points, their images where they are kept, and how they were reached."""
+        # The second pass of a step has made all copies that its judgement asked for.
+        finish = self.book.summary(self.book.settle(self.point, self.before, saved=True))
+        if self.best_image is None:
+            return finish
+        return replace(finish, image=tuple(self.book.settle_images(self.image, self.best_image)))
 
     def _remember(self, layout: Blocks) -> None:
         kept = torch.float16 if self.half else self.task.wide
@@ -237,11 +248,15 @@ class FusedAnderson(FusedPlain):
         for i, width in enumerate(book.blocks.widths):
             kernels.anderson_mix[(-(-width // mixed), book.blocks.rows)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
-                self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
+                self.weights, self._damping(), book.best[i], self._best_image(i), book.flags, book.blocks.rows, width,
                 self.moves[i].stride(0), *self._ends(), M=self.memory, MP=self.padded,
-                DAMPED=self.damping is not None, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=mixed,
-                num_warps=mixers,
+                DAMPED=self.damping is not None, CLAMPED=self.interval is not None,
+                IMAGED=self.best_image is not None, WIDE=book.wide_type, BLOCK=mixed, num_warps=mixers,
             )  # fmt: skip
+
+    def _best_image(self, part: int) -> Tensor:
+        """Where images of best points go, or what can stand there where they are not kept."""
+        return self.image[part] if self.best_image is None else self.best_image[part]
 
     def _ends(self) -> tuple[float, float]:
         return (0.0, 0.0) if self.interval is None else self.interval

@@ -73,9 +73,10 @@ class FusedImageAnderson(FusedAnderson):
         book = self.book
         for i, width in enumerate(book.blocks.widths):
             kernels.images_begin[book.grid(i)](
-                self.point[i], self.image[i], following[i], book.best[i], self.columns[i], book.flags, book.numbers,
-                self.held, self.units, book.sums, book.blocks.rows, width, book.blocks.firsts[i], book.blocks.parts,
-                *self._ends(), R=self.places, RP=self.padded_places, CLAMPED=self.interval is not None, FIRST=i == 0,
+                self.point[i], self.image[i], following[i], book.best[i], self._best_image(i), self.columns[i],
+                book.flags, book.numbers, self.held, self.units, book.sums, book.blocks.rows, width,
+                book.blocks.firsts[i], book.blocks.parts, *self._ends(), R=self.places, RP=self.padded_places,
+                CLAMPED=self.interval is not None, IMAGED=self.best_image is not None, FIRST=i == 0,
                 WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
 
@@ -107,8 +108,8 @@ class FusedImageAnderson(FusedAnderson):
         images = [self.images[k % self.places] for k in range(_MOST_IMAGES)]
         for i, width in enumerate(book.blocks.widths):
             kernels.images_mix[(-(-width // mixed), book.blocks.rows)](
-                *[image[i] for image in images], self.point[i], self.before[i], following[i], self.weights,
-                book.best[i], book.flags, book.blocks.rows, width, *self._ends(), R=self.places,
-                RP=self.padded_places, CLAMPED=self.interval is not None, WIDE=book.wide_type, BLOCK=mixed,
-                num_warps=mixers,
+                *[image[i] for image in images], self.point[i], self.before[i], self.image[i], self.image_before[i],
+                following[i], self.weights, book.best[i], self._best_image(i), book.flags, book.blocks.rows, width,
+                *self._ends(), R=self.places, RP=self.padded_places, CLAMPED=self.interval is not None,
+                IMAGED=self.best_image is not None, WIDE=book.wide_type, BLOCK=mixed, num_warps=mixers,
             )  # fmt: skip

@@ -11,18 +11,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opteq.solvers.fused.rows import ACTIVE, UNIT, entries, save_best
+from opteq.solvers.fused.rows import ACTIVE, UNIT, entries, save_best, save_image
 
 
 @triton.jit
 def images_begin(
-    point, image, following, best, columns, flags, numbers, held, units, sums, rows, width, first, parts, low, high,
-    R: tl.constexpr, RP: tl.constexpr, CLAMPED: tl.constexpr, FIRST: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    point, image, following, best, best_image, columns, flags, numbers, held, units, sums, rows, width, first, parts,
+    low, high, R: tl.constexpr, RP: tl.constexpr, CLAMPED: tl.constexpr, IMAGED: tl.constexpr, FIRST: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first column, in place 0, and its square; the first step, which is plain; and copies of rows that ended."""
     part, row, _, inside, at = entries(width, BLOCK)
     unit = tl.load(numbers + UNIT * rows + row)
+    if IMAGED:
+        save_image(image, image, best_image, flags, rows, row, at, inside)
     active = save_best(point, point, best, flags, rows, row, at, inside)
     if active != 0:
         y = tl.load(point + at, mask=inside, other=0.0).to(WIDE)
@@ -94,8 +96,8 @@ def with_share(value, image, weight, at, offsets, width, WIDE: tl.constexpr):
 @triton.jit
 def images_mix(
     image_0, image_1, image_2, image_3, image_4, image_5, image_6, image_7, image_8, image_9, point, last_point,
-    following, weights, best, flags, rows, width, low, high, R: tl.constexpr, RP: tl.constexpr,
-    CLAMPED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    image, last_image, following, weights, best, best_image, flags, rows, width, low, high, R: tl.constexpr,
+    RP: tl.constexpr, CLAMPED: tl.constexpr, IMAGED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The next proposal, a mean of the last ``R`` images; and the copies that the judgement asked for.
 
@@ -114,6 +116,8 @@ def images_mix(
     weight_7 = tl.load(mine + (7 if R > 7 else 0)).to(WIDE)
     weight_8 = tl.load(mine + (8 if R > 8 else 0)).to(WIDE)
     weight_9 = tl.load(mine + (9 if R > 9 else 0)).to(WIDE)
+    if IMAGED:
+        save_image(image, last_image, best_image, flags, rows, row, at, inside)
     active = save_best(point, last_point, best, flags, rows, row, at, inside)
     if active != 0:
         value = tl.zeros((BLOCK,), dtype=WIDE)

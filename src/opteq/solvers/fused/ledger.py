@@ -124,20 +124,24 @@ class Ledger:
         """Programs over part ``index``: pieces of a row, rows."""
         return self.blocks.counts[index], self.blocks.rows
 
-    def settle(self, newest: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
-        """The best points, after those that were not copied yet have been."""
+    def settle(self, newest: Sequence[Tensor], before: Sequence[Tensor], saved: bool = False) -> list[Tensor]:
+        """The best points, after those that were not copied yet have been; ``saved``: those before the newest were."""
+        self._keep(newest, before, self.best, saved, finite=False)
+        return self.best
+
+    def settle_images(self, newest: Sequence[Tensor], best: list[Tensor]) -> list[Tensor]:
+        """The images of the best points, where all but the newest were copied to ``best``."""
+        self._keep(newest, newest, best, saved=True, finite=True)
+        return best
+
+    def _keep(
+        self, newest: Sequence[Tensor], before: Sequence[Tensor], best: Sequence[Tensor], saved: bool, finite: bool
+    ) -> None:
         for i, width in enumerate(self.blocks.widths):
             kernels.keep[self.grid(i)](
-                newest[i],
-                before[i],
-                self.best[i],
-                self.flags,
-                self.blocks.rows,
-                width,
-                BLOCK=self.blocks.piece,
-                num_warps=WARPS,
-            )
-        return self.best
+                newest[i], before[i], best[i], self.flags, self.blocks.rows, width, SAVED=saved, FINITE=finite,
+                BLOCK=self.blocks.piece, num_warps=WARPS,
+            )  # fmt: skip
 
     def summary(self, best: Sequence[Tensor]) -> Finish:
         """The end of a solve with these points."""

@@ -105,12 +105,33 @@ def save_best(newest, before, best, flags, rows, row, at, inside):
 
 
 @triton.jit
-def keep(newest, before, best, flags, rows, width, BLOCK: tl.constexpr):
-    """At the end: bring what is pending or to be saved to ``best``."""
+def _finite(source, at, inside):
+    """Entries of an image, zeros for what is not finite: a row that was given up has some, and is read out, too."""
+    value = tl.load(source + at, mask=inside, other=0.0)
+    return tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)  # false for NaN
+
+
+@triton.jit
+def save_image(image, last_image, best_image, flags, rows, row, at, inside):
+    """The same for the images of these points."""
+    save = tl.load(flags + SAVE * rows + row)
+    if save == 1:
+        tl.store(best_image + at, _finite(image, at, inside), mask=inside)
+    if save == 2:
+        tl.store(best_image + at, _finite(last_image, at, inside), mask=inside)
+
+
+@triton.jit
+def keep(newest, before, best, flags, rows, width, SAVED: tl.constexpr, FINITE: tl.constexpr, BLOCK: tl.constexpr):
+    """At the end: bring what is pending or to be saved to ``best``; or what is pending, where the rest is ``SAVED``."""
     _, row, _, inside, at = entries(width, BLOCK)
-    save_best(newest, before, best, flags, rows, row, at, inside)
+    if not SAVED:
+        save_best(newest, before, best, flags, rows, row, at, inside)
     if tl.load(flags + PENDING * rows + row) != 0:
-        tl.store(best + at, tl.load(newest + at, mask=inside), mask=inside)
+        if FINITE:
+            tl.store(best + at, _finite(newest, at, inside), mask=inside)
+        else:
+            tl.store(best + at, tl.load(newest + at, mask=inside), mask=inside)
 
 
 @triton.jit
