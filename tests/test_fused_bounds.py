@@ -305,10 +305,10 @@ build(k.square, "*fp16", 4, 3, **half, STORE=True)
 build(k.square, "*fp16", 4, 3, **half, STORE=False)
 for real in (False, True) if capability == 90 else (False,):
     build(k.begin, "*fp32", 4, 2, **full, REAL=real)
-    build(k.square, "*fp32", 4, 2, **full, REAL=real)
+    build(k.square, "*fp32", 2, 3, **full, REAL=real)
     build(k.finish, "*fp32", 4, 2, **full, REAL=real)
     for top in (False, True) if capability == 90 else (False,):
-        build(k.slope, "*fp32", 4, 2, **full, REAL=real, TOP=top)
+        build(k.slope, "*fp32", 2, 3, **full, REAL=real, TOP=top)
 build(k.read, "*fp32", 1, 2)
 build(k.choose, "*fp32", 4, 2)
 build(k.value, "*fp32", 1, 2, **full)

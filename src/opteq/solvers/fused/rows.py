@@ -108,7 +108,8 @@ def save_best(newest, before, best, flags, rows, row, at, inside):
 def _finite(source, at, inside):
     """Entries of an image, zeros for what is not finite: a row that was given up has some, and is read out, too."""
     value = tl.load(source + at, mask=inside, other=0.0)
-    return tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)  # false for NaN
+    size = tl.abs(value if value.dtype == tl.float64 else value.to(tl.float32))
+    return tl.where(size < float("inf"), value, 0.0)  # false for NaN
 
 
 @triton.jit
