@@ -740,8 +740,7 @@ def test_random_states(
     same(plain, fused, form.step, exact=dtype == torch.float64, near=max(NEAR[dtype], 2e-3), coupled=coupled)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 2), (torch.bfloat16, 1)], ids=str)
 def test_images_of_answers(dtype: torch.dtype, parts: int) -> None:
     """Whichever step an answer is from: the start, the last one, or one that worse ones followed."""
     rows, width = 6, 5
@@ -760,7 +759,7 @@ def test_images_of_answers(dtype: torch.dtype, parts: int) -> None:
 
     form: State = start if parts == 1 else (start, start.clone())
     ends = set()
-    for steps in (1, 2, 3, 5, 8):
+    for steps in (1, 4):
         solver = opteq.Anderson(tol=1e-3, max_steps=steps, memory=2)
         with torch.no_grad():
             session = solver.open(step, form, keep_inverse=False, keep_image=True)
@@ -771,7 +770,7 @@ def test_images_of_answers(dtype: torch.dtype, parts: int) -> None:
             wanted = blocks(step(like(form, tuple(finish.point))))
         for image, true in zip(finish.image, wanted, strict=True):
             assert image.dtype == dtype
-            close = 1e-12 if dtype == torch.float64 else 2e-2 if dtype == torch.bfloat16 else 1e-5
+            close = 2e-2 if dtype == torch.bfloat16 else 1e-5
             torch.testing.assert_close(image, true.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), rtol=close, atol=close)
         trace = finish.trace[:, :5]
         ends |= {int(row) - len(trace) + 1 for row in trace.argmin(dim=0)}
