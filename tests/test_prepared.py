@@ -280,6 +280,29 @@ def test_a_tight_tolerance_is_not_left_to_winograd() -> None:
         assert expansion.solved_to(1e-6, mine).products.room is None
 
 
+def test_a_layer_that_was_called_in_inference_mode_can_be_trained() -> None:
+    made, x = layer(), pictures(3, 3, 8, 8)
+    with torch.inference_mode():
+        before = made(x)
+    after = made(x)
+    torch.testing.assert_close(after, before)
+    after.sum().backward()
+
+
+def test_other_default_devices_and_dtypes_do_not_matter() -> None:
+    made, x = layer(), pictures(3, 3, 8, 8)
+    before = answers(made, x)
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            after = answers(made, x)
+    finally:
+        torch.set_default_dtype(kept)
+    for one, other in zip(before, after, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_calls_from_several_threads_do_not_meet() -> None:
     made = layer()
     x = [pictures(4, 3, 8, 8) for _ in range(4)]

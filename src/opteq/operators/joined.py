@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,12 @@ from torch import Tensor
 
 
 def has_joined_kernels() -> bool:
-    """Whether there are such kernels here, and nobody has turned oneDNN off."""
+    """Whether there are such kernels here, and nobody has turned oneDNN off.
+
+    Other processors have oneDNN too, but not its kernels for what follows a convolution.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():  # type: ignore[no-untyped-call]
         return False
     kernel = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)

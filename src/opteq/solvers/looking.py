@@ -121,7 +121,7 @@ class LookingAnderson(KnowingRun):
         self.trace.append([residual[row] if on else self.trace[-1][row] for row, on in enumerate(active)])
         self.best = _chosen(proposal, self.best, chosen)
         if refused:
-            rows = torch.tensor(refused)
+            rows = torch.tensor(refused, device="cpu")
             proposal = proposal.index_copy(0, rows, self.point[rows])
             image = image.index_copy(0, rows, self.image[rows])
             self.turns[rows, self.change] = self.turns[rows, before]
@@ -132,7 +132,7 @@ class LookingAnderson(KnowingRun):
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
-        return torch.tensor(self._active(), dtype=torch.bool)
+        return torch.tensor(self._active(), dtype=torch.bool, device="cpu")
 
     def finish(self) -> Finish:
         """The best points, evaluated again where another one was evaluated after them."""
@@ -148,10 +148,10 @@ class LookingAnderson(KnowingRun):
         codes = [int(Status.CONVERGED) if done else dead or int(Status.MAX_STEPS) for done, dead in ends]
         return Finish(
             self.best,
-            torch.tensor(self.best_residual, dtype=torch.float64),
-            torch.tensor(self.steps, dtype=torch.int64),
-            torch.tensor(codes, dtype=torch.int64),
-            torch.tensor(self.trace, dtype=torch.float64),
+            torch.tensor(self.best_residual, dtype=torch.float64, device="cpu"),
+            torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
+            torch.tensor(codes, dtype=torch.int64, device="cpu"),
+            torch.tensor(self.trace, dtype=torch.float64, device="cpu"),
         )
 
     def _active(self) -> list[bool]:
@@ -169,7 +169,7 @@ class LookingAnderson(KnowingRun):
         if len(rows) == len(points):
             self.known = self.refinable.exact(single(self.layout.unpack(points)))
             return self.layout.pack(self.known[-1])
-        some, chosen = self.layout.of_batch(len(rows)), torch.tensor(rows)
+        some, chosen = self.layout.of_batch(len(rows)), torch.tensor(rows, device="cpu")
         fresh = self.refinable.exact(single(some.unpack(points[chosen])), chosen)
         self.known = tuple(old.index_copy(0, chosen, new) for old, new in zip(self.known, fresh, strict=True))
         return self.layout.pack(self.known[-1])
@@ -208,7 +208,7 @@ class LookingAnderson(KnowingRun):
     def _weights(self, target: Tensor, active: list[bool]) -> Tensor:
         """``(Gram + ridge I) w = target`` over the columns in use, all of them scaled to length one."""
         slot, filled = self.slot, self.filled
-        used = torch.tensor([columns[:filled] for columns in self.used], dtype=torch.float64)
+        used = torch.tensor([columns[:filled] for columns in self.used], dtype=torch.float64, device="cpu")
         gram = self.gram[:, :filled, :filled]
         scale = used / gram.diagonal(dim1=1, dim2=2).clamp(min=torch.finfo(torch.float64).tiny).sqrt()
         system = gram * (scale[:, :, None] * scale[:, None, :])
@@ -235,5 +235,5 @@ def _chosen(new: Tensor, old: Tensor, rows: list[int]) -> Tensor:
         return new
     if not rows:
         return old
-    chosen = torch.tensor(rows)
+    chosen = torch.tensor(rows, device="cpu")
     return old.index_copy(0, chosen, new[chosen])

@@ -106,14 +106,14 @@ class LookingConjugateGradients:
         if len(chosen) == len(active):
             self.best = self.point
         elif chosen:
-            rows = torch.tensor(chosen)
+            rows = torch.tensor(chosen, device="cpu")
             self.best = self.best.index_copy(0, rows, self.point[rows])
         column = image.new_tensor(ratios)[:, None]
         torch.addcmul(self.residual, column, self.direction, out=self.direction)
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
-        return torch.tensor(self._active(), dtype=torch.bool)
+        return torch.tensor(self._active(), dtype=torch.bool, device="cpu")
 
     def finish(self) -> Finish:
         """The best points, and how they were reached."""
@@ -121,10 +121,10 @@ class LookingConjugateGradients:
         codes = [int(Status.CONVERGED) if done else dead or int(Status.MAX_STEPS) for done, dead in ends]
         return Finish(
             self.best,
-            torch.tensor(self.best_residual, dtype=torch.float64),
-            torch.tensor(self.steps, dtype=torch.int64),
-            torch.tensor(codes, dtype=torch.int64),
-            torch.tensor(self.trace, dtype=torch.float64),
+            torch.tensor(self.best_residual, dtype=torch.float64, device="cpu"),
+            torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
+            torch.tensor(codes, dtype=torch.int64, device="cpu"),
+            torch.tensor(self.trace, dtype=torch.float64, device="cpu"),
         )
 
     def _active(self) -> list[bool]:
