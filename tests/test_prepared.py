@@ -197,10 +197,13 @@ def answers(made: opteq.Equilibrium, x: Tensor, of_state: bool = False) -> list[
     return [out.detach(), *found]
 
 
+@pytest.mark.parametrize("last", [True, False], ids=["channels-last", "contiguous"])
 @pytest.mark.parametrize("of_state", [False, True], ids=["features", "state"])
 @pytest.mark.parametrize("mu", [1.0, 1.3])
-def test_layers_agree_with_the_plain_path(mu: float, of_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, x = layer(mu=mu, tol=1e-5), pictures(5, 3, 8, 8)
+def test_layers_agree_with_the_plain_path(
+    mu: float, of_state: bool, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, x = layer(mu=mu, tol=1e-5), pictures(5, 3, 8, 8, last=last)
     with fast_paths(fused=False):
         plain = answers(made, x, of_state)
     whole = answers(made, x, of_state)
@@ -210,7 +213,8 @@ def test_layers_agree_with_the_plain_path(mu: float, of_state: bool, monkeypatch
     for one, other, third in zip(plain, whole, parts, strict=True):
         assert off(other, one) < 2e-3
         assert off(third, other) < 1e-5
-    assert parts[0].stride() == plain[0].stride()
+    assert whole[0].stride() == parts[0].stride() == plain[0].stride()
+    assert whole[1].stride() == parts[1].stride() == plain[1].stride()
     if not of_state:
         assert parts[2].stride() == made.problem.W.weight.stride()  # type: ignore[union-attr]
 

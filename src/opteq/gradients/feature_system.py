@@ -72,7 +72,7 @@ class FeatureSystem:
             whole = self.expansion.solved_to(self.linear.tol, mine)
             total = whole.products.weight_sum()
             for rows in whole.parts():
-                part, known = whole.part(rows), tuple(each[rows] for each in self.known)
+                part, known = whole.part(rows), tuple(whole.taken(each[rows]) for each in self.known)
                 slope = part.slope(known)
                 vector, carried, report = self._solve(part, known, gradient[rows], slope)
                 reports.append(report)
@@ -80,7 +80,7 @@ class FeatureSystem:
                 if wanted[0]:
                     part.pull_weight(total, known, vector, through)
                 if wanted[1]:
-                    gathered.put(rows, [through])
+                    gathered.put(rows, [part.given(through)])
             weight = total.result() if wanted[0] else None
         return (weight, gathered.tensors[0] if wanted[1] else None), _joined(reports)
 

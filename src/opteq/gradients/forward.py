@@ -205,12 +205,12 @@ def _refined(hidden: BoundMap, expansion: Expansion, solver: Solver, start: Stat
         whole = expansion.solved_to(solver.tol, mine)
         for rows in whole.parts():
             part = whole.part(rows)
-            known = part.begin() if features is None else part.exact(features[rows])
+            known = part.begin() if features is None else part.exact(part.taken(features[rows]))
             session = solver.open_refined(part, known, damping[rows] if isinstance(damping, Tensor) else damping)
             drive(session.run)
             outcome = session.outcome()
             assert outcome.known is not None
-            gathered.put(rows, part.onward(outcome.known))
+            gathered.put(rows, [part.given(each) for each in part.onward(outcome.known)])
             outcomes.append(replace(outcome, known=None))
     outcome, known = joined_outcomes(outcomes), gathered.tensors
     state = expansion.activation(known)

@@ -11,11 +11,12 @@ from opteq._fast import settings
 from opteq._room import Room
 from opteq.operators.coarse import CoarseConvMap, coarse_map
 from opteq.operators.conv import ConvMap
+from opteq.operators.joined import has_joined_kernels
 from opteq.operators.prepared import PreparedConv, WeightSum
 from opteq.operators.recalled import recalled
 from opteq.penalties import ElementwisePenalty, ReLU
 from opteq.problems.block import Block
-from opteq.states import rows_of
+from opteq.states import is_channels_last, rows_of
 
 # Above it, an error of 1e-6 in products is far below what is asked for.
 _LEAST_TOL_FOR_ROUGH = 1e-5
@@ -50,6 +51,7 @@ class Expansion:
         self.coarse: CoarseConvMap | None = coarse_map(W)
         self.rectifies = self.coarse is None and type(penalty) is ReLU
         self.room: Room | None = None
+        self.rearranges = False
         self.products = PreparedConv(W, self.c.detach())
 
     @classmethod
@@ -78,9 +80,12 @@ class Expansion:
 
     def solved_to(self, tol: float, room: Room) -> Expansion:
         """The same for one solve to a tolerance, in a room: with products as exact as it needs."""
-        found = copy.copy(self)
+        found, c = copy.copy(self), self.c.detach()
         found.room = room
-        found.products = PreparedConv(self.W, self.c.detach(), room if tol >= _LEAST_TOL_FOR_ROUGH else None)
+        # Kernels for pictures whose channels lie last take less time, by far more than it takes to rearrange them once.
+        found.rearranges = c.is_contiguous() and not is_channels_last(c) and has_joined_kernels()
+        like = c[:1].contiguous(memory_format=torch.channels_last) if found.rearranges else c
+        found.products = PreparedConv(self.W, like, room if tol >= _LEAST_TOL_FOR_ROUGH else None)
         return found
 
     def parts(self) -> list[slice]:
@@ -94,8 +99,16 @@ class Expansion:
     def part(self, rows: slice) -> Expansion:
         """The same for a part of the batch."""
         found = copy.copy(self)
-        found.c = self.c[rows]
+        found.c = self.taken(self.c.detach()[rows])
         return found
+
+    def taken(self, pictures: Tensor) -> Tensor:
+        """Pictures as a part of a solve has them."""
+        return pictures.contiguous(memory_format=torch.channels_last) if self.rearranges else pictures
+
+    def given(self, pictures: Tensor) -> Tensor:
+        """Pictures as they are handed out."""
+        return pictures.contiguous() if self.rearranges else pictures
 
     def begin(self) -> Known:
         """The evaluation at zero features, where W has nothing to multiply."""
