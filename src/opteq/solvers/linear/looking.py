@@ -46,10 +46,9 @@ class LookingConjugateGradients:
         self.product = product
         self.rule = rule
         self.point = torch.zeros_like(rhs)
-        names = "residual", "direction", "image", "products"
-        self.residual, self.direction, self.image, self.products = (
-            room.take(name, *rhs.shape, dtype=rhs.dtype) for name in names
-        )
+        # Where Anderson's differences were on the way forward, so that less is kept.
+        work = room.take("turns", 4, *rhs.shape, dtype=rhs.dtype)
+        self.residual, self.direction, self.image, self.products = work
         torch.div(rhs, lengths, out=self.residual)
         self.direction.copy_(self.residual)
         self.eps = torch.finfo(rhs.dtype).eps
