@@ -19,6 +19,7 @@ from opteq._room import Room, room
 from opteq.operators import coarse, joined, prepared, winograd
 from opteq.operators.conv import ConvMap
 from opteq.operators.prepared import PreparedConv
+from opteq.states import is_channels_last
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +237,16 @@ def test_parts_of_a_batch_are_reported_as_one_solve(monkeypatch: pytest.MonkeyPa
         assert one.trace is not None
         assert other.trace is not None
         torch.testing.assert_close(one.trace, other.trace, rtol=0.1, atol=1e-7)
+
+
+def test_samples_that_finish_early_do_not_change_the_layout() -> None:
+    made, x = layer(), pictures(7, 3, 8, 8)
+    start = made.solve(x).state.detach()  # type: ignore[union-attr]
+    start[:3] = 0
+    solution = made.solve(x, start=start)
+    assert solution.steps.amax() > solution.steps.amin()
+    assert is_channels_last(solution.features)  # type: ignore[arg-type]
+    assert is_channels_last(solution.state)  # type: ignore[arg-type]
 
 
 def test_an_empty_batch_and_a_start_go_through() -> None:

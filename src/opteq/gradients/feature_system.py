@@ -18,7 +18,7 @@ from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import drive
 from opteq.solvers.parts import Gathered, joined_traces
 from opteq.solvers.refined import RefinedRun
-from opteq.states import Layout, rows_of, single
+from opteq.states import Layout, rows_of, single, with_rows
 
 
 class FeatureSystem:
@@ -100,7 +100,7 @@ class FeatureSystem:
             some = layout.of_batch(len(rows))
             image, part = expansion.product(rows_of(slope, rows), single(some.unpack(vectors)))
             if part is not None:
-                carried = (torch.empty_like(slope) if carried is None else carried).index_copy(0, rows, part)
+                carried = with_rows(torch.empty_like(slope) if carried is None else carried, rows, part)
             return some.pack(image)
 
         def coarse(vectors: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.method import Method, Task
 from opteq.solvers.refined import KnowingRun, Known, Refinable
 from opteq.solvers.status import Status
-from opteq.states import row_norms, single
+from opteq.states import row_norms, single, with_rows
 
 # Inner products of float32 vectors with such lengths are exact to rounding, and so are those of what a solve makes of
 # them on its way to any tolerance that float32 can reach.
@@ -171,7 +171,7 @@ class LookingAnderson(KnowingRun):
             return self.layout.pack(self.known[-1])
         some, chosen = self.layout.of_batch(len(rows)), torch.tensor(rows, device="cpu")
         fresh = self.refinable.exact(single(some.unpack(points[chosen])), chosen)
-        self.known = tuple(old.index_copy(0, chosen, new) for old, new in zip(self.known, fresh, strict=True))
+        self.known = tuple(with_rows(old, chosen, new) for old, new in zip(self.known, fresh, strict=True))
         return self.layout.pack(self.known[-1])
 
     def _proposal(self, active: list[bool]) -> Tensor:

@@ -12,7 +12,7 @@ from opteq._room import Room
 from opteq.solvers.guarded import GuardedIteration, Seen
 from opteq.solvers.loop import Finish, PlainRun, Process, Rule
 from opteq.solvers.method import Method, Task
-from opteq.states import all_rows, any_row, row_norms, single
+from opteq.states import all_rows, any_row, row_norms, single, with_rows
 
 Known = tuple[Tensor, ...]
 """All that an evaluation found out, batch first; the point first and its image last."""
@@ -101,7 +101,7 @@ class RefinedIteration(GuardedIteration):
             return self.layout.pack(self.known[-1])
         some = self.layout.of_batch(len(rows))
         fresh = self.refinable.exact(single(some.unpack(points[rows])), rows)
-        self.known = tuple(old.index_copy(0, rows, new) for old, new in zip(self.known, fresh, strict=True))
+        self.known = tuple(with_rows(old, rows, new) for old, new in zip(self.known, fresh, strict=True))
         return some.pack(fresh[-1])
 
     def _picture(self, points: Tensor) -> Tensor:
