@@ -23,20 +23,19 @@ def has_joined_kernels() -> bool:
 
 
 class JoinedWeight:
-    """A weight ``(m, c, k1, k2)`` in float32, laid out once as kernels want it, for channels-last pictures like one.
+    """A weight ``(m, c, k1, k2)`` in float32, for channels-last pictures.
+
+    oneDNN could lay it out once for all products. But such tensors have no memory that others could look at, which
+    tools that watch operations do, and with some pictures at a time nothing is gained.
 
     Args:
         weight: of a convolution with stride 1.
         padding: zeros around pictures.
-        size: ``(b, c, h, w)`` of a picture. Others of as many channels can be multiplied too.
     """
 
-    def __init__(self, weight: Tensor, padding: Sequence[int], size: Sequence[int]) -> None:
-        self.weight = weight.detach()
+    def __init__(self, weight: Tensor, padding: Sequence[int]) -> None:
+        self.weight = weight.detach().contiguous(memory_format=torch.channels_last)
         self.geometry = list(padding), [1, 1], [1, 1], 1
-        lay_out = getattr(torch._C._nn, "mkldnn_reorder_conv2d_weight", None)
-        if lay_out is not None:
-            self.weight = lay_out(self.weight.to_mkldnn(), *self.geometry, list(size))
 
     def product(self, v: Tensor, beside: Tensor | None, then: str) -> Tensor:
         """``A v``, or with a picture ``beside`` it, to "rectify" ``relu(A v + beside)``, to "weigh" their product."""

@@ -69,7 +69,7 @@ class PreparedConv:
         if last and (beside is None or is_channels_last(beside)):
             if self.room is not None:
                 return self._transformed(adjoint).product(v, beside, then, self.room)
-            return self._packed(v, adjoint).product(v, beside, then)
+            return self._joined(adjoint).product(v, beside, then)
         found = (F.conv_transpose2d if adjoint else F.conv2d)(v, self.weight, padding=self.linear.padding)
         if beside is None:
             return found
@@ -82,10 +82,10 @@ class PreparedConv:
         found: WinogradWeight = self.linear.prepared[key]
         return found
 
-    def _packed(self, v: Tensor, adjoint: bool) -> JoinedWeight:
-        key = "packed", adjoint, v.shape[2:], self._version
+    def _joined(self, adjoint: bool) -> JoinedWeight:
+        key = "joined", adjoint, self._version
         if key not in self.linear.prepared:
-            self.linear.prepared[key] = JoinedWeight(self._turned(adjoint), self.linear.padding, v.shape)
+            self.linear.prepared[key] = JoinedWeight(self._turned(adjoint), self.linear.padding)
         found: JoinedWeight = self.linear.prepared[key]
         return found
 
