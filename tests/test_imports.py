@@ -30,6 +30,7 @@ FLOORS: list[set[str]] = [
         "_held",
         "_options",
         "_precision",
+        "_room",
         "_scale_kernels",
         "_triton",
         "_untraced",

@@ -94,6 +94,18 @@ def choose_rows(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return new if all_rows(mask) else torch.where(mask[:, None], new, old)
 
 
+def rows_of(pictures: Tensor, rows: Tensor) -> Tensor:
+    """Some samples of a batch of pictures, in the layout that they have."""
+    return pictures.movedim(1, -1)[rows].movedim(-1, 1) if is_channels_last(pictures) else pictures[rows]
+
+
+def with_rows(pictures: Tensor, rows: Tensor, new: Tensor) -> Tensor:
+    """A copy with some samples replaced, in the layout that they have: torch would give up channels last."""
+    if not is_channels_last(pictures):
+        return pictures.index_copy(0, rows, new)
+    return pictures.movedim(1, -1).index_copy(0, rows, new.movedim(1, -1)).movedim(-1, 1)
+
+
 def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros ``(R, *shape)`` for the R rows of ``like``; under vmap they are batched as it is, and can be written to."""
     first = torch.zeros_like(like[:, 0] if like.shape[1] else like.sum(dim=1), dtype=dtype or like.dtype)

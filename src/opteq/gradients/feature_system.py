@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from opteq._room import room
 from opteq.gradients.attach import refuse_hidden_batches, refuse_second_derivative
 from opteq.gradients.base import Record
 from opteq.problems.expansion import Expansion, Known
 from opteq.solution import Report
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import drive
+from opteq.solvers.parts import Gathered, joined_traces
 from opteq.solvers.refined import RefinedRun
-from opteq.states import Layout, single
+from opteq.states import Layout, rows_of, single, with_rows
 
 
 class FeatureSystem:
@@ -32,27 +36,61 @@ class FeatureSystem:
 
     def __init__(self, expansion: Expansion, known: Known, linear: LinearSolver) -> None:
         self.expansion = expansion
-        self.known = known
+        self.known = known[:-1]
+        self._image: Tensor | None = known[-1]
         self.linear = linear
 
-    def attached(self, record: Record) -> tuple[Tensor, Tensor]:
-        """Features and state with their gradients; ``record`` is told how the system was solved."""
+    def attached(self, record: Record, state_too: bool = True) -> tuple[Tensor, Tensor]:
+        """Features and state with their gradients; ``record`` is told how the system was solved.
+
+        Without ``state_too`` nobody is to see the state, which has no gradient then.
+        """
         expansion = self.expansion
         if not (expansion.W.weight.requires_grad or expansion.c.requires_grad):
-            return self.known[-1], expansion.activation(self.known)
+            return self.hand_out(), expansion.activation(self.known)
         features: Tensor = _Features.apply(self, record, expansion.W.weight, expansion.c)  # type: ignore[no-untyped-call]
-        return features, expansion.state(self.known, features)
+        return features, expansion.state(self.known, features) if state_too else expansion.activation(self.known)
+
+    def hand_out(self) -> Tensor:
+        """The features, once: who gets them may change them in place, and what holds a tape is not to be held by it."""
+        image, self._image = self._image, None
+        assert image is not None
+        return image.clone() if image._is_view() else image
 
     def solve(self, gradient: Tensor) -> tuple[Tensor, Report]:
         """The adjoint vector and how its system was solved."""
-        vector, _, report = self.solve_and_carry(gradient, self.expansion.slope(self.known))
+        slope = self.expansion.slope(self.known)
+        with room() as mine:
+            whole = self.expansion.solved_to(self.linear.tol, mine)
+            vector, _, report = self._solve(whole, self.known, gradient, slope)
         return vector, report
 
-    def solve_and_carry(self, gradient: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Report]:
-        """The adjoint vector u, ``W u``, and how the system was solved."""
-        expansion, layout = self.expansion, Layout.of(self.known[0])
-        rough = slope.to(torch.bfloat16)
-        carried = torch.empty_like(slope)
+    def pull(self, gradient: Tensor, wanted: Sequence[bool]) -> tuple[tuple[Tensor | None, Tensor | None], Report]:
+        """What a gradient of the features gives to the weight and to c, where it is wanted, and how that was found."""
+        gathered, reports = Gathered(len(gradient)), []
+        with room() as mine:
+            whole = self.expansion.solved_to(self.linear.tol, mine)
+            total = whole.products.weight_sum()
+            for rows in whole.parts():
+                part, known = whole.part(rows), tuple(whole.taken(each[rows]) for each in self.known)
+                slope = part.slope(known)
+                vector, carried, report = self._solve(part, known, gradient[rows], slope)
+                reports.append(report)
+                through = part.pull(slope, vector, carried)
+                if wanted[0]:
+                    part.pull_weight(total, known, vector, through)
+                if wanted[1]:
+                    gathered.put(rows, [part.given(through)])
+            weight = total.result() if wanted[0] else None
+        return (weight, gathered.tensors[0] if wanted[1] else None), _joined(reports)
+
+    def _solve(
+        self, expansion: Expansion, known: Known, gradient: Tensor, slope: Tensor
+    ) -> tuple[Tensor, Tensor | None, Report]:
+        """The adjoint vector u of a batch or of a part of it, ``W u`` where it was found on the way, and a report."""
+        layout = Layout.of(known[0])
+        rough = slope if expansion.error is None else slope.to(torch.bfloat16)
+        carried: Tensor | None = None
 
         def product(vectors: Tensor, rows: Tensor | None) -> Tensor:
             nonlocal carried
@@ -60,8 +98,9 @@ class FeatureSystem:
                 image, carried = expansion.product(slope, single(layout.unpack(vectors)))
                 return layout.pack(image)
             some = layout.of_batch(len(rows))
-            image, part = expansion.product(slope[rows], single(some.unpack(vectors)))
-            carried = carried.index_copy(0, rows, part)
+            image, part = expansion.product(rows_of(slope, rows), single(some.unpack(vectors)))
+            if part is not None:
+                carried = with_rows(torch.empty_like(slope) if carried is None else carried, rows, part)
             return some.pack(image)
 
         def coarse(vectors: Tensor) -> Tensor:
@@ -69,7 +108,7 @@ class FeatureSystem:
 
         eps, error = torch.finfo(gradient.dtype).eps, expansion.error
         session = self.linear.open_refined(
-            product, None if error is None else coarse, error or 0.0, layout.pack(gradient), eps
+            product, None if error is None else coarse, error or 0.0, layout.pack(gradient), eps, expansion.room
         )
         drive(session.run)
         finish = session.finish()
@@ -83,9 +122,22 @@ class FeatureSystem:
         )
         vector = single(layout.restore(finish.point))
         # A refined run ends with a product by its answer, which is of length one then.
-        if session.scale is not None and isinstance(session.run, RefinedRun):
+        if carried is not None and session.scale is not None and isinstance(session.run, RefinedRun):
             return vector, carried * session.scale[:, :, None, None], report
-        return vector, expansion.W(vector), report
+        return vector, None, report
+
+
+def _joined(reports: list[Report]) -> Report:
+    """One report of all samples."""
+    if len(reports) == 1:
+        return reports[0]
+    return replace(
+        reports[0],
+        residual=torch.cat([report.residual for report in reports]),
+        steps=torch.cat([report.steps for report in reports]),
+        codes=torch.cat([report.codes for report in reports]),
+        history=joined_traces([report.trace for report in reports if report.trace is not None]),
+    )
 
 
 class _Features(torch.autograd.Function):
@@ -94,20 +146,15 @@ class _Features(torch.autograd.Function):
         ctx.system, ctx.record = system, record
         # Saved though the system has them too: so autograd notices a weight that was changed in between.
         ctx.save_for_backward(weight, c)
-        # A copy: what is handed out may be changed in place, and what is known is needed on the way back.
-        return system.known[-1].clone()
+        return system.hand_out()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         refuse_hidden_batches(gradients)
         originals = ctx.saved_tensors
-        system = ctx.system
-        wanted = ctx.needs_input_grad[2:]
         with torch.no_grad():
-            slope = system.expansion.slope(system.known)
-            vector, carried, report = system.solve_and_carry(gradients[0], slope)
+            found, report = ctx.system.pull(gradients[0], ctx.needs_input_grad[2:])
             ctx.record(report)
-            found = system.expansion.pull(system.known, slope, vector, carried, wanted)
         if torch.is_grad_enabled():  # a second derivative may be asked for
             there = [each for each in found if each is not None]
             guarded = iter(refuse_second_derivative(there, originals))

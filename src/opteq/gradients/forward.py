@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opteq._autocast import Autocast
 from opteq._fast import settings
+from opteq._room import room
 from opteq.problems.expansion import Expansion
 from opteq.problems.freezing import freeze
 from opteq.problems.hidden import BoundMap, FeatureForm
@@ -18,6 +19,7 @@ from opteq.solvers import Outcome, Solver
 from opteq.solvers.base import Session
 from opteq.solvers.graphs import staged
 from opteq.solvers.loop import Finish, Run, drive
+from opteq.solvers.parts import Gathered, joined_outcomes
 from opteq.states import State, blocks, like, map_state, single
 
 
@@ -210,12 +212,21 @@ def _as_it_is(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape:
 
 def _refined(hidden: BoundMap, expansion: Expansion, solver: Solver, start: State | None) -> Outcome:
     """The equilibrium by way of its features, with all that is known of the map there."""
-    known = expansion.begin() if start is None else expansion.exact(single(hidden.features(start)))
-    session = solver.open_refined(expansion, known, hidden.damping)
-    drive(session.run)
-    outcome = session.outcome()
-    assert outcome.known is not None
-    known = expansion.onward(outcome.known)
+    features = None if start is None else single(hidden.features(start))
+    damping = hidden.damping
+    gathered, outcomes = Gathered(len(expansion.c)), []
+    with room() as mine:
+        whole = expansion.solved_to(solver.tol, mine)
+        for rows in whole.parts():
+            part = whole.part(rows)
+            known = part.begin() if features is None else part.exact(part.taken(features[rows]))
+            session = solver.open_refined(part, known, damping[rows] if isinstance(damping, Tensor) else damping)
+            drive(session.run)
+            outcome = session.outcome()
+            assert outcome.known is not None
+            gathered.put(rows, [part.given(each) for each in part.onward(outcome.known)])
+            outcomes.append(replace(outcome, known=None))
+    outcome, known = joined_outcomes(outcomes), gathered.tensors
     state = expansion.activation(known)
     if bool(torch.isfinite(known[1].sum() + known[-1].sum())):
         return replace(outcome, state=state, known=known)

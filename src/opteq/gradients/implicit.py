@@ -85,7 +85,7 @@ class Implicit(Gradient):
         expansion = None if outcome.known is None else hidden.expansion()
         if expansion is not None and outcome.known is not None and not expansion.learns:
             linear = self._linear(hidden, state)
-            features, reached = FeatureSystem(expansion, outcome.known, linear).attached(record)
+            features, reached = FeatureSystem(expansion, outcome.known, linear).attached(record, state_too)
             return reached, replace(outcome, features=features)
         replayed = replay(hidden, state, Steps())
         if replayed is not None:

@@ -30,6 +30,7 @@ class ConvMap(LinearMap):
         self.rounded = rounded_for_autocast(weight)
         self._turned: Tensor | None = None
         self.rows: dict[Hashable, Rows] = {}
+        self.prepared: dict[Hashable, Any] = {}  # forms of the weight that solves on a CPU have made of it
 
     def __call__(self, v: Tensor) -> Tensor:
         _check_picture("the convolution", v, self.weight.shape[1])
@@ -61,7 +62,7 @@ class ConvMap(LinearMap):
         return narrow.product(self, u, True, lambda: faster(key, transposed, turned))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_turned": None, "rows": {}}
+        return {**self.__dict__, "_turned": None, "rows": {}, "prepared": {}}
 
     def rectified(self, v: Tensor, c: Tensor) -> Tensor:
         """Convolution, sum and rectification in one kernel of cuDNN, where it can be used and no tape is wanted."""

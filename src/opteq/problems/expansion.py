@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from opteq._fast import settings
+from opteq._room import Room
 from opteq.operators.coarse import CoarseConvMap, coarse_map
 from opteq.operators.conv import ConvMap
-from opteq.operators.recalled import by_weight, recalled
+from opteq.operators.joined import has_joined_kernels
+from opteq.operators.prepared import PreparedConv, WeightSum
+from opteq.operators.recalled import recalled
 from opteq.penalties import ElementwisePenalty, ReLU
 from opteq.problems.block import Block
+from opteq.states import is_channels_last, rows_of
+
+# Above it, an error of 1e-6 in products is far below what is asked for.
+_LEAST_TOL_FOR_ROUGH = 1e-5
+# Bytes of states that are solved together, so that memory is used again while it is in the caches of a processor.
+# Transformed tiles are several times as large as states, and want to be there too.
+_PART = 2**23
+_TRANSFORMED_PART = 2**21
 
 Known = tuple[Tensor, ...]
-"""An evaluation: features z, ``t = W z + c``, what :meth:`Expansion.near` wants to know of t, and the image T(z)."""
+"""An evaluation: features z, ``t = W z + c``, what :meth:`Expansion.near` wants to know of t, and the image T(z).
+
+Of a ReLU without rough products, ``sigma(t)`` tells all that is ever wanted of t, and is in its place.
+"""
 
 
 class Expansion:
@@ -33,6 +49,10 @@ class Expansion:
         self.mu = block.mu
         self.penalty = penalty
         self.coarse: CoarseConvMap | None = coarse_map(W)
+        self.rectifies = self.coarse is None and type(penalty) is ReLU
+        self.room: Room | None = None
+        self.rearranges = False
+        self.products = PreparedConv(W, self.c.detach())
 
     @classmethod
     def of(cls, block: Block) -> Expansion | None:
@@ -58,16 +78,53 @@ class Expansion:
         """Whether the activation has a tape of its own, which leads to a parameter inside the penalty."""
         return self.penalty.prox(self.c.detach()[:1]).requires_grad
 
+    def solved_to(self, tol: float, room: Room) -> Expansion:
+        """The same for one solve to a tolerance, in a room: with products as exact as it needs."""
+        found, c = copy.copy(self), self.c.detach()
+        found.room = room
+        # Kernels for pictures whose channels lie last take less time, by far more than it takes to rearrange them once.
+        found.rearranges = c.is_contiguous() and not is_channels_last(c) and has_joined_kernels()
+        like = c[:1].contiguous(memory_format=torch.channels_last) if found.rearranges else c
+        found.products = PreparedConv(self.W, like, room if tol >= _LEAST_TOL_FOR_ROUGH else None)
+        return found
+
+    def parts(self) -> list[slice]:
+        """The batch in parts of equal size that are best solved one after the other: no sample depends on another."""
+        batch, size = len(self.c), self.c.numel() * self.c.element_size()
+        most = _PART if self.products.room is None else _TRANSFORMED_PART
+        count = max(1, min(batch, round(size / most)))
+        length = max(1, -(-batch // count))
+        return [slice(begin, min(begin + length, batch)) for begin in range(0, batch, length)] or [slice(0, 0)]
+
+    def part(self, rows: slice) -> Expansion:
+        """The same for a part of the batch."""
+        found = copy.copy(self)
+        found.c = self.taken(self.c.detach()[rows])
+        return found
+
+    def taken(self, pictures: Tensor) -> Tensor:
+        """Pictures as a part of a solve has them."""
+        return pictures.contiguous(memory_format=torch.channels_last) if self.rearranges else pictures
+
+    def given(self, pictures: Tensor) -> Tensor:
+        """Pictures as they are handed out."""
+        return pictures.contiguous() if self.rearranges else pictures
+
     def begin(self) -> Known:
         """The evaluation at zero features, where W has nothing to multiply."""
         t = self.c.detach()
-        image = self._back(self.penalty.prox(t))
-        return torch.zeros_like(image), t, *self._noted(t), image
+        y = self.penalty.prox(t)
+        image = self._back(y)
+        return torch.zeros_like(image), *((y,) if self.rectifies else (t, *self._noted(t))), image
 
     def exact(self, z: Tensor, rows: Tensor | None = None) -> Known:
         """The evaluation at z, which holds all samples or those of ``rows``."""
         c = self.c.detach()
-        t = self.W(z).add_(c if rows is None else c[rows])
+        c = c if rows is None else rows_of(c, rows)
+        if self.rectifies:
+            y = self.products.rectified(z, c)
+            return z, y, self._back(y)
+        t = self.products(z).add_(c)
         return z, t, *self._noted(t), self._back(self.penalty.prox(t))
 
     def near(self, known: Known, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,19 +148,30 @@ class Expansion:
 
     def activation(self, known: Known) -> Tensor:
         """``y = sigma(W z + c)`` at a known point."""
-        return self.penalty.prox(known[1])
+        return known[1] if self.rectifies else self.penalty.prox(known[1])
 
     def state(self, known: Known, features: Tensor) -> Tensor:
         """The same, on a tape that leads to the weight, to c and to ``features`` in z's place."""
-        return self.penalty.prox(recalled(self.W, features, self.c, known[1]))
+        if not self.rectifies:
+            return self.penalty.prox(recalled(self.W, features, self.c, known[1]))
+        y = known[1]
+
+        def slope(gradient: Tensor) -> Tensor:
+            through: Tensor = torch.ops.aten.threshold_backward(gradient, y, 0)
+            return through
+
+        # A copy: what is handed out may be changed in place, and what is known is needed on the way back.
+        return recalled(self.W, features, self.c, y, slope).clone()
 
     def slope(self, known: Known) -> Tensor:
         """``D``, the derivative of the activation at a known point."""
-        return self.penalty.derivative(known[1])
+        return known[1].sign() if self.rectifies else self.penalty.derivative(known[1])
 
-    def product(self, slope: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """``J u = W' D W u / mu``, and ``W u`` on the way."""
-        carried = self.W(u)
+    def product(self, slope: Tensor, u: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``J u = W' D W u / mu``, and ``W u`` on the way where it is of use later."""
+        if self.coarse is None:
+            return self._back(self.products.weighed(u, slope)), None
+        carried = self.products(u)
         return self._back(slope * carried), carried
 
     def coarse_product(self, slope: Tensor, u: Tensor) -> Tensor:
@@ -112,22 +180,19 @@ class Expansion:
         image = self.coarse.adjoint(slope * self.coarse(u))
         return image if self.mu == 1 else image / self.mu
 
-    def pull(
-        self, known: Known, slope: Tensor, u: Tensor, carried: Tensor, wanted: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """What ``u`` gives to the weight and to c, as the gradient of ``T(z)`` at a known point, with ``W u`` known."""
-        through = slope * carried
-        if self.mu != 1:
-            u, through = u / self.mu, through / self.mu
-        if not wanted[0]:
-            return None, through if wanted[1] else None
-        y = self.activation(known)
-        weight = by_weight(self.W, u, y).add_(by_weight(self.W, known[0], through))
-        return weight, through if wanted[1] else None
+    def pull(self, slope: Tensor, u: Tensor, carried: Tensor | None) -> Tensor:
+        """What ``u`` gives to c, as the gradient of ``T(z)`` where the slope is known; and ``W u``, or else None."""
+        through = self.products.weighed(u, slope) if carried is None else slope * carried
+        return through if self.mu == 1 else through.div_(self.mu)
+
+    def pull_weight(self, total: WeightSum, known: Known, u: Tensor, through: Tensor) -> None:
+        """Add what ``u`` gives to the weight, with what it gives to c."""
+        total.add(u if self.mu == 1 else u / self.mu, self.activation(known))
+        total.add(known[0], through)
 
     def _back(self, y: Tensor) -> Tensor:
-        z = self.W.adjoint(y)
-        return z if self.mu == 1 else z / self.mu
+        z = self.products.adjoint(y)
+        return z if self.mu == 1 else z.div_(self.mu)
 
     def _noted(self, t: Tensor) -> Known:
         """What :meth:`_difference` needs beside t."""

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from opteq._room import Room
 from opteq._validate import share, whole
 from opteq.solvers.base import Solver
 from opteq.solvers.fused.available import MOST_COLUMNS, supports
 from opteq.solvers.history import History, with_column
+from opteq.solvers.looking import LookingAnderson
 from opteq.solvers.loop import Rule, Run
 from opteq.solvers.method import InverseEstimate, Method, StateTask, Task
+from opteq.solvers.refined import KnowingRun, Known, Refinable
 from opteq.states import blocks, row_norms, zeros_a_row
 
 _HISTORIES = ("auto", "half", "full")
@@ -56,6 +59,15 @@ class Anderson(Solver):
     def _method(self, task: Task) -> Method:
         damping = task.damping if self.damping is None else self.damping
         return _AndersonMixing(task.start, self.memory, damping, ridge(task.start.dtype, task.eps))
+
+    def _looked(self, task: Task, refinable: Refinable, known: Known, rule: Rule) -> KnowingRun | None:
+        if not LookingAnderson.suits(task):
+            return None
+        damping = task.damping if self.damping is None else self.damping
+        lift = ridge(task.start.dtype, task.eps)
+        return LookingAnderson(
+            task, refinable, known, rule, self.floor, self.memory, damping, lift, refinable.room or Room()
+        )
 
     def _fused(self, task: StateTask, rule: Rule) -> Run | None:
         if self.memory > MOST_COLUMNS or not supports(blocks(task.start)):

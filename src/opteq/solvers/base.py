@@ -15,7 +15,7 @@ from opteq._validate import positive, whole
 from opteq.solvers.guarded import GuardedIteration
 from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run, drive
 from opteq.solvers.method import InverseEstimate, Method, StateTask, Task
-from opteq.solvers.refined import Known, Refinable, RefinedIteration, RefinedRun
+from opteq.solvers.refined import KnowingRun, Known, Refinable, RefinedIteration, RefinedRun
 from opteq.solvers.trace import Trace, read_trace
 from opteq.states import Layout, State, blocks
 
@@ -201,8 +201,11 @@ class Solver(metaclass=NamedOptions):
 
         rows = layout.pack(start), (layout.pack(image), None)
         task = Task(evaluate, lambda rows: rows, *rows, layout, _by_row(damping, layout), eps)
-        method = self._method(task)
         rule = self._rule(tol, layout.device)
+        run = self._looked(task, refinable, known, rule) if refinable.error is None else None
+        if run is not None:
+            return Session(run, layout, tol, Autocast.current(layout.device), None)
+        method = self._method(task)
         process = RefinedIteration(task, method, self.floor, refinable, known, rule.tol)
         return Session(RefinedRun(process, rule), layout, tol, Autocast.current(layout.device), None)
 
@@ -221,6 +224,10 @@ class Solver(metaclass=NamedOptions):
 
     def _fused(self, task: StateTask, rule: Rule) -> Run | None:  # noqa: ARG002
         """The solve in fused kernels, where the method has them and they can be used here."""
+        return None
+
+    def _looked(self, task: Task, refinable: Refinable, known: Known, rule: Rule) -> KnowingRun | None:  # noqa: ARG002
+        """A solve on a CPU that looks at every number on its way, where the method has one and it suits the task."""
         return None
 
     def _method(self, task: Task) -> Method:
@@ -279,7 +286,7 @@ class Session:
         """Where the solve stands, as an answer; or stood, at a ``finish`` of its run."""
         layout = self.layout
         finish = self.run.finish() if finish is None else finish
-        process = self.run.process if isinstance(self.run, RefinedRun) else None
+        knowing = self.run.process if isinstance(self.run, RefinedRun) else self.run
         return Outcome(
             state=layout.restore(finish.point),
             residual=layout.per_sample(finish.residual),
@@ -288,5 +295,5 @@ class Session:
             history=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
             tol=self.tol,
             inverse=None if self.method is None else self.method.inverse(),
-            known=process.known if isinstance(process, RefinedIteration) else None,
+            known=knowing.known if isinstance(knowing, RefinedIteration | KnowingRun) else None,
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from opteq._room import Room
 from opteq.solvers.guarded import GuardedIteration, Seen
 from opteq.solvers.loop import Finish, PlainRun, Process, Rule
 from opteq.solvers.method import Method, Task
-from opteq.states import all_rows, any_row, row_norms
+from opteq.states import all_rows, any_row, row_norms, single, with_rows
 
 Known = tuple[Tensor, ...]
 """All that an evaluation found out, batch first; the point first and its image last."""
@@ -18,6 +20,9 @@ Known = tuple[Tensor, ...]
 
 class Refinable(Protocol):
     """A map that can be evaluated roughly near a point where it was evaluated in full."""
+
+    room: Room | None
+    """Where a solve may work, if anywhere."""
 
     @property
     def error(self) -> float | None:
@@ -94,14 +99,36 @@ class RefinedIteration(GuardedIteration):
         if rows is None:
             self.known = self.refinable.exact(self._picture(points))
             return self.layout.pack(self.known[-1])
-        fresh = self.refinable.exact(self._picture(points)[rows], rows)
-        self.known = tuple(old.index_copy(0, rows, new) for old, new in zip(self.known, fresh, strict=True))
-        return self.layout.pack(self.known[-1])[rows]
+        some = self.layout.of_batch(len(rows))
+        fresh = self.refinable.exact(single(some.unpack(points[rows])), rows)
+        self.known = tuple(with_rows(old, rows, new) for old, new in zip(self.known, fresh, strict=True))
+        return some.pack(fresh[-1])
 
     def _picture(self, points: Tensor) -> Tensor:
-        state = self.layout.unpack(points)
-        assert isinstance(state, Tensor)
-        return state
+        return single(self.layout.unpack(points))
+
+
+class KnowingRun(ABC):
+    """A :class:`~opteq.solvers.loop.Run` that knows the map at its answer, all of it."""
+
+    rule: Rule
+    known: Known
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Measure the start."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """One step for all rows that are not finished."""
+
+    @abstractmethod
+    def unfinished(self) -> Tensor:
+        """Rows that go on."""
+
+    @abstractmethod
+    def finish(self) -> Finish:
+        """Where every row stands now."""
 
 
 class RefinedRun(PlainRun):

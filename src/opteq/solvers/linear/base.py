@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opteq._options import NamedOptions
+from opteq._room import Room
 from opteq._validate import positive, whole
 from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run, drive
 from opteq.solvers.scaled import ScaledProduct
@@ -84,7 +85,13 @@ class LinearSolver(metaclass=NamedOptions):
         return session if added is None else replace(session, added=layout.pack(added))
 
     def open_refined(
-        self, product: PartialProduct, coarse: Product | None, error: float, rhs: Tensor, eps: float
+        self,
+        product: PartialProduct,
+        coarse: Product | None,
+        error: float,
+        rhs: Tensor,
+        eps: float,
+        room: Room | None = None,
     ) -> LinearSession:
         """A solve of ``(I - S) v = rhs`` with products by S that may be rough, on a CPU.
 
@@ -94,8 +101,9 @@ class LinearSolver(metaclass=NamedOptions):
             error: relative error of ``coarse``.
             rhs: right sides ``(R, N)``.
             eps: rounding of ``product``.
+            room: where the solve may work, if anywhere.
         """
-        del coarse, error  # most methods can't tell how far their recurrences have drifted from the truth
+        del coarse, error, room  # most methods can't tell how far their recurrences have drifted from the truth
         return self.open(lambda rows: rows - product(rows, None), rhs, eps)
 
     def rule(self, dtype: torch.dtype, device: torch.device, eps: float) -> Rule:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opteq._room import Room
 from opteq.solvers.fused.available import supports
 from opteq.solvers.linear.base import (
     LinearSession,
@@ -21,6 +22,7 @@ from opteq.solvers.linear.base import (
     sample_norms,
     unit_rows,
 )
+from opteq.solvers.linear.looking import LookingConjugateGradients, usable_lengths
 from opteq.solvers.loop import Process
 from opteq.solvers.refined import RefinedRun
 from opteq.solvers.scaled import ScaledProduct
@@ -64,13 +66,23 @@ class CG(LinearSolver):
         return LinearSession(run, None)
 
     def open_refined(
-        self, product: PartialProduct, coarse: Product | None, error: float, rhs: Tensor, eps: float
+        self,
+        product: PartialProduct,
+        coarse: Product | None,
+        error: float,
+        rhs: Tensor,
+        eps: float,
+        room: Room | None = None,
     ) -> LinearSession:
         """As for every linear solver; rough products are used where there are any."""
-        if coarse is None:
-            return super().open_refined(product, coarse, error, rhs, eps)
-        unit, scale = unit_rows(rhs)
         rule = self.rule(rhs.dtype, rhs.device, eps)
+        if coarse is None:
+            lengths = usable_lengths(rhs)
+            if lengths is None:
+                return super().open_refined(product, coarse, error, rhs, eps)
+            run = LookingConjugateGradients(lambda rows: product(rows, None), rhs, lengths, rule, room or Room())
+            return LinearSession(run, lengths)
+        unit, scale = unit_rows(rhs)
         process = _RefinedConjugateGradients(product, coarse, error, unit, rule.tol)
         return LinearSession(RefinedRun(process, rule), scale)
 
