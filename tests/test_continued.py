@@ -187,6 +187,7 @@ def test_a_solve_is_recorded_with_one_end_before_its_steps(most: int, monkeypatc
 
     class Halved:
         facts = "known"
+        lasting = ()
 
         def __init__(self, x: Tensor) -> None:
             self.session = solver.open(lambda y: 0.5 * single(y) + x, torch.zeros_like(x))

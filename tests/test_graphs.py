@@ -344,6 +344,21 @@ def test_an_answer_that_nobody_else_has_is_a_buffer_itself() -> None:
     assert [float(tensor.sum()) for tensor in other.copies()] == [20, 12]
 
 
+def test_an_answer_that_a_solve_writes_at_one_place_is_a_buffer_itself() -> None:
+    shared = SharedBuffers()
+    kept, seen = torch.ones(2, 3), torch.ones(3, 3)
+    answers = Answers(shared.lot(), [kept, seen, torch.ones(1, 2)], [kept])
+    assert answers._alone[0].tensor is kept
+    assert answers._alone[1].tensor is not seen
+    kept.fill_(4)  # by the next run
+    first = answers.copies()
+    assert float(first[0].sum()) == 24
+    lent = answers.copies(lend=True)[0]
+    answers.forget()  # before the run after that
+    kept.fill_(5)
+    assert float(lent.sum()) == float(first[0].sum()) == 24
+
+
 def test_solves_share_buffers_of_a_form_and_none_of_their_own_twice() -> None:
     shared = SharedBuffers()
     one, other = shared.lot(), shared.lot()

@@ -44,6 +44,7 @@ class _AdjointSolve:
     layout: Layout
     conclude: Callable[[State], Answer]
     facts: object = None
+    lasting: Sequence[Tensor] = ()
 
     @property
     def run(self) -> Run:

@@ -59,6 +59,7 @@ class _Search:
     form: FeatureForm | None
     read_out: Callable[[State], State | None] | None = None  # the features of a state, where they are wanted too
     facts: object = None
+    lasting: tuple[Tensor, ...] = ()  # features that the run itself keeps
 
     @property
     def run(self) -> Run:
@@ -87,7 +88,7 @@ class _Search:
         features = None
         if self.read_out is not None and finish.image is not None:
             assert self.form is not None
-            features = like(self.form.start, finish.image)
+            features, self.lasting = like(self.form.start, finish.image), finish.image
         elif self.read_out is not None:
             with self.session.caller.entered():
                 features = self.read_out(outcome.state)

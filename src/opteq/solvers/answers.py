@@ -21,9 +21,11 @@ class Answers:
     Args:
         lot: where buffers are taken from.
         tensors: an answer. What nobody else refers to becomes a buffer itself, and is not copied, where none is there.
+        lasting: those of them of which the same is true, although the solve refers to them: it writes them, at the same
+            place in memory whenever it runs, and nobody else does.
     """
 
-    def __init__(self, lot: Lot, tensors: list[Tensor]) -> None:
+    def __init__(self, lot: Lot, tensors: list[Tensor], lasting: Sequence[Tensor] = ()) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
         last = len(tensors) - 1
@@ -38,7 +40,8 @@ class Answers:
         self._numbers: Buffer | None = None
         if room:
             self._numbers = lot.take(torch.empty(room, dtype=torch.int64, device=device))
-        apart = [nobody_elses(tensors, place) for place in range(len(tensors))]
+        own = {id(tensor) for tensor in lasting}
+        apart = [id(tensors[place]) in own or nobody_elses(tensors, place) for place in range(len(tensors))]
         self._alone = {
             place: lot.take(tensors[place], apart[place]) for place in range(len(tensors)) if place not in self._packed
         }

@@ -46,6 +46,11 @@ class Capturable(Protocol):
         """The answer, given where the run stands."""
         ...
 
+    @property
+    def lasting(self) -> Sequence[Tensor]:
+        """Tensors of the answer that the run writes at the same place in memory, whenever it ends."""
+        ...
+
 
 Solve = TypeVar("Solve", bound=Capturable)
 Result = TypeVar("Result")
@@ -198,7 +203,7 @@ class Stages(Generic[Solve]):
         with _nothing_kept():
             tensors = solve.tensors(finish)
         if self.answer is None:
-            self.answer = Answers(self.lot, tensors)
+            self.answer = Answers(self.lot, tensors, solve.lasting)
         else:
             self.answer.write(tensors)
 
