@@ -181,10 +181,12 @@ def test_memory_made_in_inference_mode_can_be_written_to_outside_of_it() -> None
 # Layers.
 
 
-def layer(channels: int = 8, hidden: int = 12, mu: float = 1.0, tol: float = 1e-4) -> opteq.Equilibrium:
+def layer(
+    channels: int = 8, hidden: int = 12, mu: float = 1.0, tol: float = 1e-4, activation: str = "relu"
+) -> opteq.Equilibrium:
     torch.manual_seed(0)
     W = op.Conv2d(channels, hidden, 3, bound=0.9)
-    problem = opteq.OptEq(W, U=nn.Conv2d(3, hidden, 3, padding=1), mu=mu)
+    problem = opteq.OptEq(W, U=nn.Conv2d(3, hidden, 3, padding=1), mu=mu, activation=activation)
     return opteq.Equilibrium(problem, opteq.Anderson(tol=tol), opteq.Implicit(tol=tol))
 
 
@@ -252,9 +254,11 @@ def test_samples_that_finish_early_do_not_change_the_layout() -> None:
 def test_an_empty_batch_and_a_start_go_through() -> None:
     made = layer()
     assert made(pictures(0, 3, 8, 8)).shape == (0, 8, 8, 8)
-    first = made.solve(pictures(3, 3, 8, 8))
-    torch.manual_seed(0)
-    made.solve(pictures(3, 3, 8, 8), start=first.state)
+    x = pictures(3, 3, 8, 8)
+    first = made.solve(x)
+    again = made.solve(x, start=first.state)
+    assert int(again.report.steps.max()) <= 1
+    torch.testing.assert_close(again.features, first.features, rtol=1e-3, atol=1e-4)
 
 
 def test_answers_are_nobodys_memory() -> None:
@@ -271,8 +275,9 @@ def test_answers_are_nobodys_memory() -> None:
     assert torch.equal(alone.grad, x[0].grad)  # type: ignore[arg-type]
 
 
-def test_a_state_may_be_changed_in_place() -> None:
-    made, x = layer(), pictures(2, 3, 8, 8)
+@pytest.mark.parametrize("activation", ["relu", "identity", "tanh"])
+def test_a_state_may_be_changed_in_place(activation: str) -> None:
+    made, x = layer(activation=activation), pictures(2, 3, 8, 8)
     found = []
     for change in (False, True):
         own = x.clone(memory_format=torch.preserve_format).requires_grad_()
@@ -281,9 +286,45 @@ def test_a_state_may_be_changed_in_place() -> None:
         if change:
             with torch.no_grad():
                 solution.state.zero_()  # type: ignore[union-attr]
+        made.zero_grad()
         loss.backward()
-        found.append(own.grad)
-    assert torch.equal(found[0], found[1])  # type: ignore[arg-type]
+        found.append([own.grad, *(parameter.grad for parameter in made.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
+def test_pictures_whose_sums_would_overflow_are_not_left_to_winograd() -> None:
+    made, x = layer(channels=64, hidden=64), pictures(2, 3, 8, 8)
+    solution, huge = made.solve(x), made.solve(x * 1e36)
+    assert huge.report.converged.all()
+    with torch.no_grad():
+        made.problem.U.bias.zero_()  # type: ignore[union-attr, operator]
+        true = made(x) * 1e36
+        found = made(x * 1e36)
+    assert off(found, true) < 1e-3
+    assert solution.report.converged.all()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_not_hidden(bad: float) -> None:
+    made, x = layer(), pictures(3, 3, 8, 8).requires_grad_()
+    solution = made.solve(x)
+    arriving = torch.ones_like(solution.features)  # type: ignore[arg-type]
+    arriving[1, 0, 0, 0] = bad
+    with pytest.warns(opteq.ConvergenceWarning):
+        by_x, by_weight = torch.autograd.grad(solution.features, [x, made.problem.W.weight], arriving)  # type: ignore[union-attr, arg-type]
+    assert not bool(by_x[1].isfinite().any())
+    assert bool(by_x[[0, 2]].isfinite().all())
+    assert not bool(by_weight.isfinite().any())
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_a_solve_that_is_looked_at_now_and_then(every: int) -> None:
+    made, x = layer(), pictures(3, 3, 8, 8)
+    seldom = opteq.Equilibrium(made.problem, opteq.Anderson(tol=1e-4, check_every=every))
+    one, other = made.solve(x), seldom.solve(x)
+    assert other.report.converged.all()
+    assert one.report.steps.tolist() == other.report.steps.tolist()
+    torch.testing.assert_close(one.features, other.features)
 
 
 def test_a_tight_tolerance_is_not_left_to_winograd() -> None:

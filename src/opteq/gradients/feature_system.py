@@ -57,31 +57,23 @@ class FeatureSystem:
         assert image is not None
         return image.clone() if image._is_view() else image
 
-    def solve(self, gradient: Tensor) -> tuple[Tensor, Report]:
-        """The adjoint vector and how its system was solved."""
-        slope = self.expansion.slope(self.known)
-        with room() as mine:
-            whole = self.expansion.solved_to(self.linear.tol, mine)
-            vector, _, report = self._solve(whole, self.known, gradient, slope)
-        return vector, report
-
     def pull(self, gradient: Tensor, wanted: Sequence[bool]) -> tuple[tuple[Tensor | None, Tensor | None], Report]:
         """What a gradient of the features gives to the weight and to c, where it is wanted, and how that was found."""
         gathered, reports = Gathered(len(gradient)), []
         with room() as mine:
             whole = self.expansion.solved_to(self.linear.tol, mine)
-            total = whole.products.weight_sum()
+            total = whole.products.weight_sum() if wanted[0] else None
             for rows in whole.parts():
                 part, known = whole.part(rows), tuple(whole.taken(each[rows]) for each in self.known)
                 slope = part.slope(known)
                 vector, carried, report = self._solve(part, known, gradient[rows], slope)
                 reports.append(report)
                 through = part.pull(slope, vector, carried)
-                if wanted[0]:
+                if total is not None:
                     part.pull_weight(total, known, vector, through)
                 if wanted[1]:
                     gathered.put(rows, [part.given(through)])
-            weight = total.result() if wanted[0] else None
+            weight = None if total is None else total.result()
         return (weight, gathered.tensors[0] if wanted[1] else None), _joined(reports)
 
     def _solve(
@@ -121,6 +113,10 @@ class FeatureSystem:
             history=finish.trace,
         )
         vector = single(layout.restore(finish.point))
+        nothing = finish.residual == torch.inf
+        if bool(nothing.any()):
+            # A gradient that is not finite has no answer, and zeros would hide that from whoever looks for it.
+            vector = torch.where(nothing[:, None, None, None], torch.nan, vector)
         # A refined run ends with a product by its answer, which is of length one then.
         if carried is not None and session.scale is not None and isinstance(session.run, RefinedRun):
             return vector, carried * session.scale[:, :, None, None], report

@@ -203,8 +203,8 @@ def _as_it_is(hidden: BoundMap, solver: Solver, start: State | None, as_on_tape:
     expansion = hidden.expansion() if solver.refines and not as_on_tape else None
     if expansion is not None:
         return _refined(hidden, expansion, solver, start)
-    # As a captured solve would: it may follow, and what it launches should be loaded by then.
-    features = with_features and not hidden.reads_out_aside
+    # As a captured solve would, which may follow: what it launches should be loaded by then.
+    features = with_features and settings.graphs and not hidden.reads_out_aside
     search = _open(hidden, solver, start, _form(hidden, solver, as_on_tape), inverse=False, features=features)
     with search.session.caller.off():
         drive(search.run)

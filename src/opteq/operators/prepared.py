@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -76,17 +79,21 @@ class PreparedConv:
         return found.add_(beside).relu_() if then == "rectify" else found.mul_(beside)
 
     def _transformed(self, adjoint: bool) -> WinogradWeight:
-        key = "transformed", adjoint, self._version
-        if key not in self.linear.prepared:
-            self.linear.prepared[key] = WinogradWeight(self._turned(adjoint))
-        found: WinogradWeight = self.linear.prepared[key]
+        found: WinogradWeight = self._kept("transformed", adjoint, lambda: WinogradWeight(self._turned(adjoint)))
         return found
 
     def _joined(self, adjoint: bool) -> JoinedWeight:
-        key = "joined", adjoint, self._version
-        if key not in self.linear.prepared:
-            self.linear.prepared[key] = JoinedWeight(self._turned(adjoint), self.linear.padding)
-        found: JoinedWeight = self.linear.prepared[key]
+        found: JoinedWeight = self._kept(
+            "joined", adjoint, lambda: JoinedWeight(self._turned(adjoint), self.linear.padding)
+        )
+        return found
+
+    def _kept(self, kind: str, adjoint: bool, make: Callable[[], Any]) -> Any:
+        """A form of the weight as it is now, made where there is none."""
+        version, found = self.linear.prepared.get((kind, adjoint), (None, None))
+        if found is None or version != self._version:
+            found = make()
+            self.linear.prepared[kind, adjoint] = self._version, found
         return found
 
     def _turned(self, adjoint: bool) -> Tensor:

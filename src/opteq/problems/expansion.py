@@ -20,6 +20,7 @@ from opteq.states import is_channels_last, rows_of
 
 # Above it, an error of 1e-6 in products is far below what is asked for.
 _LEAST_TOL_FOR_ROUGH = 1e-5
+_HUGE = 1e30
 # Bytes of states that are solved together, so that memory is used again while it is in the caches of a processor.
 # Transformed tiles are several times as large as states, and want to be there too.
 _PART = 2**23
@@ -83,13 +84,21 @@ class Expansion:
         found, c = copy.copy(self), self.c.detach()
         found.room = room
         # Kernels for pictures whose channels lie last take less time, by far more than it takes to rearrange them once.
-        found.rearranges = c.is_contiguous() and not is_channels_last(c) and has_joined_kernels()
+        found.rearranges = (
+            c.dtype == torch.float32 and c.is_contiguous() and not is_channels_last(c) and has_joined_kernels()
+        )
         like = c[:1].contiguous(memory_format=torch.channels_last) if found.rearranges else c
-        found.products = PreparedConv(self.W, like, room if tol >= _LEAST_TOL_FOR_ROUGH else None)
+        rough = tol >= _LEAST_TOL_FOR_ROUGH and not self._is_huge(c)
+        found.products = PreparedConv(self.W, like, room if rough else None)
         return found
 
+    @staticmethod
+    def _is_huge(c: Tensor) -> bool:
+        """Whether sums of a few entries may overflow where products with a weight do not."""
+        return bool(c.numel()) and _HUGE < float(c.abs().amax()) < torch.inf
+
     def parts(self) -> list[slice]:
-        """The batch in parts of equal size that are best solved one after the other: no sample depends on another."""
+        """The batch in parts that are best solved one after the other, as no sample depends on another."""
         batch, size = len(self.c), self.c.numel() * self.c.element_size()
         most = _PART if self.products.room is None else _TRANSFORMED_PART
         count = max(1, min(batch, round(size / most)))
@@ -152,9 +161,11 @@ class Expansion:
 
     def state(self, known: Known, features: Tensor) -> Tensor:
         """The same, on a tape that leads to the weight, to c and to ``features`` in z's place."""
-        if not self.rectifies:
-            return self.penalty.prox(recalled(self.W, features, self.c, known[1]))
         y = known[1]
+        if not self.rectifies:
+            found = self.penalty.prox(recalled(self.W, features, self.c, y))
+            # An activation may hand back what it is given.
+            return found.clone() if found.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() else found
 
         def slope(gradient: Tensor) -> Tensor:
             through: Tensor = torch.ops.aten.threshold_backward(gradient, y, 0)
@@ -181,7 +192,7 @@ class Expansion:
         return image if self.mu == 1 else image / self.mu
 
     def pull(self, slope: Tensor, u: Tensor, carried: Tensor | None) -> Tensor:
-        """What ``u`` gives to c, as the gradient of ``T(z)`` where the slope is known; and ``W u``, or else None."""
+        """What ``u`` gives to c, as the gradient of ``T(z)`` where the slope is known, and maybe ``W u``."""
         through = self.products.weighed(u, slope) if carried is None else slope * carried
         return through if self.mu == 1 else through.div_(self.mu)
 

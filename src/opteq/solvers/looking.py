@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from opteq._room import Room
+from opteq.solvers.judged import JudgedRows, numbers_of
 from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.method import Method, Task
-from opteq.solvers.refined import KnowingRun, Known, Refinable
+from opteq.solvers.refined import Known, Refinable
 from opteq.solvers.status import Status
 from opteq.states import row_norms, single, with_rows
 
@@ -19,7 +20,7 @@ from opteq.states import row_norms, single, with_rows
 _LEAST, _MOST = 1e-6, 1e9
 
 
-class LookingAnderson(KnowingRun):
+class LookingAnderson(JudgedRows):
     """A run with the steps, decisions and answers of
     :class:`~opteq.solvers.refined.RefinedRun` for a map without rough images.
 
@@ -83,16 +84,9 @@ class LookingAnderson(KnowingRun):
 
     def begin(self) -> None:
         """The start is measured, and the best so far."""
-        gap, residual = self._seen(self.point, self.image)
-        rows = range(len(gap))
-        self.least = gap
-        self.best = self.point
-        self.best_residual = [r if math.isfinite(r) else math.inf for r in residual]
-        self.dead = [0 if math.isfinite(r) else int(Status.NON_FINITE) for r in residual]
-        self.done = [self.best_residual[row] <= self.rule.tol for row in rows]
-        self.steps = [0 for _ in rows]
-        self.settled = [True for _ in rows]
-        self.trace = [residual]
+        self.least, residual = self._seen(self.point, self.image)
+        self._open(residual, self.point)
+        self.settled = [True] * len(residual)
 
     def advance(self) -> None:
         """One proposal, judged as :class:`~opteq.solvers.guarded.GuardedIteration` does it."""
@@ -108,20 +102,16 @@ class LookingAnderson(KnowingRun):
             finite, plain = math.isfinite(residual[row]), not any(self.used[row])
             if not finite or not (plain or gap[row] <= Method.growth * self.least[row]):
                 refused.append(row)
-            if residual[row] < self.best_residual[row]:
+            self.settled[row] = self._taken(row, residual[row])
+            if self.settled[row]:
                 chosen.append(row)
-                self.best_residual[row] = residual[row]
-            self.done[row] = self.best_residual[row] <= self.rule.tol
-            self.settled[row] = row in chosen
-            self.steps[row] += 1
             if not self.done[row]:
                 self.dead[row] = 0 if finite or not plain else int(Status.NON_FINITE)
             if gap[row] < self.least[row]:
                 self.least[row] = gap[row]
-        self.trace.append([residual[row] if on else self.trace[-1][row] for row, on in enumerate(active)])
-        self.best = _chosen(proposal, self.best, chosen)
+        self._entered(active, residual, proposal, chosen)
         if refused:
-            rows = torch.tensor(refused, device="cpu")
+            rows = numbers_of(refused)
             proposal = proposal.index_copy(0, rows, self.point[rows])
             image = image.index_copy(0, rows, self.image[rows])
             self.turns[rows, self.change] = self.turns[rows, before]
@@ -130,12 +120,8 @@ class LookingAnderson(KnowingRun):
                 self.fresh[row] = True
         self.point, self.image = proposal, image
 
-    def unfinished(self) -> Tensor:
-        """Rows that go on."""
-        return torch.tensor(self._active(), dtype=torch.bool, device="cpu")
-
     def finish(self) -> Finish:
-        """The best points, evaluated again where another one was evaluated after them."""
+        """The best points, evaluated again where another one was evaluated after them: no step can follow."""
         rows = [row for row, settled in enumerate(self.settled) if not settled]
         if rows:
             image = self._evaluated(self.best, rows)
@@ -144,18 +130,7 @@ class LookingAnderson(KnowingRun):
                 self.best_residual[row] = residual[row]
                 self.done[row] = residual[row] <= self.rule.tol
                 self.settled[row] = True
-        ends = zip(self.done, self.dead, strict=True)
-        codes = [int(Status.CONVERGED) if done else dead or int(Status.MAX_STEPS) for done, dead in ends]
-        return Finish(
-            self.best,
-            torch.tensor(self.best_residual, dtype=torch.float64, device="cpu"),
-            torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
-            torch.tensor(codes, dtype=torch.int64, device="cpu"),
-            torch.tensor(self.trace, dtype=torch.float64, device="cpu"),
-        )
-
-    def _active(self) -> list[bool]:
-        return [not done and not dead for done, dead in zip(self.done, self.dead, strict=True)]
+        return self._finished()
 
     def _seen(self, point: Tensor, image: Tensor) -> tuple[list[float], list[float]]:
         """Length of the change and relative residual of every row; the change is kept."""
@@ -169,7 +144,7 @@ class LookingAnderson(KnowingRun):
         if len(rows) == len(points):
             self.known = self.refinable.exact(single(self.layout.unpack(points)))
             return self.layout.pack(self.known[-1])
-        some, chosen = self.layout.of_batch(len(rows)), torch.tensor(rows, device="cpu")
+        some, chosen = self.layout.of_batch(len(rows)), numbers_of(rows)
         fresh = self.refinable.exact(single(some.unpack(points[chosen])), chosen)
         self.known = tuple(with_rows(old, chosen, new) for old, new in zip(self.known, fresh, strict=True))
         return self.layout.pack(self.known[-1])
@@ -227,13 +202,3 @@ class LookingAnderson(KnowingRun):
                 if self.used[row][slot]:
                     weights[row, slot] = target[row, slot] * scale[row, slot] / (1 + self.ridge)
         return weights
-
-
-def _chosen(new: Tensor, old: Tensor, rows: list[int]) -> Tensor:
-    """``old`` with the given rows of ``new``."""
-    if len(rows) == len(old):
-        return new
-    if not rows:
-        return old
-    chosen = torch.tensor(rows, device="cpu")
-    return old.index_copy(0, chosen, new[chosen])

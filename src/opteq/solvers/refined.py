@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from opteq._room import Room
 from opteq.solvers.guarded import GuardedIteration, Seen
-from opteq.solvers.loop import Finish, PlainRun, Process, Rule
+from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run
 from opteq.solvers.method import Method, Task
 from opteq.states import all_rows, any_row, row_norms, single, with_rows
 
@@ -108,27 +107,11 @@ class RefinedIteration(GuardedIteration):
         return single(self.layout.unpack(points))
 
 
-class KnowingRun(ABC):
-    """A :class:`~opteq.solvers.loop.Run` that knows the map at its answer, all of it."""
+@runtime_checkable
+class KnowingRun(Run, Protocol):
+    """A run that knows the map at its answer, all of it."""
 
-    rule: Rule
     known: Known
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Measure the start."""
-
-    @abstractmethod
-    def advance(self) -> None:
-        """One step for all rows that are not finished."""
-
-    @abstractmethod
-    def unfinished(self) -> Tensor:
-        """Rows that go on."""
-
-    @abstractmethod
-    def finish(self) -> Finish:
-        """Where every row stands now."""
 
 
 class RefinedRun(PlainRun):

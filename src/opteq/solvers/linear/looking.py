@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq._room import Room
+from opteq.solvers.judged import JudgedRows
 from opteq.solvers.linear.base import Product
 from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.status import Status
@@ -27,7 +28,7 @@ def usable_lengths(rhs: Tensor) -> Tensor | None:
     return rhs.new_tensor([length or 1.0 for length in lengths])[:, None]
 
 
-class LookingConjugateGradients:
+class LookingConjugateGradients(JudgedRows):
     """A :class:`~opteq.solvers.loop.Run` with the steps, decisions and answers of conjugate gradients as they are
     everywhere: see :class:`~opteq.solvers.linear.cg.CG`.
 
@@ -56,17 +57,11 @@ class LookingConjugateGradients:
     def begin(self) -> None:
         """The start is the best so far."""
         residual: list[float] = row_norms(self.residual).tolist()
-        rows = range(len(residual))
         self.square = [length * length for length in residual]
-        self.size = [0.0 for _ in rows]  # of A, from below
-        self.reach = [0.0 for _ in rows]  # the length of the point, from above
+        self.size = [0.0] * len(residual)  # of A, from below
+        self.reach = [0.0] * len(residual)  # the length of the point, from above
         self.stride = list(residual)  # that of the direction
-        self.best = self.point
-        self.best_residual = [r if math.isfinite(r) else math.inf for r in residual]
-        self.dead = [0 if math.isfinite(r) else int(Status.NON_FINITE) for r in residual]
-        self.done = [self.best_residual[row] <= self.rule.tol for row in rows]
-        self.steps = [0 for _ in rows]
-        self.trace = [residual]
+        self._open(residual, self.point)
 
     def advance(self) -> None:
         """One more direction."""
@@ -92,42 +87,18 @@ class LookingConjugateGradients:
             self.stride[row] = residual[row] + ratios[row] * self.stride[row]
             if not on:
                 continue
-            seen = math.inf if hidden[row] else residual[row]
-            if seen < self.best_residual[row]:
+            if self._taken(row, math.inf if hidden[row] else residual[row]):
                 chosen.append(row)
-                self.best_residual[row] = seen
-            self.done[row] = self.best_residual[row] <= self.rule.tol
-            self.steps[row] += 1
             if not self.done[row]:
                 self.dead[row] = self._code(curvature[row], hidden[row])
         told = [math.inf if hidden[row] else r for row, r in enumerate(residual)]
-        self.trace.append([told[row] if on else self.trace[-1][row] for row, on in enumerate(active)])
-        if len(chosen) == len(active):
-            self.best = self.point
-        elif chosen:
-            rows = torch.tensor(chosen, device="cpu")
-            self.best = self.best.index_copy(0, rows, self.point[rows])
+        self._entered(active, told, self.point, chosen)
         column = image.new_tensor(ratios)[:, None]
         torch.addcmul(self.residual, column, self.direction, out=self.direction)
 
-    def unfinished(self) -> Tensor:
-        """Rows that go on."""
-        return torch.tensor(self._active(), dtype=torch.bool, device="cpu")
-
     def finish(self) -> Finish:
         """The best points, and how they were reached."""
-        ends = zip(self.done, self.dead, strict=True)
-        codes = [int(Status.CONVERGED) if done else dead or int(Status.MAX_STEPS) for done, dead in ends]
-        return Finish(
-            self.best,
-            torch.tensor(self.best_residual, dtype=torch.float64, device="cpu"),
-            torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
-            torch.tensor(codes, dtype=torch.int64, device="cpu"),
-            torch.tensor(self.trace, dtype=torch.float64, device="cpu"),
-        )
-
-    def _active(self) -> list[bool]:
-        return [not done and not dead for done, dead in zip(self.done, self.dead, strict=True)]
+        return self._finished()
 
     def _code(self, curvature: float, hidden: bool) -> int:
         if not math.isfinite(curvature):
