@@ -1,0 +1,64 @@
+"""Forward and backward of a layer beside torchdeq's, and nothing else: with large batches `opteq bench` takes long.
+
+torchdeq goes back by plain iteration, which `opteq bench` finds to be its fastest way on most of these layers. Turn by
+turn; medians.
+
+    OMP_NUM_THREADS=2 python benchmarks/training_ratio.py --batch 128 --repeats 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from opteq.bench.cases import SHAPES, Precision, Shape, layer_problem, pictures
+from opteq.bench.contenders import ours, shared, torchdeq
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", help="CHANNELS,HIDDEN,SIDE; the four of the results by default")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--backward", default="fixed_point_iter", help="torchdeq's backward solver")
+    options = parser.parse_args()
+    device = torch.device("cpu")
+    precision = Precision("float32", device)
+    print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, batch {options.batch}\n")
+    print(
+        "| layer | opteq ms | torchdeq ms | times | bound of W and input term, in both, ms | steps, ours | torchdeq's |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for shape in [Shape.parse(text) for text in options.shapes] or SHAPES:
+        problem = layer_problem(shape, device)
+        x = pictures(options.batch, (shape.channels, shape.side, shape.side), device).requires_grad_()
+        own, other = ours(problem, precision), torchdeq(problem, precision, options.backward)
+        works = [partial(own.step, x), partial(other.step, x), partial(shared, problem, precision, x)]
+        times = by_turns(works, options.repeats)
+        steps = [f"{said['forward_steps']:.0f} + {said['backward_steps']:.0f}" for said in (own.said(), other.said())]
+        print(
+            f"| {shape} | {times[0]:.0f} | {times[1]:.0f} | {times[1] / times[0]:.2f} | {times[2]:.0f} "
+            f"| {steps[0]} | {steps[1]} |",
+            flush=True,
+        )
+
+
+def by_turns(works: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Milliseconds of every work, the median of as many turns after one that does not count."""
+    taken: list[list[float]] = [[] for _ in works]
+    for turn in range(repeats + 1):
+        for work, own in zip(works, taken, strict=True):
+            begin = time.perf_counter()
+            work()
+            if turn:
+                own.append(1e3 * (time.perf_counter() - begin))
+    return [statistics.median(own) for own in taken]
+
+
+if __name__ == "__main__":
+    main()
