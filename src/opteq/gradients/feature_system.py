@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from opteq.problems.expansion import Expansion, Known
 from opteq.solution import Report
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import drive
-from opteq.solvers.parts import Gathered, joined_traces
+from opteq.solvers.parts import Gathered, joined
 from opteq.solvers.refined import RefinedRun
 from opteq.states import Layout, rows_of, single, with_rows
 
@@ -74,7 +73,7 @@ class FeatureSystem:
                 if wanted[1]:
                     gathered.put(rows, [part.given(through)])
             weight = None if total is None else total.result()
-        return (weight, gathered.tensors[0] if wanted[1] else None), _joined(reports)
+        return (weight, gathered.tensors[0] if wanted[1] else None), joined(reports)
 
     def _solve(
         self, expansion: Expansion, known: Known, gradient: Tensor, slope: Tensor
@@ -121,19 +120,6 @@ class FeatureSystem:
         if carried is not None and session.scale is not None and isinstance(session.run, RefinedRun):
             return vector, carried * session.scale[:, :, None, None], report
         return vector, None, report
-
-
-def _joined(reports: list[Report]) -> Report:
-    """One report of all samples."""
-    if len(reports) == 1:
-        return reports[0]
-    return replace(
-        reports[0],
-        residual=torch.cat([report.residual for report in reports]),
-        steps=torch.cat([report.steps for report in reports]),
-        codes=torch.cat([report.codes for report in reports]),
-        history=joined_traces([report.trace for report in reports if report.trace is not None]),
-    )
 
 
 class _Features(torch.autograd.Function):

@@ -19,7 +19,7 @@ from opteq.solvers import Outcome, Solver
 from opteq.solvers.base import Session
 from opteq.solvers.graphs import staged
 from opteq.solvers.loop import Finish, Run, drive
-from opteq.solvers.parts import Gathered, joined_outcomes
+from opteq.solvers.parts import Gathered, joined
 from opteq.states import State, blocks, like, map_state, single
 
 
@@ -227,7 +227,7 @@ def _refined(hidden: BoundMap, expansion: Expansion, solver: Solver, start: Stat
             assert outcome.known is not None
             gathered.put(rows, [part.given(each) for each in part.onward(outcome.known)])
             outcomes.append(replace(outcome, known=None))
-    outcome, known = joined_outcomes(outcomes), gathered.tensors
+    outcome, known = joined(outcomes), gathered.tensors
     state = expansion.activation(known)
     if bool(torch.isfinite(known[1].sum() + known[-1].sum())):
         return replace(outcome, state=state, known=known)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
-
-from opteq.solvers.base import Outcome
 
 
 class Gathered:
@@ -34,20 +33,48 @@ class Gathered:
             whole[rows] = part
 
 
-def joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
+class Told(Protocol):
+    """What is told about a solve."""
+
+    @property
+    def residual(self) -> Tensor:
+        """That of every sample's answer."""
+        ...
+
+    @property
+    def steps(self) -> Tensor:
+        """How many every sample took."""
+        ...
+
+    @property
+    def codes(self) -> Tensor:
+        """How every sample ended."""
+        ...
+
+    @property
+    def trace(self) -> Tensor | None:
+        """Residuals ``(steps + 1, B)``."""
+        ...
+
+
+Numbers = TypeVar("Numbers", bound=Told)
+
+
+def joined(parts: Sequence[Numbers]) -> Numbers:
     """What is told about the parts of a batch, as about the whole; the rest is the first part's."""
-    if len(outcomes) == 1:
-        return outcomes[0]
-    return replace(
-        outcomes[0],
-        residual=torch.cat([outcome.residual for outcome in outcomes]),
-        steps=torch.cat([outcome.steps for outcome in outcomes]),
-        codes=torch.cat([outcome.codes for outcome in outcomes]),
-        history=joined_traces([outcome.trace for outcome in outcomes]),
+    if len(parts) == 1:
+        return parts[0]
+    found: Numbers = replace(  # type: ignore[type-var]
+        parts[0],
+        residual=torch.cat([part.residual for part in parts]),
+        steps=torch.cat([part.steps for part in parts]),
+        codes=torch.cat([part.codes for part in parts]),
+        history=_joined_traces([part.trace for part in parts if part.trace is not None]),
     )
+    return found
 
 
-def joined_traces(traces: Sequence[Tensor]) -> Tensor:
+def _joined_traces(traces: Sequence[Tensor]) -> Tensor:
     """Residuals ``(steps + 1, B)`` of all samples: a part that was finished earlier keeps its last ones."""
     longest = max(len(trace) for trace in traces)
     return torch.cat([torch.cat([trace, trace[-1:].expand(longest - len(trace), -1)]) for trace in traces], dim=1)
