@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from opteq.bench import rivals
 from opteq.bench.cases import SHAPES, Precision, Shape, layer_problem, pictures
 from opteq.bench.contenders import ours, shared, torchdeq
 
@@ -27,6 +28,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--backward", default="fixed_point_iter", help="torchdeq's backward solver")
     options = parser.parse_args()
+    if min(options.batch, options.repeats) < 1:
+        parser.error(f"--batch and --repeats should be at least 1; got {options.batch} and {options.repeats}")
+    if rivals.version() is None:
+        parser.error("torchdeq is not installed, so there is nothing to compare with: pip install 'opteq[bench]'")
+    if options.backward not in rivals.SOLVERS:
+        parser.error(f"--backward should be one of {', '.join(rivals.SOLVERS)}; got {options.backward}")
     device = torch.device("cpu")
     precision = Precision("float32", device)
     print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, batch {options.batch}\n")
