@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 import opteq
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.bench import command, contenders, epoch, floor, record, rivals, stepping, timing
 from opteq.bench import run as bench
 from opteq.bench.cases import Case, Precision, Shape, layer_case, layer_problem, model_case, pictures, settled_weight

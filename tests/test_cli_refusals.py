@@ -18,7 +18,7 @@ from PIL import Image
 
 from cli_cases import call, finished, no_page, refused, root, train
 from opteq import cli, models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.report.run import read_run
 from opteq.training.board import Board
 from opteq.training.checkpoints import Checkpoints

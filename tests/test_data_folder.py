@@ -19,7 +19,7 @@ from PIL import Image
 
 import opteq
 from opteq import data
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data import cache as cache_module
 from opteq.data import decode, loading
 from opteq.data import folder as folder_module

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from opteq import data
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.cifar import VERSIONS
 from opteq.data.idx import CLASSES, STEMS
 from opteq.data.safe_pickle import pixels, read_pickle

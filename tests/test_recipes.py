@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opteq import data, models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.training import Recipe, load_recipe, recipes
 from opteq.training.overrides import known_keys, parse
 from opteq.training.recipe_files import to_toml

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from cityscapes_cases import CAR, EGO, ROAD, SKY, cityscapes, settings
 from opteq import data, models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.cli import app
 from opteq.data import Augmentation, Batches, Split
 from opteq.data.cityscapes import CLASSES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cli_cases import call, finished, no_page, refused, root, train
 from opteq import data, models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.analysis import PGD
 from opteq.data import Batches
 from opteq.report.run import Run

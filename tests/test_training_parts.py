@@ -18,8 +18,8 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from opteq import models, regularizers
-from opteq._errors import UserError
-from opteq._files import draft, plain_errors, remove_drafts, write_atomically
+from opteq.common.errors import UserError
+from opteq.common.files import draft, plain_errors, remove_drafts, write_atomically
 from opteq.couplings import diversity, heritage
 from opteq.solution import Report
 from opteq.training import CheckpointWarning, TrainingStopped, checkpoints, rng

@@ -16,7 +16,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.training import TrainingStopped, state, train, trainer
 from opteq.training.checkpoints import Checkpoints
 from opteq.training.devices import engine

@@ -106,7 +106,7 @@ def train_here(root: str, out: str, more: list[str], resume: bool = True) -> Non
 
 def train_and_die(root: str, out: str, more: list[str], event: int, number: int = signal.SIGKILL) -> None:
     """A run that is sent a signal at its ``event``-th moment: around a step, a write, a sync to disk, a rename."""
-    from opteq import _files
+    from opteq.common import files as _files
     from opteq.training.step import Stepper
 
     moments = 0

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import opteq
-from opteq._errors import UserError
-from opteq._files import look_into
+from opteq.common.errors import UserError
+from opteq.common.files import look_into
 
 if TYPE_CHECKING:
     from rich.console import Console

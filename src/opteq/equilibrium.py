@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq._errors import unknown_name
-from opteq._held import HoldsOptions
-from opteq._options import NamedOptions
-from opteq._untraced import untraced
-from opteq._watch import Finding, Watch
+from opteq.common.convergence_monitor import ConvergenceMonitor, FailureCheck
+from opteq.common.dynamo import dynamo_disable
+from opteq.common.errors import unknown_name
+from opteq.common.options import NamedOptions
+from opteq.common.registration import HoldsOptions
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
 from opteq.solution import BackwardSlot, Report, Solution
-from opteq.solvers import Anderson, Solver, Status
-from opteq.solvers.capture import on
-from opteq.states import Layout, State, any_row, blocks, map_state
+from opteq.solvers import Anderson, Solver
+from opteq.states import Layout, State, blocks, map_state
 
 _ON_FAILURE = ("warn", "raise", "ignore")
 
@@ -64,38 +62,30 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
         self.last: tuple[Report, BackwardSlot] | None = None
-        self._watch = Watch()
+        self._monitor = ConvergenceMonitor()
 
     def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
-        if type(self).solve is not Equilibrium.solve or "solve" in vars(self):  # somebody has put in another one
-            return self.solve(x, start).features
-        solution: Solution = self._solve(x, start, state_too=False)
-        return solution.features
+        return self.solve(x, start).features
 
     def solve(self, x: State, start: State | None = None) -> Solution:
         """The equilibrium for ``x`` with all that is known about it.
 
         Args:
-            x: input, batch first; for problems with branches, or a tuple with an input a branch.
+            x: input, batch first; for problems with branches, or a tuple with an input per branch.
             start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
         """
-        solution: Solution = self._solve(x, start, state_too=True)
+        solution: Solution = self._solve(x, start)
         return solution
 
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
-    @untraced
-    def _solve(self, x: State, start: State | None, state_too: bool) -> Solution:
-        devices = [part.device for part in blocks(x) if isinstance(part, Tensor)]
-        with on(devices[0]) if devices else nullcontext():
-            return self._solve_here(x, start, state_too)
-
-    def _solve_here(self, x: State, start: State | None, state_too: bool) -> Solution:
+    @dynamo_disable
+    def _solve(self, x: State, start: State | None) -> Solution:
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
-        self._watch.catch_up(self.on_failure)
+        self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
-        layout = Layout.of(hidden.template())
+        layout = Layout.of(hidden.start())
         for part in blocks(x):
             if layout.batch != part.shape[0]:
                 raise ValueError(
@@ -110,26 +100,24 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
         def record(report: Report) -> None:
             slot.report = report
-            self._watch.catch_up(self.on_failure, wait_for="forward")
-            self._watch.judge(
-                Finding(report, "the gradient's linear system was not solved", "backward"), self.on_failure
+            self._monitor.catch_up(self.on_failure, wait_for="forward")
+            self._monitor.judge(
+                FailureCheck(report, "the gradient's linear system was not solved", "backward"), self.on_failure
             )
 
         if torch.is_grad_enabled():
-            run = self.gradient.run if state_too else self.gradient.run_for_features
-            state, outcome = run(hidden, self.solver, start, record)
+            state, outcome = self.gradient.run(hidden, self.solver, start, record)
         else:
             state, outcome = self.gradient.evaluate(hidden, self.solver, start)
         codes = outcome.codes
-        # Looking at the codes makes a GPU wait, so it is done only for problems that have more to say about them.
-        if hidden.jumps or (hidden.diagnoses and any_row(codes != int(Status.CONVERGED))):
+        if hidden.jumps:
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
         report = Report(
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )
         self.__dict__["last"] = (report, slot)  # past torch, which would look whether it is a parameter or a module
-        self._watch.judge(Finding(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
+        self._monitor.judge(FailureCheck(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
         features = hidden.features(state) if outcome.features is None else outcome.features
         return Solution(features, state, report, slot)
 
@@ -139,7 +127,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def __getstate__(self) -> dict[str, Any]:
         # Reports belong to the process that made them: a copy begins without any, and warns for itself.
-        return {**self.__dict__, "last": None, "_watch": Watch()}
+        return {**self.__dict__, "last": None, "_monitor": ConvergenceMonitor()}
 
     def _refuse_forward_mode(self, x: State) -> None:
         # The solve takes no tangent along, so forward mode would see a constant where there is none.

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from opteq import models
 from opteq import operators as op
-from opteq._errors import UserError, unknown_name
-from opteq._fast import fast_paths
 from opteq.bench.floor import Floor, layer_map
+from opteq.common.errors import UserError, unknown_name
+from opteq.engine.flatten import freeze
+from opteq.engine.settings import fast_paths
 from opteq.operators.conv import ConvMap
 from opteq.problems import OptEq
-from opteq.problems.freezing import freeze
 from opteq.problems.hidden import BoundMap
 from opteq.states import State, blocks, single
 

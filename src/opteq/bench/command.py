@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from opteq._errors import ConvergenceWarning, UserError, unknown_name
 from opteq.bench import epoch, record, rivals, stepping, tables, training
 from opteq.bench.cases import MODELS, SHAPES, Precision, Shape, layer_case, model_case
 from opteq.bench.floor import peak_of
 from opteq.bench.timing import Clock
+from opteq.common.errors import ConvergenceWarning, UserError, unknown_name
 
 _DEVICES = ("auto", "cpu", "cuda")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from opteq._errors import UserError
-from opteq._files import write_atomically
 from opteq.bench import rivals
+from opteq.common.errors import UserError
+from opteq.common.files import write_atomically
 
 
 def machine(device: torch.device) -> dict[str, Any]:

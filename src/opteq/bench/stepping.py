@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq._fast import fast_paths
 from opteq.bench import floor, rivals
 from opteq.bench.cases import Case
 from opteq.bench.exact import ExactAnderson, ExactPicard
 from opteq.bench.timing import Clock, Timing, Work, later, reason
+from opteq.engine.settings import fast_paths
 from opteq.gradients.forward import find_without_tape
 from opteq.solvers import Anderson, Picard, Solver
 from opteq.states import State, map_state

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from opteq import _validate
-from opteq._options import NamedOptions
+from opteq.common import validate as _validate
+from opteq.common.options import NamedOptions
 
 Draws = dict[str, npt.NDArray[np.generic]]
 """Random numbers for a batch, by what they are for; the first dimension of each is the sample's place in the batch."""

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opteq._errors import UserError
-from opteq._options import NamedOptions
+from opteq.common.errors import UserError
+from opteq.common.options import NamedOptions
 from opteq.data.augmentation import Augmentation
 from opteq.data.dataset import Split
 from opteq.data.making import Maker

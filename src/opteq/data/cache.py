@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import Colours, Dataset, Pixels, Split
 from opteq.data.progress import progress
 from opteq.data.source import Found, Source, Stream

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import Labels, Pixels
 from opteq.data.places import data_folders
 from opteq.data.safe_pickle import pixels, read_pickle

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import IGNORED, Pixels
 from opteq.data.decode import decode_one, in_pieces
 from opteq.data.folder import visible

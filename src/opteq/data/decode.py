@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import Pixels
 from opteq.data.source import reason
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.decode import decode_all, decode_one
 from opteq.data.source import Found, Source, Stream
 

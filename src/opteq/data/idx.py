@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import Pixels
 from opteq.data.places import data_folders
 from opteq.data.source import Found, Source, reason, whole

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import Pixels
 from opteq.data.source import reason
 

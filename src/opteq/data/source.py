@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import Labels, Pixels
 
 

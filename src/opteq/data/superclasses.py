@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import Labels, Pixels
 from opteq.data.source import Source, Stream
 

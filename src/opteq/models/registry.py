@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opteq._errors import UserError, unknown_name
+from opteq.common.errors import UserError, unknown_name
 from opteq.models import baselines, extracted, geq, mopteq, opteq, pretrained, segmenter
 from opteq.models.classifier import Classifier
 from opteq.models.options import Options

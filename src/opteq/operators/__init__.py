@@ -13,14 +13,13 @@ torch.Size([2, 3, 16, 16])
 True
 """
 
-from opteq.operators.base import LinearMap, Operator
+from opteq.operators.base import LinearMap, Operator, use_prepared
 from opteq.operators.conv import Conv2d, SeparableConv2d
 from opteq.operators.dense import Dense
-from opteq.operators.norms import kernel_norm, module_norm
 from opteq.operators.patches import Patches
 from opteq.operators.resample import AveragePool, resample
+from opteq.operators.spectral.norms import kernel_norm, module_norm
 from opteq.operators.stack import Identity, Stack
-from opteq.operators.together import bounded_together
 
 __all__ = [
     "AveragePool",
@@ -32,8 +31,8 @@ __all__ = [
     "Patches",
     "SeparableConv2d",
     "Stack",
-    "bounded_together",
     "kernel_norm",
     "module_norm",
     "resample",
+    "use_prepared",
 ]

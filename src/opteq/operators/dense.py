@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
-from opteq.operators.norms import bounded, certified_norm, kernel_norm
+from opteq.operators.spectral.norms import bounded, certified_norm, kernel_norm
 
 
 class DenseMap(LinearMap):
@@ -69,9 +67,6 @@ class Dense(Operator):
 
     def prepare(self) -> DenseMap:
         return DenseMap(bounded(self.weight, self.bound))
-
-    def bounded_by(self) -> tuple[Any, ...] | None:
-        return None if self.bound is None else (self.weight, self.bound)
 
     def norm(self) -> Tensor:
         return certified_norm(self.prepare().weight, self.bound)

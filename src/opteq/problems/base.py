@@ -8,33 +8,31 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from opteq import penalties
-from opteq._held import HoldsOptions
-from opteq._options import NamedOptions
-from opteq.operators import bounded_together
+from opteq import engine, penalties
+from opteq.common.options import NamedOptions
+from opteq.common.registration import HoldsOptions
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence
-from opteq.problems.hidden import BoundMap, WrittenHidden
-from opteq.states import State, blocks
+from opteq.problems.hidden import BoundMap
+from opteq.problems.written import WrittenHidden
+from opteq.states import State
 
 
 class Problem(HoldsOptions, metaclass=NamedOptions):
     """Something whose fixed points are sought once an input is bound: ``problem(x)`` binds it."""
 
     takes_tuples: ClassVar[bool] = False
-    """Whether the input may be a tuple of tensors, one a branch."""
+    """Whether the input may be a tuple of tensors, one per branch."""
 
     @abstractmethod
     def bind(self, x: Any) -> BoundMap:
         """The problem with ``x`` bound. All work that depends on ``x`` and the weights alone is done here, once."""
 
     def forward(self, x: State) -> BoundMap:
-        """Check ``x``, a tensor (for problems with branches, or a tuple with one a branch), then bind it."""
+        """Check ``x``, a tensor (for problems with branches, or a tuple with one per branch), then bind it."""
         for part in x if self.takes_tuples and isinstance(x, tuple) and x else (x,):
             self._check_input(part)
-        if not blocks(x)[0].is_cuda:
-            return self.bind(x)
-        with bounded_together(self, beside=blocks(x)[0]):
+        with engine.bounded_weights(self):
             return self.bind(x)
 
     def certificate(self) -> Certificate:
@@ -68,7 +66,7 @@ class HiddenProblem(Problem):
     implicit gradient follow by autograd.
 
     - ``penalty``: an activation's name or a :class:`~opteq.penalties.Penalty`; the activation is its prox.
-    - ``smooth(y, x)``: one number a sample.
+    - ``smooth(y, x)``: one value per sample, or a dict of named terms.
     - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
     - ``features(y)``: what the network hands on; ``y`` by default.
 
@@ -86,8 +84,8 @@ class HiddenProblem(Problem):
     penalty: str | Penalty
 
     @abstractmethod
-    def smooth(self, y: State, x: Tensor) -> Tensor:
-        """g(y; x), one number a sample."""
+    def smooth(self, y: State, x: Tensor) -> Tensor | dict[str, Tensor]:
+        """g(y; x), one value per sample, or its terms by name."""
 
     def start(self, x: Tensor) -> State:
         """The starting state for input ``x``."""
@@ -99,7 +97,7 @@ class HiddenProblem(Problem):
 
     def bind(self, x: Tensor) -> BoundMap:
         """The problem with ``x`` bound, everything by autograd."""
-        return WrittenHidden(self._activation(), lambda y: self.smooth(y, x), self.start(x), self.features)
+        return WrittenHidden(self._activation(), self, x, self.start(x))
 
     def certificate(self) -> Certificate:
         """Existence where the activation's range is bounded; the rest needs bounds that only the author knows."""

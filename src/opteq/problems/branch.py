@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
+from opteq.common.options import NamedOptions
 from opteq.operators import Operator
-from opteq.operators.biased import convolved
 
 
 class Branch(nn.Module, metaclass=NamedOptions):
@@ -59,10 +58,7 @@ def check_positive(name: str, value: float) -> float:
 def inject(U: nn.Module | None, x: Tensor) -> Tensor:
     """``U x + b``, with an error that shows the input's shape."""
     try:
-        injected = x if U is None else convolved(U, x)
-        if injected is None:
-            assert U is not None
-            injected = U(x)
+        injected = x if U is None else U(x)
     except RuntimeError as error:
         raise ValueError(f"U could not take an input of shape {tuple(x.shape)}: {error}") from error
     if not isinstance(injected, torch.Tensor):

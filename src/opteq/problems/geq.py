@@ -59,7 +59,7 @@ class GEQ(Problem):
 
     def bind(self, x: Tensor) -> BoundGEQ:
         """``U x + b``, the bounded W, and the kernel with its parameters settled, computed once."""
-        c = inject(self.U, x)  # before W, whose bound may be computed meanwhile
+        c = inject(self.U, x)
         W = self.W.prepare()
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)

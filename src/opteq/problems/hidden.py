@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from opteq.penalties import ElementwisePenalty, Penalty
-from opteq.problems.expansion import Expansion
-from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation, TapedLinearisation
+from opteq.penalties import Penalty
+from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
 from opteq.states import State, blocks, inner, map_state
 
 
@@ -25,18 +23,12 @@ class FeatureForm:
         start: where to begin.
         state: the state that belongs to given features.
         measured: the step with a merit, as :attr:`BoundMap.measured`.
-        first: the step at ``start``, where that takes less than a step anywhere else.
-        zero_state: whether the problem's own start is zero.
-        reads_out: whether a step gives the features of the state that belongs to where it began.
     """
 
     step: Callable[[State], State]
     start: State
     state: Callable[[State], State]
     measured: Callable[[State], tuple[State, Tensor]] | None = None
-    first: Callable[[], State] | None = None
-    zero_state: bool = False
-    reads_out: bool = False
 
 
 class BoundMap(ABC):
@@ -49,7 +41,7 @@ class BoundMap(ABC):
     """Whether samples depend on each other, so that a batch is one system."""
 
     damping: float | Tensor = 1.0
-    """The damping that makes plain iteration converge, where that is known; one number, or one a sample ``(B,)``."""
+    """The damping that makes plain iteration converge, where that is known; one number, or one per sample ``(B,)``."""
 
     jumps: bool = False
     """Whether the map is discontinuous: a small residual then proves no fixed point, and every solve is diagnosed."""
@@ -61,25 +53,6 @@ class BoundMap(ABC):
     """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
     no saddle then that a small residual could belong to, so that residuals are guard enough for methods that
     extrapolate, and no merit is computed."""
-
-    interval: tuple[float, float] | None = None
-    """The ends between which :meth:`project` clamps every entry, where it does that and no more."""
-
-    aside: ClassVar[tuple[str, ...]] = ()
-    """Attributes that no step reads: they stay behind when the map is copied for a solve."""
-
-    reads_out_aside: bool = False
-    """Whether :meth:`features` needs one of those."""
-
-    frozen: Any = None
-    """What :mod:`opteq.problems.freezing` found out about this map."""
-
-    originals: Sequence[Tensor] = ()
-    """The tensors of ``frozen`` as this map holds them, with their tape."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept_back = (*self.aside, "frozen", "originals")
-        return {name: value for name, value in self.__dict__.items() if name not in kept_back}
 
     @property
     def measured(self) -> Callable[[State], tuple[State, Tensor]] | None:
@@ -94,10 +67,6 @@ class BoundMap(ABC):
     @abstractmethod
     def start(self) -> State:
         """Where solvers begin."""
-
-    def template(self) -> State:
-        """Tensors with shapes and dtypes of a state, whose values mean nothing; for problems that have some at hand."""
-        return self.start()
 
     @abstractmethod
     def step(self, y: State) -> State:
@@ -123,21 +92,6 @@ class BoundMap(ABC):
 
         return Linearisation(product, lambda v: pull(v)[0])
 
-    def linearise_on_tape(self, y: State, features: State, close: bool = False) -> TapedLinearisation | None:  # noqa: ARG002
-        """The same with the tape that gradients of the problem's tensors take; None where there is no such form.
-
-        Args:
-            y: the state.
-            features: those of y.
-            close: whether y was solved for to four digits or more.
-        """
-        return None
-
-    @property
-    def diagnoses(self) -> bool:
-        """Whether :meth:`diagnose` may have something to say. To see whether it is asked makes a device wait."""
-        return type(self).diagnose is not BoundMap.diagnose
-
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
         """The status codes of an unfinished solve, told more precisely where the problem knows its own troubles.
 
@@ -154,10 +108,6 @@ class BoundMap(ABC):
         """The feature form where features have no more entries than the state, and the same equilibria."""
         return None
 
-    def expansion(self) -> Expansion | None:
-        """The map on features in a form that lets a CPU do with fewer, cheaper products; None where there is none."""
-        return None
-
 
 class Hidden(BoundMap):
     """``G(y) = sum f(y) + 1/2 |y|^2 + g(y)`` with its input bound, and the step ``T(y) = sigma(-grad g(y))``.
@@ -171,7 +121,7 @@ class Hidden(BoundMap):
 
     @abstractmethod
     def smooth(self, y: State) -> Tensor:
-        """g, one number a sample."""
+        """g, one value per sample."""
 
     def preactivation(self, y: State) -> State:
         """``-grad g(y)``: what the activation is applied to."""
@@ -186,17 +136,8 @@ class Hidden(BoundMap):
         """The nearest point of the penalty's domain."""
         return map_state(self.penalty.project, y)
 
-    @property
-    def interval(self) -> tuple[float, float] | None:  # type: ignore[override]
-        """The penalty's domain, where it is the same interval for every entry."""
-        penalty = self.penalty
-        # A penalty that is infinite at the ends of its domain keeps clear of them by a projection of its own.
-        if not isinstance(penalty, ElementwisePenalty) or type(penalty).project is not ElementwisePenalty.project:
-            return None
-        return penalty.domain
-
     def terms(self, y: State) -> dict[str, Tensor]:
-        """The objective term by term, each one number a sample."""
+        """The objective term by term, each one value per sample."""
         penalties = torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
         return {"penalty": penalties, "quadratic": inner(y, y) / 2, **self.smooth_terms(y)}
 
@@ -205,7 +146,7 @@ class Hidden(BoundMap):
         return {"smooth": self.smooth(y)}
 
     def objective(self, y: State) -> Tensor:
-        """``G(y)``, one number a sample; infinite where the penalty is."""
+        """``G(y)``, one value per sample; infinite where the penalty is."""
         return torch.stack(list(self.terms(y).values())).sum(dim=0)
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
@@ -231,36 +172,3 @@ class Hidden(BoundMap):
             return apply
 
         return SymmetricLinearisation(self.curvature_at(y), each("factor"), each("factor_adjoint"))
-
-
-class WrittenHidden(Hidden):
-    """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's."""
-
-    def __init__(
-        self,
-        penalty: Penalty,
-        smooth: Callable[[State], Tensor],
-        start: State,
-        features: Callable[[State], State],
-    ) -> None:
-        self.penalty = penalty
-        self._smooth = smooth
-        self._start = start
-        self._features = features
-
-    def start(self) -> State:
-        return self._start
-
-    def smooth(self, y: State) -> Tensor:
-        values = self._smooth(y)
-        batch = blocks(y)[0].shape[0]
-        if not isinstance(values, Tensor) or values.shape != (batch,):
-            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"smooth(y, x) should return one number a sample, shape ({batch},); got {got}. "
-                "Sum over every dimension but the first"
-            )
-        return values
-
-    def features(self, y: State) -> State:
-        return self._features(y)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq._errors import unknown_name
+from opteq.common.errors import unknown_name
 from opteq.operators import module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import ConvergenceWarning
+from opteq.common.errors import ConvergenceWarning
 from opteq.data.dataset import IGNORED
 from opteq.report.examine import Pictures, SolveRecord, Watch
 from opteq.report.markup import Html, join, tag

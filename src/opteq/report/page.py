@@ -12,8 +12,8 @@ from string import Template
 import torch
 from torch import nn
 
-from opteq._files import plain_errors, write_atomically
 from opteq.analysis.terms import evaluating
+from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
 from opteq.problems.certificate import Certificate
 from opteq.report import sections

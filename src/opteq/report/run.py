@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opteq._errors import UserError
-from opteq._files import look_into
+from opteq.common.errors import UserError
+from opteq.common.files import look_into
 from opteq.training import toml
 
 _SIGNS = ("recipe.toml", "metrics.jsonl", "config.json", "model.safetensors")

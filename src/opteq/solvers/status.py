@@ -19,6 +19,7 @@ class Status(IntEnum):
     CYCLING = 4
     APPROXIMATE = 5
     SINGULAR = 6
+    FIXED_STEPS = 7
 
     @property
     def message(self) -> str:
@@ -49,5 +50,6 @@ _MESSAGES = {
         "the linear system has no solution that rounding lets through: the equilibrium is not isolated, or nearly so. "
         "The nearest answer of moderate length is used; give the operators a smaller bound"
     ),
+    Status.FIXED_STEPS: "tol=0 asked for exactly max_steps steps; they were taken, and the residual is what they left",
     Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",
 }

@@ -18,8 +18,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from opteq._errors import UserError
-from opteq._files import plain_errors, remove_drafts, write_atomically
+from opteq.common.errors import UserError
+from opteq.common.files import plain_errors, remove_drafts, write_atomically
 
 KEEP = 2
 """Files kept: the newest, and the one before it in case the newest turns out to be damaged."""

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from torch import nn
 
 from opteq import data, models
-from opteq._errors import UserError
-from opteq._files import draft, plain_errors, write_atomically
 from opteq.analysis import PGD
+from opteq.common.errors import UserError
+from opteq.common.files import draft, plain_errors, write_atomically
 from opteq.data import Batches, Dataset, Split
 from opteq.gradients import Unrolled
 from opteq.models import equilibria

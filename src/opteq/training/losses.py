@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opteq import regularizers
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.couplings import augmented_loss
 from opteq.data.dataset import IGNORED
 from opteq.models import Classifier, equilibria

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.training import toml
 from opteq.training.recipe import Recipe
 

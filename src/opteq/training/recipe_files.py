@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from opteq._errors import UserError, unknown_name
+from opteq.common.errors import UserError, unknown_name
 from opteq.training import overrides as override
 from opteq.training import toml
 from opteq.training.recipe import Recipe

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from opteq._files import write_atomically
+from opteq.common.files import write_atomically
 from opteq.training.board import Board
 
 Line = dict[str, Any]

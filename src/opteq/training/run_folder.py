@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from opteq._errors import UserError
-from opteq._files import alone_in, draft, look_into, plain_errors, remove_drafts, write_atomically
+from opteq.common.errors import UserError
+from opteq.common.files import alone_in, draft, look_into, plain_errors, remove_drafts, write_atomically
 from opteq.training.checkpoints import Checkpoints
 from opteq.training.recipe import Recipe
 from opteq.training.recipe_files import flattened, load_recipe, to_toml

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from opteq._errors import UserError
 from opteq.analysis.terms import evaluating
+from opteq.common.errors import UserError
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier

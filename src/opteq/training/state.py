@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.training import rng
 from opteq.training.devices import Accelerator, gather_object
 

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from opteq import data, models
-from opteq._errors import UserError
-from opteq._files import plain_errors
+from opteq.common.errors import UserError
+from opteq.common.files import plain_errors
 from opteq.data import Batches, Dataset, Split
 from opteq.models import Classifier
 from opteq.training import environment, rng

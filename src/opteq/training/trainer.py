@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opteq._errors import UserError
-from opteq._files import plain_errors
 from opteq.analysis import PGD
+from opteq.common.errors import UserError
+from opteq.common.files import plain_errors
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier

@@ -1,0 +1,89 @@
+"""A user's problem with its input bound: the user writes values, autograd does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opteq.operators import LinearMap, Operator, use_prepared
+from opteq.penalties import Penalty
+from opteq.problems.hidden import Hidden
+from opteq.problems.reuse import InputOnly
+from opteq.states import State, blocks
+
+
+class BoundModule:
+    """A user's module with its input bound.
+
+    The maps of its operators are prepared once, and so is everything that depends on the input and the weights alone:
+    ``self.U(x)`` inside a user's function is computed here, not in every step.
+
+    Attributes:
+        module: the user's.
+        x: the input.
+        maps: the prepared map of every operator inside.
+        reused: results that depend on the input and the weights alone.
+    """
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        self.module: Any = module
+        self.x = x
+        self.maps: Mapping[Operator, LinearMap] = {
+            part: part.prepare() for part in module.modules() if isinstance(part, Operator)
+        }
+        self.reused = InputOnly([x, *module.parameters(), *module.buffers(), *_weights(self.maps.values())])
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the user's functions reuse what was computed already."""
+        with use_prepared(self.maps), self.reused:
+            yield
+
+
+def _weights(maps: Iterable[LinearMap]) -> list[Tensor]:
+    """The tensors that prepared maps hold."""
+    return [value for linear in maps for value in vars(linear).values() if isinstance(value, Tensor)]
+
+
+class WrittenHidden(Hidden):
+    """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's."""
+
+    def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor, start: State) -> None:
+        self.penalty = penalty
+        self.bound = BoundModule(problem, x)
+        self._start = start
+        self.smooth(start)  # what depends on the input alone is computed here, differentiably
+
+    def start(self) -> State:
+        return self._start
+
+    def smooth(self, y: State) -> Tensor:
+        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """The user's terms by name, or one called "smooth"."""
+        with self.bound.entered():
+            values = self.bound.module.smooth(y, self.bound.x)
+        terms = values if isinstance(values, dict) else {"smooth": values}
+        for name, value in terms.items():
+            check_values(value, blocks(y)[0].shape[0], f"term {name!r} of smooth(y, x)")
+        return terms
+
+    def features(self, y: State) -> State:
+        with self.bound.entered():
+            found: State = self.bound.module.features(y)
+        return found
+
+
+def check_values(values: object, batch: int, what: str) -> None:
+    """Raise unless ``values`` is a tensor with one value per sample."""
+    if not isinstance(values, Tensor) or values.shape != (batch,):
+        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            f"{what} should have one value per sample, shape ({batch},); got {got}. "
+            "Sum over every dimension but the first"
+        )
