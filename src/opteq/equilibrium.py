@@ -33,6 +33,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``. On a GPU a
             warning, or the error about an input that is not finite, may come after the call: with its backward pass, or
             with the next call. ``"raise"`` waits for the device in every call.
+        compile: fuse the functions of a problem that a user has written by torch.compile, in captured solves on a GPU.
+            The first calls then take some seconds longer.
 
     ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
     gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call.
@@ -51,6 +53,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         solver: Solver | None = None,
         gradient: Gradient | None = None,
         on_failure: str = "warn",
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.problem = _checked(problem, Problem, "problem", "a hidden problem such as opteq.OptEq")
@@ -61,6 +64,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if on_failure not in _ON_FAILURE:
             raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
+        self.compile_functions = compile
         self.last: tuple[Report, BackwardSlot] | None = None
         self._monitor = ConvergenceMonitor()
 
@@ -85,6 +89,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             self._refuse_forward_mode(x)
         self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
+        hidden.fuse = self.compile_functions
         layout = Layout.of(hidden.start())
         for part in blocks(x):
             if layout.batch != part.shape[0]:

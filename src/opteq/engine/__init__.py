@@ -96,7 +96,7 @@ def report(layer: Any, x: Any) -> str:
 
     The layer is called a few times, as training would call it: what is captured is captured by then.
     """
-    from opteq.engine.report import describe
+    from opteq.engine.describe import describe
 
     return describe(layer, x)
 

@@ -73,6 +73,13 @@ class Symmetrised:
         self.recover = recover
 
 
+def adjoint_product(local: Linearisation | SymmetricLinearisation) -> Product:
+    """What is applied again and again in the adjoint system: S of :func:`symmetrised`."""
+    if isinstance(local, Linearisation):
+        return local.adjoint
+    return local.scaled if local.reduction is None else local.reduction.product
+
+
 def symmetrised(
     local: Linearisation | SymmetricLinearisation, gradient: State, apply: Callable[[Product, State], State]
 ) -> Symmetrised:
@@ -84,17 +91,17 @@ def symmetrised(
         apply: applies a product in the precision of the forward pass.
     """
     if isinstance(local, Linearisation):
-        return Symmetrised(local.adjoint, gradient, lambda v: v)
+        return Symmetrised(adjoint_product(local), gradient, lambda v: v)
     reduction = local.reduction
     if reduction is not None:
         expand = reduction.expand
         return Symmetrised(
-            reduction.product,
+            adjoint_product(local),
             apply(reduction.restrict, gradient),
             lambda u: map_state(torch.add, gradient, apply(expand, u)),
         )
     return Symmetrised(
-        local.scaled,
+        adjoint_product(local),
         apply(local.factor_adjoint, gradient),
         lambda w: map_state(torch.add, gradient, apply(lambda w: local.curvature(local.factor(w)), w)),
     )

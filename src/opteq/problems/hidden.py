@@ -49,6 +49,9 @@ class BoundMap(ABC):
     has_merit: bool = False
     """Whether there is a merit, a number that plain steps decrease."""
 
+    fuse: bool = False
+    """Whether a user's functions may be compiled, see ``Equilibrium(compile=True)``."""
+
     contracts: bool = False
     """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
     no saddle then that a small residual could belong to, so that residuals are guard enough for methods that

@@ -1,4 +1,4 @@
-"""Results that depend on the input and the weights alone, computed once and used in every evaluation."""
+"""A user's functions, evaluated again and again: what depends on the input and the weights alone is computed once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from opteq.operators.convolution import SECOND_ORDER
+
 _IMPURE = {"dropout", "rand", "randn", "bernoulli", "normal", "multinomial", "manual_seed", "requires_grad_"}
 
 
@@ -17,7 +19,8 @@ class InputOnly(TorchFunctionMode):
 
     Known are the given tensors and the results of such operations. An operation is recognised by its function and its
     arguments, tensors by identity, so that values come out as if nothing were kept. Operations that write to a tensor,
-    draw random numbers or see a state are left alone.
+    draw random numbers or see a state are left alone, but for convolutions of a state: they are computed with the cheap
+    second derivatives of :mod:`opteq.operators.convolution`.
 
     Args:
         tensors: the input, parameters and buffers.
@@ -36,7 +39,9 @@ class InputOnly(TorchFunctionMode):
         kwargs = kwargs or {}
         key = self._key(func, args, kwargs)
         if key is None:
-            return func(*args, **kwargs)
+            replaced = SECOND_ORDER.get(func)
+            found = None if replaced is None else replaced(*args, **kwargs)
+            return func(*args, **kwargs) if found is None else found
         if key in self._found:
             return self._found[key]
         result = func(*args, **kwargs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from opteq.operators import LinearMap, Operator, use_prepared
 from opteq.penalties import Penalty
 from opteq.problems.hidden import Hidden
+from opteq.problems.linearisation import Structure
 from opteq.problems.reuse import InputOnly
 from opteq.states import State, blocks
 
@@ -50,7 +51,13 @@ def _weights(maps: Iterable[LinearMap]) -> list[Tensor]:
 
 
 class WrittenHidden(Hidden):
-    """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's."""
+    """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's.
+
+    The adjoint system of a strict minimiser is positive definite. Where a state turns out to be none, conjugate
+    gradients say so (``INDEFINITE``).
+    """
+
+    structure = Structure.POSITIVE
 
     def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor, start: State) -> None:
         self.penalty = penalty

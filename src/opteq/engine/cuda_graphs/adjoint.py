@@ -11,7 +11,9 @@ from torch import Tensor
 
 from opteq.common.autocast import Autocast
 from opteq.engine.cuda_graphs import cache
+from opteq.engine.cuda_graphs.buffers import dense
 from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
+from opteq.engine.cuda_graphs.traced import Traces
 from opteq.engine.flatten import Flattened
 from opteq.engine.log import note
 from opteq.engine.triton.solvers import open_linear
@@ -43,16 +45,17 @@ class AdjointByGraph:
     Args:
         flat: the problem, taken apart.
         state: its equilibrium, a constant.
-        has_features: whether features are differentiated beside the state.
         linear: solves the adjoint system.
         coupled: whether samples depend on each other.
+        fuse: whether a user's functions are compiled.
     """
 
-    def __init__(self, flat: Flattened, state: State, has_features: bool, linear: LinearSolver, coupled: bool) -> None:
+    def __init__(self, flat: Flattened, state: State, linear: LinearSolver, coupled: bool, fuse: bool) -> None:
         self.flat = flat
         self.state = state
-        self.has_features = has_features
         self.linear = linear
+        self.fuse = fuse
+        self.traces = Traces(flat, fuse)
         self.layout = Layout.of(state, coupled)
         self.autocast = Autocast.current(self.layout.device)
         self.eps = rounding(self.layout, self.autocast)
@@ -71,7 +74,7 @@ class AdjointByGraph:
             return _BackwardSolve(self, tensors[:held], state, Cotangents(*given))
 
         forms = tuple(None if one is None else len(blocks(one)) for one in arrived)
-        key = ("adjoint", self.flat.structure, self.flat.wanted, self.linear, self.autocast, forms)
+        key = ("adjoint", self.flat.structure, self.flat.wanted, self.linear, self.autocast, forms, self.fuse)
         with self.autocast.off(), torch.no_grad():
             answer = cache.run(key, inputs, open_solve)
             if isinstance(answer, str):
@@ -116,7 +119,8 @@ class _BackwardSolve:
             system = symmetrised(local, gradient, adjoint.apply)
             self.recover = system.recover
             self.layout = Layout.of(system.rhs, adjoint.layout.coupled)
-            product = system.product
+            with adjoint.autocast.entered():
+                product = adjoint.traces.product(list(held), state, system.product, system.rhs)
             self.solve = open_linear(
                 adjoint.linear, lambda v: adjoint.apply(product, v), system.rhs, self.layout, adjoint.eps
             )
@@ -139,7 +143,7 @@ class _BackwardSolve:
     def _through_features(self, cotangents: Cotangents) -> tuple[State, Gradients]:
         """The cotangent of the state, that of the features included, and what the features give to the tensors."""
         at_state, at_features = (
-            None if one is None else map_state(_arranged, one) for one in (cotangents.state, cotangents.features)
+            None if one is None else map_state(dense, one) for one in (cotangents.state, cotangents.features)
         )
         if at_features is None:
             assert at_state is not None
@@ -153,11 +157,6 @@ class _BackwardSolve:
         through = [torch.zeros_like(p) if g is None else g for g, p in zip(found[:count], parts, strict=True)]
         total = like(self.state, tuple(through))
         return total if at_state is None else map_state(torch.add, at_state, total), found[count:]
-
-
-def _arranged(cotangent: Tensor) -> Tensor:
-    """A dense cotangent: that of a mean or a sum is an expanded one."""
-    return cotangent if cotangent.is_non_overlapping_and_dense() else cotangent.contiguous()
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
 from opteq.engine.cuda_graphs.bounds import scales_by_graph
 from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
+from opteq.engine.cuda_graphs.traced import Traces
 from opteq.engine.flatten import NotFlattenableError, flatten
 from opteq.engine.log import note
 from opteq.engine.triton.solvers import open_fixed_point
@@ -42,13 +43,15 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         return note("forward", "not all tensors are on one CUDA device")
     autocast = Autocast.current(inputs[0].device)
 
+    traces = Traces(flat, hidden.fuse)
+
     def open_solve(tensors: list[Tensor]) -> _ForwardSolve:
         begin = None if start is None else like(start, tuple(tensors[count:]))
         # In the caller's precision: a capture may happen inside a region without autocast.
         with autocast.entered():
-            return _ForwardSolve(flat.with_tensors(tensors[:count]), solver, begin, same_steps)
+            return _ForwardSolve(traces.problem(tensors[:count]), solver, begin, same_steps)
 
-    key = ("forward", flat.structure, solver, start is None, same_steps, autocast)
+    key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.fuse)
     with autocast.off():
         answer = cache.run(key, inputs, open_solve)
     if isinstance(answer, str):
@@ -81,7 +84,7 @@ def attach(
     if features is None:
         with torch.no_grad():
             features = features_beside(hidden, state)
-    adjoint = AdjointByGraph(flat, state, features is not None, linear, hidden.coupled)
+    adjoint = AdjointByGraph(flat, state, linear, hidden.coupled, hidden.fuse)
     attached = attach_adjoint(adjoint, features, record)
     return attached[0], replace(outcome, features=attached[1])
 

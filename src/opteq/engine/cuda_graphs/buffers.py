@@ -64,6 +64,16 @@ def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*small)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """``tensor``, or a contiguous copy where its entries overlap or leave gaps in memory."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return tensor.contiguous()
+        expected *= size
+    return tensor
+
+
 class BufferSet:
     """The buffers of one graph: no two of them are the same, other graphs may have any of them too."""
 

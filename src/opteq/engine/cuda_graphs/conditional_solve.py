@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from opteq.common.convergence_monitor import AsyncHostCopy
-from opteq.engine.cuda_graphs.buffers import fill
+from opteq.engine.cuda_graphs.buffers import dense, fill
 from opteq.engine.cuda_graphs.capture import CaptureContext
 from opteq.engine.cuda_graphs.conditional_graph import Branch, ConditionalGraph, GraphRefusedError
 from opteq.engine.cuda_graphs.operations import CaptureCheck
-from opteq.engine.cuda_graphs.output_buffers import OutputBuffers, outputs_of
+from opteq.engine.cuda_graphs.output_buffers import OutputBuffers
 from opteq.solvers.loop import Finish, Iteration, Rule
 
 # Every so many solves the host notes how many steps one took, when the device has got there.
@@ -156,7 +156,7 @@ class ConditionalSolve:
         self.flags.append(iteration.unfinished().to(torch.int32))
 
     def _conclude(self, solve: Capturable, finish: Finish) -> None:
-        self.outputs = OutputBuffers(self.buffers, outputs_of(solve.tensors(finish)))
+        self.outputs = OutputBuffers(self.buffers, [dense(tensor) for tensor in solve.tensors(finish)])
 
     def _learn(self) -> None:
         """Take notice of an earlier solve; the first one is waited for."""

@@ -22,18 +22,18 @@ from opteq.solvers.loop import Finish, Iteration
 
 
 class FastOperations(TorchFunctionMode):
-    """Operations without autograd by faster kernels, where there are any."""
+    """Operations without autograd by faster kernels, where there are any.
 
-    def __init__(self) -> None:
+    Args:
+        kernels: whether Triton kernels are among them, which can't be traced.
+    """
+
+    def __init__(self, kernels: bool = True) -> None:
         super().__init__()
         self._flipped: dict[int, tuple[Tensor, Tensor]] = {}
-        self._table: dict[Callable[..., Any], Callable[..., Any]] = {
-            torch.conv_transpose2d: self._convolve_flipped,
-            pool: resample.pooled,
-            spread: resample.spread,
-            weigh: gaussian.weigh,
-            bend: gaussian.bend,
-        }
+        self._table: dict[Callable[..., Any], Callable[..., Any]] = {torch.conv_transpose2d: self._convolve_flipped}
+        if kernels:
+            self._table |= {pool: resample.pooled, spread: resample.spread, weigh: gaussian.weigh, bend: gaussian.bend}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,8 +58,3 @@ class OutputBuffers:
             own = own if dtype == torch.int64 else own.view(dtype)
             made[place] = own if len(shape) == 1 else own.view(shape)
         return [made[place] for place in range(len(self._shapes))]
-
-
-def outputs_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """``tensors`` as a list of dense ones, which buffers can have the strides of."""
-    return [tensor if tensor.is_non_overlapping_and_dense() else tensor.contiguous() for tensor in tensors]
