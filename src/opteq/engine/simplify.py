@@ -58,7 +58,7 @@ def _number(node: fx.Node, numbers: dict[fx.Node, float]) -> float | None:
         return 1.0
     if first is None:
         return None
-    if node.target in _SHAPES:
+    if node.target in _SHAPES or node.target is aten._to_copy.default:
         return first
     if node.target is aten.neg.default:
         return -first
@@ -78,7 +78,27 @@ def _replacement(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) 
         return _product(graph, node, numbers)
     if node.target is aten.neg.default and isinstance(node.args[0], fx.Node):
         return _scaled(graph, node, node.args[0], -1.0)
+    if node.target is aten._to_copy.default:
+        return _round_trip(graph, node)
     return None
+
+
+def _round_trip(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A product by a number in float32 of what has 16 bits, and is rounded to them again: the product itself.
+
+    Autocast takes squares and sums to float32. Products of 16 bits are computed in float32 and rounded anyway.
+    """
+    widened, factor = node.args[0], 1.0
+    if isinstance(widened, fx.Node) and widened.target is aten.mul.Scalar:
+        widened, factor = widened.args[0], widened.args[1]  # type: ignore[assignment]
+    if not isinstance(widened, fx.Node) or widened.target is not aten._to_copy.default:
+        return None
+    source, between = widened.args[0], widened.meta.get("val")
+    if not isinstance(source, fx.Node) or not _same_form(source, node) or not isinstance(between, torch.Tensor):
+        return None
+    if torch.finfo(between.dtype).eps > torch.finfo(node.meta["val"].dtype).eps or between.dtype == torch.float64:
+        return None
+    return _scaled(graph, node, source, float(factor))
 
 
 def _product(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) -> fx.Node | None:
