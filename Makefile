@@ -28,9 +28,10 @@ slow: $(STAMP)
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
 
+# Options by BENCH, such as `make bench BENCH='--device cpu --no-models'`.
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/opteq bench
+	PYTHONPATH=benchmarks $(BIN)/python -m opteq_bench $(BENCH)
 
 # The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries. Nothing is
 # compiled ahead: most files of most packages are never imported.

@@ -317,3 +317,7 @@ def test_the_last_good_checkpoint_stays(root: Path, tmp_path: Path, monkeypatch:
     found = Checkpoints(tmp_path / "run/checkpoints").latest()
     assert found is not None
     assert (found.step, found.values["epoch"], len(lines(tmp_path / "run"))) == (3, 1, 1)
+
+
+def test_bench_says_where_it_went() -> None:
+    refused(call("bench", "--device", "cpu"), "in a clone of opteq run `make bench`")

@@ -807,8 +807,8 @@ def noted(kernel):
 
 
 CompiledKernel._init_handles = noted
-from opteq.bench.cases import Precision, Shape, layer_problem, pictures
-from opteq.bench.contenders import ours
+from opteq_bench.cases import Precision, Shape, layer_problem, pictures
+from opteq_bench.contenders import ours
 
 device = torch.device("cuda")
 for size, name in (("32,64,32", "bf16"), ("32,64,32", "tf32"), ("48,48,9", "bf16")):
@@ -827,7 +827,7 @@ def test_no_kernel_is_loaded_while_a_graph_is_captured(tmp_path: Path) -> None:
     # A compiler's cache of this process, or of the user, would hide when a kernel is needed for the first time.
     done = subprocess.run(
         [sys.executable, "-c", LOADS],
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=250,

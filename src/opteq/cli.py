@@ -119,26 +119,11 @@ def recipes() -> None:
         console.print(recipes_table(console.width))
 
 
-@app.command()
-def bench(
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    batch: Annotated[int | None, typer.Option(help="Pictures at a time; 128 on a GPU, 8 on a CPU by default.")] = None,
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CHANNELS,HIDDEN,SIDE", help="A layer, such as 32,64,32; several may be given."),
-    ] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="float32, tf32 or bf16; several may be given.")] = None,
-    models: Annotated[bool, typer.Option("--models/--no-models", help="Whole models too.")] = True,
-    repeats: Annotated[int, typer.Option(help="Turns that a median is taken of.")] = 10,
-    json: Annotated[Path | None, typer.Option(help="Write every figure to this file.")] = None,
-) -> None:
-    """Time solvers and training steps beside the bare map, torchdeq and the floor; status 1 if answers disagree."""
-    from opteq import bench as benchmark
-
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def bench() -> None:
+    """Say where the benchmark went."""
     with one_line_errors():
-        passed = benchmark.run(device, batch, shapes or (), precision or (), models, repeats, json)
-    if not passed:
-        raise typer.Exit(1)
+        raise UserError("the benchmark is not part of the installed package: in a clone of opteq run `make bench`")
 
 
 @app.command()

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq import models
-from opteq.bench.cases import MODELS, PICTURE, Precision, pictures
-from opteq.bench.timing import Clock
+from opteq_bench.cases import MODELS, PICTURE, Precision, pictures
+from opteq_bench.timing import Clock
 
 BASELINE = "resnet18-cifar"
 # Enough for the weights to move and too little to leave where they began: solves then stay as long as at the start.

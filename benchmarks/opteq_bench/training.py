@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from opteq.bench import floor, rivals
-from opteq.bench.cases import Case, Precision, Shape, layer_case, layer_problem, pictures
-from opteq.bench.contenders import MAX_STEPS, Contender, ours, reference, shared, torchdeq
-from opteq.bench.exact import ExactAnderson, ExactCG
-from opteq.bench.stepping import SLACK
-from opteq.bench.timing import Clock, Timing, Work
 from opteq.gradients import Implicit
 from opteq.problems import OptEq
+from opteq_bench import floor, rivals
+from opteq_bench.cases import Case, Precision, Shape, layer_case, layer_problem, pictures
+from opteq_bench.contenders import MAX_STEPS, Contender, ours, reference, shared, torchdeq
+from opteq_bench.exact import ExactAnderson, ExactCG
+from opteq_bench.stepping import SLACK
+from opteq_bench.timing import Clock, Timing, Work
 
 
 def measure(shape: Shape, batch: int, precision: Precision, clock: Clock, peak: floor.Peak | None) -> dict[str, Any]:

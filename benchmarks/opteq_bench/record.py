@@ -15,7 +15,7 @@ import torch
 
 from opteq._errors import UserError
 from opteq._files import write_atomically
-from opteq.bench import rivals
+from opteq_bench import rivals
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -36,10 +36,9 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def stamp() -> dict[str, Any]:
     """When, and by which command."""
-    name = Path(sys.argv[0]).name
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([name, *sys.argv[1:]]),
+        "command": " ".join(["python -m opteq_bench", *sys.argv[1:]]),
     }
 
 

@@ -1,4 +1,4 @@
-"""``opteq bench``: all measurements in one run, tables on the terminal, and JSON."""
+"""All measurements in one run, tables on the terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from opteq._errors import ConvergenceWarning, UserError, unknown_name
-from opteq.bench import epoch, record, rivals, stepping, tables, training
-from opteq.bench.cases import MODELS, SHAPES, Precision, Shape, layer_case, model_case
-from opteq.bench.floor import peak_of
-from opteq.bench.timing import Clock
+from opteq_bench import epoch, record, rivals, stepping, tables, training
+from opteq_bench.cases import MODELS, SHAPES, Precision, Shape, layer_case, model_case
+from opteq_bench.floor import peak_of
+from opteq_bench.timing import Clock
 
 _DEVICES = ("auto", "cpu", "cuda")
 

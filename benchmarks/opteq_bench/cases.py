@@ -14,12 +14,12 @@ from opteq import models
 from opteq import operators as op
 from opteq._errors import UserError, unknown_name
 from opteq._fast import fast_paths
-from opteq.bench.floor import Floor, layer_map
 from opteq.operators.conv import ConvMap
 from opteq.problems import OptEq
 from opteq.problems.freezing import freeze
 from opteq.problems.hidden import BoundMap
 from opteq.states import State, blocks, single
+from opteq_bench.floor import Floor, layer_map
 
 MODELS = ("mopteq-0.48m", "geq-5m")
 PRECISIONS = ("float32", "tf32", "bf16")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from opteq._fast import fast_paths
-from opteq.bench import floor, rivals
-from opteq.bench.cases import Case
-from opteq.bench.exact import ExactAnderson, ExactPicard
-from opteq.bench.timing import Clock, Timing, Work, later, reason
 from opteq.gradients.forward import find_without_tape
 from opteq.solvers import Anderson, Picard, Solver
 from opteq.states import State, map_state
+from opteq_bench import floor, rivals
+from opteq_bench.cases import Case
+from opteq_bench.exact import ExactAnderson, ExactPicard
+from opteq_bench.timing import Clock, Timing, Work, later, reason
 
 STEPS = 20
 MEMORY = 5

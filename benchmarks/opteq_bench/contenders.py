@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.bench import rivals
-from opteq.bench.cases import ASKED, Precision, plain_map, settled_weight
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit
 from opteq.problems import OptEq
 from opteq.solution import Report
 from opteq.solvers import Anderson, Solver
 from opteq.states import single, working_dtype
+from opteq_bench import rivals
+from opteq_bench.cases import ASKED, Precision, plain_map, settled_weight
 
 MAX_STEPS = 50
 
@@ -71,7 +71,7 @@ class Contender:
 def ours(
     problem: OptEq, precision: Precision, solver: Solver | None = None, gradient: Gradient | None = None
 ) -> Contender:
-    """Our layer; to :data:`~opteq.bench.cases.ASKED` forward and backward unless told otherwise."""
+    """Our layer; to :data:`~opteq_bench.cases.ASKED` forward and backward unless told otherwise."""
     solver = solver or Anderson(tol=ASKED, max_steps=MAX_STEPS)
     gradient = gradient or Implicit(tol=ASKED, max_steps=MAX_STEPS)
     layer = Equilibrium(problem, solver, gradient, on_failure="ignore")
