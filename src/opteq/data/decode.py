@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opteq._errors import UserError
+from opteq._errors import UserError, needs_extra
 from opteq.data.dataset import Pixels
 from opteq.data.source import reason
 
@@ -76,7 +76,8 @@ def in_pieces(
 
 def decode_one(path: Path, image_size: int | None) -> Pixels:
     """One picture as ``(3, H, W)`` bytes, upright, in RGB, brought to ``image_size`` if one is given."""
-    from PIL import Image, ImageOps  # late: a process that reads the cache never decodes
+    with needs_extra("train"):  # imported here: a process that reads the cache never decodes
+        from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as file:

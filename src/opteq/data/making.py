@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from opteq._errors import needs_extra
 from opteq.data.augmentation import Augmentation
 from opteq.data.dataset import IGNORED
 from opteq.data.moving import crop_and_flip, inside_boxes, mix, soft_labels
@@ -56,7 +57,8 @@ class Maker:
             made = pixels.to(torch.float32, memory_format=self.memory_format)
         labels = labels.long()
         if options.recolours:
-            from opteq.data.recolour import recoloured  # late: it needs kornia
+            with needs_extra("train"):
+                from opteq.data.recolour import recoloured
 
             made = recoloured(made.div_(255), options, plan).mul_(255)
             made = made.contiguous(memory_format=self.memory_format)

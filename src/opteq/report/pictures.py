@@ -9,6 +9,7 @@ import io
 import torch
 from torch import Tensor
 
+from opteq._errors import needs_extra
 from opteq.data.dataset import IGNORED
 
 _LARGEST = 160
@@ -70,7 +71,8 @@ def matrix_picture(confusion: Tensor) -> str:
 
 def _address(pixels: Tensor, largest: int = _LARGEST, lossless: bool = False) -> str:
     """``(H, W, channels)`` in uint8 as a data address: small ones without loss, large ones smaller and as JPEG."""
-    from PIL import Image  # imported late: only a page with pictures needs it
+    with needs_extra("report"):
+        from PIL import Image
 
     array = pixels.cpu().contiguous().numpy()
     image = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
