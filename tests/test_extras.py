@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomlkit
 
 from opteq._errors import MissingExtraError, UserError, needs_extra
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomlkit.parse((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")).unwrap()[
+    "project"
+]
 # Where the name of the package to install is not the name to import.
 IMPORTED = {"pillow": "PIL"}
 # torch itself requires it.

@@ -7,10 +7,11 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, Union, get_args, get_origin
 
+import tomlkit
 from pydantic import BaseModel
+from tomlkit.exceptions import ParseError
 
 from opteq._errors import UserError
-from opteq.training import toml
 from opteq.training.recipe import Recipe
 
 OPEN_TABLES = ("model.options",)
@@ -75,8 +76,8 @@ def parse(text: str, kind: Any = None) -> Any:
     if text.lower() == "none" and type(None) in choices:
         return None
     try:
-        value = toml.loads(f"value = {text}")["value"]
-    except (toml.TOMLDecodeError, KeyError):
+        value = tomlkit.parse(f"value = {text}").unwrap()["value"]
+    except (ParseError, KeyError):
         return text
     wants_text = choices - {type(None)} == {str}
     return text if wants_text and not isinstance(value, str) else value

@@ -7,11 +7,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import tomlkit
 from pydantic import ValidationError
+from tomlkit.exceptions import ParseError
 
 from opteq._errors import UserError, unknown_name
 from opteq.training import overrides as override
-from opteq.training import toml
 from opteq.training.recipe import Recipe
 
 _FOLDER = resources.files("opteq") / "recipes"
@@ -54,20 +55,20 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
         source = (_FOLDER / f"{text}.toml").read_text(encoding="utf-8")
         where = text
     try:
-        content = toml.loads(source)
-    except toml.TOMLDecodeError as error:
+        content = tomlkit.parse(source).unwrap()
+    except ParseError as error:
         raise UserError(f"the recipe {where} is not valid TOML: {error}") from error
     return _validated(override.apply(content, overrides), where)
 
 
 def to_toml(recipe: Recipe) -> str:
     """The recipe as a TOML file that :func:`load_recipe` reads back as the same recipe."""
-    content = recipe.model_dump(mode="json", exclude_none=True)
+    content = recipe.model_dump(exclude_none=True)
     for key, value in flattened(content).items():
         # Names of files are bytes, and need not be text.
         if isinstance(value, str) and value.encode(errors="replace").decode() != value:
             raise UserError(f"{key} = {value!a} is no Unicode text, and recipes are: give it another name, or a link")
-    return toml.dumps(content)
+    return tomlkit.dumps(content)
 
 
 def flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -102,5 +103,5 @@ def _validated(content: dict[str, Any], where: str) -> Recipe:
         if isinstance(first["input"], dict):
             raise UserError(f"recipe {where}: [{key}] {reason}{rest}") from None
         raise UserError(
-            f"recipe {where}: {key} = {toml.value_text(first['input'])} is not right: {reason}{rest}"
+            f"recipe {where}: {key} = {tomlkit.item(first['input']).as_string()} is not right: {reason}{rest}"
         ) from None
