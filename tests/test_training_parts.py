@@ -23,12 +23,12 @@ from opteq._files import draft, plain_errors, remove_drafts, write_atomically
 from opteq.couplings import diversity, heritage
 from opteq.solution import Report
 from opteq.training import CheckpointWarning, TrainingStopped, checkpoints, rng
-from opteq.training.board import Board
 from opteq.training.checkpoints import Checkpoint, Checkpoints
 from opteq.training.guard import judge
 from opteq.training.losses import Loss
 from opteq.training.optimizers import optimizer
 from opteq.training.recipe import GuardSection, LossSection, OptimizerSection, ScheduleSection
+from opteq.training.records import Records
 from opteq.training.run_folder import RunFolder
 from opteq.training.schedules import schedule
 from opteq.training.tally import Counts, Tally
@@ -367,17 +367,18 @@ def test_tensorboard_forgets_what_is_drawn_anew(tmp_path: Path) -> None:
     """An interrupted run drew four epochs, but its checkpoint knows of two: the last two are drawn once more."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = Board(tmp_path)
-    for epoch in range(1, 5):
-        first.add(epoch, {"loss/train": 1 / epoch, "loss/test": 2 / epoch})
-    again = Board(tmp_path, done=2)
-    again.add(3, {"loss/train": 0.25})
-    read = EventAccumulator(str(tmp_path))
+    history = [{"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 2 / epoch} for epoch in range(1, 5)]
+    first = Records(tmp_path, [])
+    for line in history:
+        first.add(line)
+    again = Records(tmp_path, history[:2])
+    again.add({"epoch": 3, "train_loss": 0.25})
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert [(event.step, event.value) for event in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5), (3, 0.25)]
     assert [event.step for event in read.Scalars("loss/test")] == [1, 2]
-    for board in (first, again):
-        board.close()
+    for records in (first, again):
+        records.close()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fcntl") is None, reason="this system has no locks on folders")
