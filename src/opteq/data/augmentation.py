@@ -1,4 +1,10 @@
-"""Which random changes are made to training pictures, and the random numbers for one batch of them."""
+"""Which random changes are made to training images, and the random numbers for one batch of them.
+
+kornia computes the changes of colour. Its random classes are not used: a sample's random numbers depend on the batch
+that it is in, so that a resumed run, or one with another number of processes, would see other images, and RandAugment
+chooses its operations once per batch. Crop and flip take 3.0 ms here and 13.6 ms there (128 images of 3x32x32, one
+thread of a CPU).
+"""
 
 from __future__ import annotations
 
