@@ -21,7 +21,7 @@ from cli_cases import call, finished, no_page, refused, root, train
 from opteq import cli, models
 from opteq._errors import UserError
 from opteq.report.run import read_run
-from opteq.training.checkpoints import Checkpoints
+from opteq.training.run.checkpoints import Checkpoints
 from training_cases import in_process, lines, train_here
 
 __all__ = ["finished", "no_page", "root"]  # fixtures

@@ -12,8 +12,8 @@ import torch
 from opteq import data, models
 from opteq._errors import UserError
 from opteq.training import Recipe, load_recipe, recipes
-from opteq.training.overrides import known_keys, parse
-from opteq.training.recipe_files import to_toml
+from opteq.training.recipe.files import to_toml
+from opteq.training.recipe.overrides import known_keys, parse
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -22,16 +22,17 @@ from opteq._errors import UserError
 from opteq._files import draft, plain_errors, remove_drafts, write_atomically
 from opteq.couplings import diversity, heritage
 from opteq.solution import Report
-from opteq.training import CheckpointWarning, TrainingStopped, checkpoints, rng
-from opteq.training.checkpoints import Checkpoint, Checkpoints
+from opteq.training import CheckpointWarning, TrainingStopped
 from opteq.training.guard import judge
-from opteq.training.losses import Loss
-from opteq.training.optimizers import optimizer
-from opteq.training.recipe import GuardSection, LossSection, OptimizerSection, ScheduleSection
-from opteq.training.records import Records
-from opteq.training.run_folder import RunFolder
-from opteq.training.schedules import schedule
-from opteq.training.tally import Counts, Tally
+from opteq.training.metrics import Counts, Tally
+from opteq.training.optim.losses import Loss
+from opteq.training.optim.optimizers import optimizer
+from opteq.training.optim.schedules import schedule
+from opteq.training.recipe.sections import GuardSection, LossSection, OptimizerSection, ScheduleSection
+from opteq.training.run import checkpoints, rng
+from opteq.training.run.checkpoints import Checkpoint, Checkpoints
+from opteq.training.run.folder import RunFolder
+from opteq.training.run.records import Records
 
 
 def torch_factors(make: object, steps: int) -> list[float]:
@@ -383,7 +384,7 @@ def test_tensorboard_forgets_what_is_drawn_anew(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("fcntl") is None, reason="this system has no locks on folders")
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from opteq.training.run_folder import RunFolder\n"
+    code = "import sys, time; from pathlib import Path; from opteq.training.run.folder import RunFolder\n"
     code += "with RunFolder(Path(sys.argv[1])).prepared(): print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

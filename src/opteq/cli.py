@@ -104,7 +104,7 @@ def evaluate(
 
         result = training.evaluate(run, tol, max_steps, device, precision, root, attack, attack_steps, attack_step_size)
     if _rank() == 0:
-        from opteq.training.tables import evaluation_table
+        from opteq.training.run.tables import evaluation_table
 
         _console().print(evaluation_table(str(run), result))
 
@@ -113,7 +113,7 @@ def evaluate(
 def recipes() -> None:
     """List the recipes, and what each reproduces."""
     with one_line_errors():
-        from opteq.training.tables import recipes_table
+        from opteq.training.run.tables import recipes_table
 
         console = _console()
         console.print(recipes_table(console.width))
@@ -130,7 +130,7 @@ def bench() -> None:
 def models() -> None:
     """List the models, their sizes, and what each reproduces."""
     with one_line_errors():
-        from opteq.training.tables import models_table
+        from opteq.training.run.tables import models_table
 
         _console().print(models_table())
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from opteq.analysis import compare_gradients
-from opteq.data.digits import read_digits
+from opteq.data.readers.digits import read_digits
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit
 from opteq.operators import Dense

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from opteq._errors import UserError, unknown_name
 from opteq.data.cache import cached
-from opteq.data.cifar import find_cifar
-from opteq.data.cityscapes import find_cityscapes
 from opteq.data.dataset import Dataset, Pixels, Split, colours
-from opteq.data.digits import load_digits
-from opteq.data.folder import find_folder
-from opteq.data.idx import find_fashion_mnist
-from opteq.data.places import cache_folder
-from opteq.data.source import Found, Source, Stream
+from opteq.data.paths import cache_folder
+from opteq.data.readers.cifar import find_cifar
+from opteq.data.readers.cityscapes import find_cityscapes
+from opteq.data.readers.digits import load_digits
+from opteq.data.readers.folder import find_folder
+from opteq.data.readers.idx import find_fashion_mnist
+from opteq.data.readers.source import Found, Source, Stream
 
 _ARRAYS: dict[str, Callable[[Path | None], Found]] = {
     "fashion-mnist": find_fashion_mnist,

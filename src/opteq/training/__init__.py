@@ -5,11 +5,11 @@ from __future__ import annotations
 from opteq._errors import needs_extra
 
 with needs_extra("train"):
-    from opteq.training.checkpoints import CheckpointWarning
     from opteq.training.evaluate import evaluate
     from opteq.training.guard import Interrupted, TrainingStopped
-    from opteq.training.recipe import Recipe
-    from opteq.training.recipe_files import load_recipe, recipes
+    from opteq.training.recipe.files import load_recipe, recipes
+    from opteq.training.recipe.sections import Recipe
+    from opteq.training.run.checkpoints import CheckpointWarning
     from opteq.training.train import train
 
 __all__ = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from opteq.training.recipe import GuardSection
-from opteq.training.tally import Counts
+from opteq.training.metrics import Counts
+from opteq.training.recipe.sections import GuardSection
 
 
 class TrainingStopped(RuntimeError):  # noqa: N818 - it says what happened, as a sentence would
