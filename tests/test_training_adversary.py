@@ -22,11 +22,11 @@ from opteq.report.run import Run
 from opteq.report.sections import learning
 from opteq.training import devices, evaluate, load_recipe
 from opteq.training.adversary import Adversary
-from opteq.training.losses import Loss
-from opteq.training.measure import measure, quiet
-from opteq.training.recipe import AdversarySection, LossSection, TrainSection
+from opteq.training.metrics import Tally
+from opteq.training.optim.losses import Loss
+from opteq.training.recipe.sections import AdversarySection, LossSection, TrainSection
 from opteq.training.step import Stepper
-from opteq.training.tally import Tally
+from opteq.training.validation import measure, quiet
 from test_training_parallel import free_port
 from training_cases import in_process, lines, start, train_and_die, train_as_rank, train_here
 

@@ -18,7 +18,7 @@ from opteq.training import Recipe, load_recipe
 
 # The forkserver imports torch once and never computes, so that its children start quickly and can be killed at will.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["opteq.training", "opteq.report", "tensorboard.summary.writer.record_writer"])
+_PROCESSES.set_forkserver_preload(["opteq.training", "opteq.report", "torch.utils.tensorboard"])
 
 # Dropout needs the random state, batch normalisation the buffers, momentum the optimiser's: a resumed run that
 # forgot one of them would end elsewhere.

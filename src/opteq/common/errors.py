@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -22,8 +23,34 @@ class ConvergenceError(RuntimeError):
 class UserError(ValueError):
     """What the person at the keyboard can mend: a name, a file, a value. Its message is one line that says how.
 
-    The command line prints that line and stops with status 2, without a traceback.
+    The command line prints that line and stops with status ``exit_status``, without a traceback.
     """
+
+    exit_status = 2
+
+
+class MissingExtraError(UserError, ImportError):
+    """A package of one of opteq's extras is not installed."""
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """For imports from an extra of this package: where one is missing, the error names the command that installs it.
+
+    >>> with needs_extra("train"):
+    ...     import no_such_package
+    Traceback (most recent call last):
+    ...
+    opteq.common.errors.MissingExtraError: this needs no_such_package, which is not installed: pip install 'opteq[train]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package == "opteq":
+            raise
+        message = f"this needs {package}, which is not installed: pip install 'opteq[{extra}]'"
+        raise MissingExtraError(message) from error
 
 
 def unknown_name(what: str, name: object, options: Iterable[str], listed_by: str | None = None) -> UserError:
