@@ -26,7 +26,7 @@ from opteq.solvers.graphs import staged, usable
 from opteq.solvers.linear import CG, MINRES, LinearSolver
 from opteq.solvers.linear.base import LinearSession
 from opteq.solvers.loop import Finish, Run, drive
-from opteq.states import Layout, State, blocks, like, map_state
+from opteq.states import Layout, State, blocks, like, map_state, nan_samples
 
 Answer = tuple[list[Tensor], object]
 """Tensors, and what is known about them without looking at a number."""
@@ -80,8 +80,8 @@ class AdjointSystem:
         self.local = self._linearise(hidden, state) if self.frozen is None else None
 
     def solve(self, gradient: State) -> tuple[State, Report]:
-        """The adjoint vector and how its system was solved."""
-        parts, _, report = self._run(Incoming(gradient), None)
+        """The adjoint vector and how its system was solved; NaN for samples whose gradient is not finite."""
+        parts, _, report = self._run(Incoming(nan_samples(gradient, self.layout.coupled)), None)
         return like(gradient, tuple(parts)), report
 
     def pull(self, incoming: Incoming, replayed: Replay) -> tuple[Gradients, Report]:
