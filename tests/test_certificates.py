@@ -294,7 +294,7 @@ UNKNOWN: dict[str, tuple[Callable[[], Problem], dict[str, str]]] = {
     ),
     "deep U": (
         lambda: opteq.DeepOptEq([(op.Dense(5, 6, bound=0.9), nn.Sequential(nn.Linear(4, 6), nn.ReLU()))]),
-        {"lipschitz": "the norm of U in layer 0 is not known"},
+        {"lipschitz": "the norm of U in layer 0, a "},
     ),
     "deep readout": (lambda: deep(readout=nn.ReLU()), {"lipschitz": "the norm of the read-out is not known"}),
     "affine": (

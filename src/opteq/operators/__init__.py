@@ -13,7 +13,7 @@ torch.Size([2, 3, 16, 16])
 True
 """
 
-from opteq.operators.base import LinearMap, Operator
+from opteq.operators.base import LinearMap, Operator, is_hooked, unhooked
 from opteq.operators.conv import Conv2d, SeparableConv2d
 from opteq.operators.dense import Dense
 from opteq.operators.norms import kernel_norm, module_norm
@@ -33,7 +33,9 @@ __all__ = [
     "SeparableConv2d",
     "Stack",
     "bounded_together",
+    "is_hooked",
     "kernel_norm",
     "module_norm",
     "resample",
+    "unhooked",
 ]

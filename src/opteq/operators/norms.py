@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq._autocast import has_autocast
-from opteq.operators.base import Operator
+from opteq.operators.base import Operator, is_hooked
 from opteq.operators.captured import Job, in_one_launch, scaled_in_one_launch
 from opteq.operators.fused import can_fuse, largest_bound
 from opteq.operators.gram import eigenvalue_bound
@@ -204,13 +204,15 @@ def module_norm(module: nn.Module) -> Tensor | None:
 
     Known are :class:`Operator`, ``nn.Linear``, ``nn.Conv2d`` (any stride, dilation and groups; zero padding, or
     circular padding that does not enlarge the picture), ``nn.Identity`` and ``nn.Sequential`` of these. Biases do not
-    count: a Lipschitz certificate does not see them.
+    count: a Lipschitz certificate does not see them. A module with forward hooks may give anything.
 
     >>> module_norm(nn.Sequential(nn.Identity(), nn.Identity()))
     tensor(1.)
     >>> module_norm(nn.ReLU()) is None
     True
     """
+    if is_hooked(module):
+        return None
     if isinstance(module, Operator):
         return module.norm()
     if isinstance(module, nn.Identity):

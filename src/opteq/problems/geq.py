@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.kernels import Gaussian, Kernel, Similarity
-from opteq.operators import Operator, module_norm
+from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
-from opteq.problems.branch import check_injection, check_operator, inject
+from opteq.problems.branch import check_injection, check_operator, inject, unknown_norm
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import Hidden
 from opteq.problems.linearisation import Structure
@@ -60,7 +60,7 @@ class GEQ(Problem):
     def bind(self, x: Tensor) -> BoundGEQ:
         """``U x + b``, the bounded W, and the kernel with its parameters settled, computed once."""
         c = inject(self.U, x)  # before W, whose bound may be computed meanwhile
-        W = self.W.prepare()
+        W = unhooked(self.W, "W").prepare()
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)
         # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.
@@ -108,7 +108,7 @@ class GEQ(Problem):
             return None, reason
         carried = 1.0 if self.U is None else module_norm(self.U)
         if carried is None:
-            return None, f"the norm of U, a {type(self.U).__name__}, is not known"
+            return None, unknown_norm(self.U)
         projection = self.kernel.projection
         return float(carried) * (1.0 if projection is None else _norm(projection)) * gain, reason
 
@@ -191,7 +191,7 @@ def _bound_or_norm(operator: Operator) -> float:
 
 
 def _norm(operator: Operator) -> float:
-    return float(operator.norm())
+    return float(unhooked(operator, "W").norm())
 
 
 def _scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
-from opteq.operators import Conv2d, LinearMap
+from opteq.operators import Conv2d, LinearMap, unhooked
 from opteq.penalties import Penalty, ReLU
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch, inject
@@ -100,7 +100,7 @@ class MOptEq(Problem):
         """
         branches = self.each()
         inputs = views(x, [branch.scale for branch in branches])
-        maps = [branch.W.prepare() for branch in branches]
+        maps = [unhooked(branch.W, "W of a branch").prepare() for branch in branches]
         if not (self.perturbation and self.training and len(branches) > 1):
             injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
             return BoundMOptEq(self, maps, injections)

@@ -107,7 +107,9 @@ class POptEq(SideBySide):
             rule = "the sum of the branches' (for a tuple, sqrt of the sum of squares, each times its scale)"
         else:
             carried = module_norm(self.convolution)
-            assert carried is not None
+            if carried is None:
+                why = "the norm of the convolution is not known: it has hooks, which may change what it gives"
+                return replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": why})
             bound = float(carried) * max(math.hypot(*pooled), *repeated)
             rule = "|conv| sqrt of the sum of squares (for a tuple, the largest times its scale)"
         reasons = {**found.reasons, "lipschitz": f"{rule}, at the finest size. {found.reasons['lipschitz']}"}
