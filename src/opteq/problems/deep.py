@@ -15,7 +15,7 @@ from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
 from opteq.problems.branch import Branch, check_positive, inject, unknown_norm
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.feedforward import by_gram, by_slots, read_mlp
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.linearisation import Linearisation
@@ -109,6 +109,7 @@ class DeepOptEq(Problem):
             blocks.append(Block(unhooked(branch.W, "W of a layer").prepare(), c, self.penalty, self.mu))
         return BoundDeepOptEq(blocks, self.alphas, self.readout, self.regularizer, self.gamma)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``, and of the regulariser's."""
         slope = self.penalty.lipschitz

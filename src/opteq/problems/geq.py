@@ -13,7 +13,7 @@ from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branch import check_injection, check_operator, inject, unknown_norm
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import Hidden
 from opteq.problems.linearisation import Structure
 from opteq.states import State, inner, single
@@ -69,6 +69,7 @@ class GEQ(Problem):
         curvature = similarity.curvature_interval(square) if always is None else _scaled(always, square)
         return BoundGEQ(self.penalty, similarity, start, curvature)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Strong convexity where the kernel's curvature is bounded, coercivity where its growth is.
 

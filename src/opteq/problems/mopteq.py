@@ -15,7 +15,7 @@ from opteq.penalties import Penalty, ReLU
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch, inject
 from opteq.problems.branches import check_branches, feature_channels, views
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.chattering import Tensors, inclusion_residual, returns, signs_change
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Structure
@@ -139,6 +139,7 @@ class MOptEq(Problem):
         largest = max(bound for bound in bounds if bound is not None)
         return self.penalty.lipschitz * largest**2 * self.coupling.curvature_bound(channels, sizes) < 1
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """What follows from the norms of the W, from lambda and from the number of channels."""
         return certify(self.penalty, self.coupling, self.each(), self.channels())

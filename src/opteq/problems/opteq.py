@@ -19,7 +19,7 @@ from opteq.penalties import Linearised, Penalty
 from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
 from opteq.problems.branch import check_injection, check_operator, check_positive, inject, unknown_norm
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.expansion import Expansion
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation, TapedLinearisation
@@ -82,6 +82,7 @@ class OptEq(Problem):
         bound = self.W.bound
         return bound is not None and self.penalty.lipschitz * bound**2 < self.mu
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Theorem 1, with existence put right: strict convexity alone does not give a minimiser.
 

@@ -17,7 +17,7 @@ from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch
 from opteq.problems.branches import check_branches
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.mopteq_certificate import keeps_size
 from opteq.problems.opteq import OptEq
 from opteq.problems.parallel import SideBySide
@@ -86,6 +86,7 @@ class POptEq(SideBySide):
             raise ValueError(f'fuse="sum" needs the same number of channels in all branches; got {channels}')
         return torch.stack(features).sum(dim=0)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """What holds for all branches; repeating pixels ``r`` times in height and width has norm r."""
         found = super().certificate()
