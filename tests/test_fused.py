@@ -35,10 +35,11 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_fast_paths_gpu.py", allow_module_level=True)
 
+from opteq.engine.triton.image_anderson import FusedImageAnderson
+
 from opteq.engine.triton import kernels, ledger
 from opteq.engine.triton.conjugate_gradients import FusedConjugateGradients
 from opteq.engine.triton.fixed_point import FusedAnderson, FusedPlain
-from opteq.engine.triton.image_anderson import FusedImageAnderson
 
 # Rows overflow here on purpose, and the interpreter computes with numpy, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from cityscapes_cases import CAR, EGO, ROAD, SKY, cityscapes, settings
 from opteq import data, models
-from opteq.common.errors import UserError
 from opteq.cli import app
+from opteq.common.errors import UserError
 from opteq.data import Augmentation, Batches, Split
 from opteq.data.augmentation.windows import Windows
 from opteq.data.progress import progress

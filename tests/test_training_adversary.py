@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from cli_cases import call, finished, no_page, refused, root, train
 from opteq import data, models
-from opteq.common.errors import UserError
 from opteq.analysis import PGD
+from opteq.common.errors import UserError
 from opteq.data import Batches
 from opteq.report.run import Run
 from opteq.report.sections import learning

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from opteq._fast import fast_paths
+from opteq.problems.freezing import freeze
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opteq import models
 from opteq import operators as op
 from opteq.common.errors import UserError, unknown_name
-from opteq._fast import fast_paths
 from opteq.operators.conv import ConvMap
 from opteq.problems import OptEq
-from opteq.problems.freezing import freeze
 from opteq.problems.hidden import BoundMap
 from opteq.states import State, blocks, single
 from opteq_bench.floor import Floor, layer_map

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from opteq._fast import fast_paths
 from torch import Tensor
 
-from opteq._fast import fast_paths
 from opteq.gradients.forward import find_without_tape
 from opteq.solvers import Anderson, Picard, Solver
 from opteq.states import State, map_state

@@ -78,6 +78,18 @@ def choose_rows(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(mask[:, None], new, old)
 
 
+def nan_samples(state: State, coupled: bool = False) -> State:
+    """The same state, NaN throughout in each sample (of a ``coupled`` state: in all) with an entry that is not finite.
+
+    A single such entry may meet a zero on its way, and be lost.
+    """
+    parts = blocks(state)
+    finite = torch.stack([torch.isfinite(part).unsqueeze(-1).flatten(1).all(dim=1) for part in parts]).all(dim=0)
+    if coupled:
+        finite = finite.all(dim=0, keepdim=True)
+    return map_state(lambda part: torch.where(finite.reshape(-1, *[1] * (part.ndim - 1)), part, torch.nan), state)
+
+
 def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros ``(R, *shape)`` for the R rows of ``like``; under vmap they are batched as it is, and can be written to."""
     first = torch.zeros_like(like[:, 0] if like.shape[1] else like.sum(dim=1), dtype=dtype or like.dtype)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opteq.common import validate as _validate
 from opteq.analysis.terms import evaluating
+from opteq.common import validate as _validate
 from opteq.common.options import NamedOptions
 from opteq.states import working_dtype
 

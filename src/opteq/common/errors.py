@@ -41,7 +41,7 @@ def needs_extra(extra: str) -> Iterator[None]:
     ...     import no_such_package
     Traceback (most recent call last):
     ...
-    opteq.common.errors.MissingExtraError: this needs no_such_package, which is not installed: pip install 'opteq[train]'
+    opteq.common.errors.MissingExtraError: this needs no_such_package, which is not installed: ...
     """
     try:
         yield

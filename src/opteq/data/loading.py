@@ -57,7 +57,8 @@ def load(
     ``image_size`` brings pictures to that size: the shorter side is resized, the middle square is kept (of Cityscapes
     all is kept). A folder of pictures of several sizes needs it. ``cache`` is the folder for decoded pictures: by
     default ``OPTEQ_CACHE``, or ``opteq`` among the platform's caches. It can be deleted at any time. A file that is
-    missing, damaged or something else raises :class:`~opteq.common.errors.UserError`, which says where it is and what to do.
+    missing, damaged or something else raises :class:`~opteq.common.errors.UserError`, which says where it is and what
+    to do.
 
     >>> digits = load("digits")
     >>> len(digits.train), len(digits.test), tuple(digits.train.images.shape[1:])

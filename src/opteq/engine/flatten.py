@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -131,7 +131,7 @@ class _Flattener(pickle.Pickler):
 class _Globals:
     """The globals of a function, by identity."""
 
-    _all: weakref.WeakValueDictionary[int, _Globals] = weakref.WeakValueDictionary()
+    _all: ClassVar[weakref.WeakValueDictionary[int, _Globals]] = weakref.WeakValueDictionary()
 
     def __new__(cls, values: dict[str, Any]) -> _Globals:
         found = cls._all.get(id(values))

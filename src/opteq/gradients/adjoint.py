@@ -11,7 +11,7 @@ from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers.linear import CG, MINRES, LinearSolver
-from opteq.states import Layout, State, map_state
+from opteq.states import Layout, State, map_state, nan_samples
 
 
 class AdjointSystem:
@@ -36,7 +36,8 @@ class AdjointSystem:
         check_symmetry(self.local, linear)
 
     def solve(self, gradient: State) -> tuple[State, Report]:
-        """The adjoint vector v and how its system was solved."""
+        """The adjoint vector v, NaN for samples whose gradient is not finite, and how its system was solved."""
+        gradient = nan_samples(gradient, self.layout.coupled)
         with self.autocast.off(), torch.no_grad():
             system = symmetrised(self.local, gradient, self._in)
             layout = Layout.of(system.rhs, self.layout.coupled)

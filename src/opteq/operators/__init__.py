@@ -13,7 +13,7 @@ torch.Size([2, 3, 16, 16])
 True
 """
 
-from opteq.operators.base import LinearMap, Operator, use_prepared
+from opteq.operators.base import LinearMap, Operator, is_hooked, unhooked, use_prepared
 from opteq.operators.conv import Conv2d, SeparableConv2d
 from opteq.operators.dense import Dense
 from opteq.operators.patches import Patches
@@ -31,8 +31,10 @@ __all__ = [
     "Patches",
     "SeparableConv2d",
     "Stack",
+    "is_hooked",
     "kernel_norm",
     "module_norm",
     "resample",
+    "unhooked",
     "use_prepared",
 ]

@@ -1,8 +1,9 @@
 """Convolutions whose derivative is their adjoint, as often as one differentiates.
 
-torch's own second derivative of a convolution computes a gradient of the weight that is thrown away, which takes several
-times as long as all the rest: Hessian-vector products of a user's objective would consist of little else. Here a
-convolution and its adjoint are each other's derivative, and gradients of weights are computed only where one is wanted.
+torch's own second derivative of a convolution computes a gradient of the weight that is thrown away, which takes
+several times as long as all the rest: Hessian-vector products of a user's objective would consist of little else. Here
+a convolution and its adjoint are each other's derivative, and gradients of weights are computed only where one is
+wanted.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from opteq import engine, penalties
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
 from opteq.penalties import Penalty
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
 from opteq.problems.written import WrittenHidden
 from opteq.states import State
@@ -37,9 +37,7 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
 
     def certificate(self) -> Certificate:
         """What is guaranteed, from the weights as they are now."""
-        unknown = f"{type(self).__name__} declares nothing to conclude this from"
-        names = ("exists", "unique", "contraction", "lipschitz")
-        return Certificate(reasons=dict.fromkeys(names, unknown))
+        return unknown(f"{type(self).__name__} declares nothing to conclude this from")
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor):
@@ -99,11 +97,12 @@ class HiddenProblem(Problem):
         """The problem with ``x`` bound, everything by autograd."""
         return WrittenHidden(self._activation(), self, x, self.start(x))
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Existence where the activation's range is bounded; the rest needs bounds that only the author knows."""
         exists, unique, reasons = existence(None, self._activation().bounded)
-        unknown = "no bound on the curvature of smooth is known; override certificate() to state one"
-        return Certificate(exists, unique, None, None, {**reasons, "contraction": unknown, "lipschitz": unknown})
+        why = "no bound on the curvature of smooth is known; override certificate() to state one"
+        return Certificate(exists, unique, None, None, {**reasons, "contraction": why, "lipschitz": why})
 
     def _activation(self) -> Penalty:
         penalty = getattr(self, "penalty", None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
-from opteq.operators import Operator
+from opteq.operators import Operator, is_hooked, unhooked
 
 
 class Branch(nn.Module, metaclass=NamedOptions):
@@ -35,10 +35,10 @@ class Branch(nn.Module, metaclass=NamedOptions):
 
 
 def check_operator(W: Any, name: str) -> Operator:
-    """``W`` if it is an operator."""
+    """``W`` if it is an operator without hooks."""
     if not isinstance(W, Operator):
         raise TypeError(f"{name} should be one of opteq.operators, which have an exact adjoint; got {type(W).__name__}")
-    return W
+    return unhooked(W, name)
 
 
 def check_injection(U: Any) -> nn.Module | None:
@@ -46,6 +46,12 @@ def check_injection(U: Any) -> nn.Module | None:
     if U is not None and not isinstance(U, nn.Module):
         raise TypeError(f"U should be a torch module that carries the input into the state's space; got {U!r}")
     return U
+
+
+def unknown_norm(U: nn.Module | None, where: str = "") -> str:
+    """Why the norm of ``U`` is not known."""
+    why = ": it has hooks, which may change what it gives" if U is not None and is_hooked(U) else ""
+    return f"the norm of U{where}, a {type(U).__name__}, is not known{why}"
 
 
 def check_positive(name: str, value: float) -> float:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
-from opteq.operators import Conv2d, LinearMap
+from opteq.operators import Conv2d, LinearMap, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch, inject
 from opteq.problems.branches import check_branches, feature_channels, views
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.chattering import Tensors, inclusion_residual, returns, signs_change
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Structure
@@ -100,7 +100,7 @@ class MOptEq(Problem):
         """
         branches = self.each()
         inputs = views(x, [branch.scale for branch in branches])
-        maps = [branch.W.prepare() for branch in branches]
+        maps = [unhooked(branch.W, "W of a branch").prepare() for branch in branches]
         if not (self.perturbation and self.training and len(branches) > 1):
             injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
             return BoundMOptEq(self, maps, injections)
@@ -139,6 +139,7 @@ class MOptEq(Problem):
         largest = max(bound for bound in bounds if bound is not None)
         return self.penalty.lipschitz * largest**2 * self.coupling.curvature_bound(channels, sizes) < 1
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """What follows from the norms of the W, from lambda and from the number of channels."""
         return certify(self.penalty, self.coupling, self.each(), self.channels())

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.operators import Operator, module_norm
+from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Linearised, Penalty
 from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
-from opteq.problems.branch import check_injection, check_operator, check_positive, inject
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.branch import check_injection, check_operator, check_positive, inject, unknown_norm
+from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
 from opteq.problems.prior import check_prior, prior_factors
@@ -66,7 +66,7 @@ class OptEq(Problem):
 
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""
-        return BoundOptEq(self, Block(self.W.prepare(), inject(self.U, x), self.penalty, self.mu))
+        return BoundOptEq(self, Block(unhooked(self.W, "W").prepare(), inject(self.U, x), self.penalty, self.mu))
 
     def known_contraction(self) -> bool:
         """Whether the bound on W alone, whatever the weights, makes a step contract."""
@@ -75,6 +75,7 @@ class OptEq(Problem):
         bound = self.W.bound
         return bound is not None and self.penalty.lipschitz * bound**2 < self.mu
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Theorem 1, with existence put right: strict convexity alone does not give a minimiser.
 
@@ -83,7 +84,7 @@ class OptEq(Problem):
         bounds the step. The second is enough for uniqueness and the Lipschitz constant: sigma is the gradient of a
         convex function, so ``<dy, dt> >= |dy|^2 / L`` for the states y and pre-activations t of two equilibria.
         """
-        norm, slope = float(self.W.norm()), self.penalty.lipschitz
+        norm, slope = float(unhooked(self.W, "W").norm()), self.penalty.lipschitz
         factor = slope * norm**2 / self.mu
         stretch, pull = prior_factors(self.regularizer, self.gamma)
         contraction = None if stretch is None else factor * stretch
@@ -101,7 +102,7 @@ class OptEq(Problem):
         elif factor * pull >= 1:
             reasons["lipschitz"] = f"needs L |W|^2 / mu below {1 / pull:.4g}; it is bounded by {factor:.4g}"
         elif carried is None:
-            reasons["lipschitz"] = f"the norm of U, a {type(self.U).__name__}, is not known"
+            reasons["lipschitz"] = unknown_norm(self.U)
         else:
             lipschitz = float(carried) * slope * norm / self.mu / (1 - factor * pull)
             share = "" if pull == 1 else f"{pull:.4g} "

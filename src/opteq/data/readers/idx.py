@@ -14,6 +14,7 @@ import numpy as np
 from opteq.common.errors import UserError
 from opteq.data.dataset import Pixels
 from opteq.data.paths import data_folders
+from opteq.data.readers.archive import LARGEST
 from opteq.data.readers.source import Found, Source, reason, whole
 
 CLASSES = (
@@ -73,9 +74,13 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
     first; the data.
     """
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
+        if path.suffix != ".gz":
+            content = path.read_bytes()
+        else:
+            with gzip.open(path) as file:
+                content = file.read(LARGEST + 1)
+            if len(content) > LARGEST:
+                raise UserError(f"{path}: refused, it unpacks to more than {LARGEST} bytes; {REMEDY}")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({reason(error)}); {REMEDY}") from error
     start = 4 + 4 * dimensions

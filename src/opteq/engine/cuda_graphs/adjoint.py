@@ -1,4 +1,4 @@
-"""The implicit gradient as one captured graph: from cotangents of state and features to those of a problem's tensors."""
+"""The implicit gradient as one captured graph: from cotangents of state and features to a problem's tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from opteq.problems.linearisation import Product
 from opteq.solution import Report
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import Finish, Iteration, iterate
-from opteq.states import Layout, State, blocks, like, map_state
+from opteq.states import Layout, State, blocks, like, map_state, nan_samples
 
 Gradients = list[Tensor | None]
 
@@ -113,6 +113,7 @@ class _BackwardSolve:
         operations = FastOperations()
         with operations:
             gradient, self.direct = self._through_features(cotangents)
+            gradient = nan_samples(gradient, adjoint.layout.coupled)
             with adjoint.autocast.entered():
                 local = adjoint.flat.with_tensors(held).linearise(state)
             check_symmetry(local, adjoint.linear)

@@ -2,7 +2,8 @@
 
 With the changes of the residual as columns ``R``, the weights minimise ``|g - R w|``. The columns stay at their own
 scale: ``scale`` has their lengths, ``gram`` their cosines, and ``used`` says which ones count. One program solves the
-``M`` equations in one tile of ``MP`` rows, the next power of two. :mod:`opteq.engine.triton.step_acceptance` calls these.
+``M`` equations in one tile of ``MP`` rows, the next power of two. Those of
+:mod:`opteq.engine.triton.step_acceptance` call these.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"

@@ -227,7 +227,8 @@ def cg_direction(
 
 @triton.jit
 def cg_settle(
-    directions, paces, point, best, out, scale, flags, apart, lanes, rows, width, FOLDED: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    directions, paces, point, best, out, scale, flags, apart, lanes, rows, width,
+    FOLDED: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best answers, for right sides as they came. Nothing else is changed.
 

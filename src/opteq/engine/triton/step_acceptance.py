@@ -107,7 +107,8 @@ def enter_point(
 @triton.jit(do_not_specialize=["slot", "step"])
 def judge(
     sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, step, rows, slot, tol, floor, growth,
-    rounding, ridge, NON_FINITE: tl.constexpr, MERITED: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, P: tl.constexpr,
+    rounding, ridge, NON_FINITE: tl.constexpr, MERITED: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    P: tl.constexpr,
 ):  # fmt: skip
     """Judge the newest point of one row: is it taken, is it the best, is the row finished; and weigh the columns.
 

@@ -6,8 +6,9 @@ restricts the result; embedding and restriction have norm 1. So its norm, on a i
     sup over theta of |K^(theta)|,      K^(theta) = sum over taps t of K[:, :, t] e^(-i t.theta),
 
 and approaches it as images grow. Strides and dropped borders only restrict more, circular padding samples ``K^`` at
-some frequencies, dilation only renames them: the same supremum serves all. :mod:`opteq.operators.spectral.symbol` bounds it in
-training, from the Gram matrices on the smaller side; :mod:`opteq.operators.spectral.gram` bounds their eigenvalues; on a CPU :mod:`opteq.operators.spectral.branch_and_bound` comes closer, for ``norm()``.
+some frequencies, dilation only renames them: the same supremum serves all. In training it is bounded from the Gram
+matrices on the smaller side (:mod:`~opteq.operators.spectral.symbol`, :mod:`~opteq.operators.spectral.gram`); on a CPU
+:mod:`~opteq.operators.spectral.branch_and_bound` comes closer, for ``norm()``.
 
 How far above the true supremum the numbers may lie; the second column is the worst that a search found, the third is
 for random kernels (both by ``benchmarks/worst_spectra.py``):
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.autocast import has_autocast
-from opteq.operators.base import Operator
+from opteq.operators.base import Operator, is_hooked
 from opteq.operators.spectral.branch_and_bound import close_supremum
 from opteq.operators.spectral.gram import eigenvalue_bound
 from opteq.operators.spectral.symbol import may_wait, squared_supremum
@@ -162,13 +163,15 @@ def module_norm(module: nn.Module) -> Tensor | None:
 
     Known are :class:`Operator`, ``nn.Linear``, ``nn.Conv2d`` (any stride, dilation and groups; zero padding, or
     circular padding that does not enlarge the image), ``nn.Identity`` and ``nn.Sequential`` of these. Biases do not
-    count: a Lipschitz certificate does not see them.
+    count: a Lipschitz certificate does not see them. A module with forward hooks may give anything.
 
     >>> module_norm(nn.Sequential(nn.Identity(), nn.Identity()))
     tensor(1.)
     >>> module_norm(nn.ReLU()) is None
     True
     """
+    if is_hooked(module):
+        return None
     if isinstance(module, Operator):
         return module.norm()
     if isinstance(module, nn.Identity):

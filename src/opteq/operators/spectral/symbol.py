@@ -10,8 +10,8 @@ one is within ``pi / N``. Hence supremum <= grid maximum / cos(pi d / N), once p
 ``|K^(-theta)| = |K^(theta)|``, so half of the grid is enough.
 
 **At each frequency** the norm is bounded from the Gram matrix (:mod:`opteq.operators.spectral.gram`). The sweep over
-frequencies runs without gradient. The bound at the frequency that attains the maximum is then computed again with gradient: the
-derivative is that of the computed number, for the price of one frequency.
+frequencies runs without gradient. The bound at the frequency that attains the maximum is then computed again with
+gradient: the derivative is that of the computed number, for the price of one frequency.
 
 On a GPU nothing waits for the device, so all of it can be captured in a CUDA graph. That pays: a GPU computes these
 small operations in less time than it takes to launch them one by one.
