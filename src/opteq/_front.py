@@ -1,6 +1,6 @@
 """All that ``import opteq`` hands out by name."""
 
-from opteq import analysis, couplings, kernels, models, operators, penalties, regularizers
+from opteq import analysis, couplings, kernels, models, operators, penalties, potentials, regularizers
 from opteq._errors import ConvergenceError, ConvergenceWarning
 from opteq._fast import fast_paths
 from opteq.equilibrium import Equilibrium
@@ -14,17 +14,19 @@ from opteq.problems import (
     DeepOptEq,
     HiddenProblem,
     MOptEq,
+    Objective,
     OptEq,
     Parallel,
     POptEq,
     Splitting,
 )
 from opteq.solution import Report, Solution
-from opteq.solvers import SAM, Anderson, Broyden, Picard, Status
+from opteq.solvers import FISTA, SAM, Anderson, Broyden, Picard, Status
 from opteq.solvers.linear import CG, GMRES, MINRES
 
 __all__ = [
     "CG",
+    "FISTA",
     "GEQ",
     "GMRES",
     "MINRES",
@@ -42,6 +44,7 @@ __all__ = [
     "HiddenProblem",
     "Implicit",
     "MOptEq",
+    "Objective",
     "OneStep",
     "OptEq",
     "POptEq",
@@ -61,5 +64,6 @@ __all__ = [
     "models",
     "operators",
     "penalties",
+    "potentials",
     "regularizers",
 ]

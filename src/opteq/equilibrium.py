@@ -56,8 +56,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     ) -> None:
         super().__init__()
         self.problem = _checked(problem, Problem, "problem", "a hidden problem such as opteq.OptEq")
-        solver = Anderson() if solver is None else solver
-        gradient = Implicit() if gradient is None else gradient
+        solver = problem.default_solver() or Anderson() if solver is None else solver
+        steps = problem.default_gradient_steps()
+        gradient = (Implicit() if steps is None else Implicit(max_steps=steps)) if gradient is None else gradient
         self.solver: Solver = _checked(solver, Solver, "solver", "a solver such as opteq.Anderson()")
         self.gradient: Gradient = _checked(gradient, Gradient, "gradient", "a gradient such as opteq.Implicit()")
         if on_failure not in _ON_FAILURE:

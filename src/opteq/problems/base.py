@@ -15,6 +15,7 @@ from opteq.operators import bounded_together
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence
 from opteq.problems.hidden import BoundMap, WrittenHidden
+from opteq.solvers.base import Solver
 from opteq.states import State, blocks
 
 
@@ -36,6 +37,14 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
             return self.bind(x)
         with bounded_together(self, beside=blocks(x)[0]):
             return self.bind(x)
+
+    def default_solver(self) -> Solver | None:
+        """The solver of a layer that was told none; None leaves it to the layer."""
+        return None
+
+    def default_gradient_steps(self) -> int | None:
+        """Products that the backward solve of a layer may take that was told no gradient; None for the usual number."""
+        return None
 
     def certificate(self) -> Certificate:
         """What is guaranteed, from the weights as they are now."""
