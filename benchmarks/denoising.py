@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,15 @@ def main() -> None:
     arguments = parsed()
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    {"train": train, "test": test, "time": time_steps}[arguments.command](arguments)
+    command = {"train": train, "test": test, "time": time_steps}[arguments.command]
+    with plain_path() if arguments.plain else nullcontext():
+        command(arguments)
+
+
+def plain_path() -> AbstractContextManager[None]:
+    """Every operation as it is written: no captured graphs, no fused kernels."""
+    engine = getattr(opteq, "engine", None)
+    return opteq.fast_paths(fused=False, graphs=False) if engine is None else engine.off()
 
 
 def parsed() -> argparse.Namespace:
@@ -43,6 +52,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", type=Path, help="a folder that training left")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plain", action="store_true", help="no captured graphs, no fused kernels")
     parser.add_argument("--seed", type=int, default=0)
     limit = parser.add_argument_group("length of training")
     limit.add_argument("--minutes", type=float, help="of training in all, checkpoints of earlier calls included")
@@ -219,6 +229,8 @@ def test(arguments: argparse.Namespace) -> None:
     if arguments.model is None:
         raise SystemExit("a test needs --model")
     solver = opteq.FISTA(tol=arguments.test_tol, max_steps=2000)
+    if arguments.one_step:
+        solver = opteq.Picard(tol=1e-12, max_steps=1)
     model = Denoiser.load(arguments.model, solver, on_failure="ignore").to(arguments.device).eval()
     certificate = model.layer.problem.certificate()
     print(certificate)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # Loaded one by one: a room that is being loaded itself may ask for another, and for all of them would be a circle.
-_ROOMS = ("analysis", "couplings", "kernels", "models", "operators", "penalties", "potentials", "regularizers")
+_ROOMS = ("analysis", "couplings", "kernels", "models", "operators", "penalties", "plot", "potentials", "regularizers")
 
 if TYPE_CHECKING:
     from opteq._front import *  # noqa: F403

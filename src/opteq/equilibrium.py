@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from opteq._options import NamedOptions
 from opteq._untraced import untraced
 from opteq._watch import Finding, Watch
 from opteq.gradients import Gradient, Implicit
+from opteq.minimum import judged_minimum
 from opteq.problems.base import Problem
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.solvers.capture import on
 from opteq.states import Layout, State, any_row, blocks, map_state
+from opteq.tracing import trace_terms
 
 _ON_FAILURE = ("warn", "raise", "ignore")
 
@@ -29,12 +32,12 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     Args:
         problem: what is minimised.
-        solver: how the equilibrium is found; ``Anderson()`` by default.
+        solver: how the equilibrium is found; ``Anderson()`` by default, ``FISTA`` for objectives.
         gradient: how it is differentiated; ``Implicit()``, the exact gradient, by default.
-        on_failure: what happens when samples do not converge, forward or backward: ``"warn"`` once a layer,
-            ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``. On a GPU a
-            warning, or the error about an input that is not finite, may come after the call: with its backward pass, or
-            with the next call. ``"raise"`` waits for the device in every call.
+        on_failure: what happens when samples do not converge, forward or backward: ``"warn"``, and again when it gets
+            clearly worse, ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``.
+            On a GPU a warning, or the error about an input that is not finite, may come after the call: with its
+            backward pass, or with the next call. ``"raise"`` waits for the device in every call.
 
     ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
     gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call.
@@ -74,15 +77,25 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         solution: Solution = self._solve(x, start, state_too=False)
         return solution.features
 
-    def solve(self, x: State, start: State | None = None) -> Solution:
+    def solve(self, x: State, start: State | None = None, trace_objective: bool = False) -> Solution:
         """The equilibrium for ``x`` with all that is known about it.
+
+        Where the problem has an objective that is not known to be convex, the curvature at the solution is checked by
+        Lanczos steps: a maximum or a saddle has the status ``NOT_A_MINIMUM``.
 
         Args:
             x: input, batch first; for problems with branches, or a tuple with an input a branch.
             start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
+            trace_objective: record the terms of the objective step by step, by a second solve in the state's variable:
+                ``solution.objective_trace`` and ``solution.term_traces``.
         """
         solution: Solution = self._solve(x, start, state_too=True)
-        return solution
+        return replace(solution, term_traces=self._traced(x, start)) if trace_objective else solution
+
+    @untraced
+    def _traced(self, x: State, start: State | None) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return trace_terms(self.problem(x), self.solver, start)
 
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
     @untraced
@@ -110,6 +123,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         slot = BackwardSlot()
 
         def record(report: Report) -> None:
+            if hidden.seeks_minimum:  # conjugate gradients met negative curvature: no minimum of an objective
+                indefinite = report.codes == int(Status.INDEFINITE)
+                report = replace(report, codes=torch.where(indefinite, int(Status.NOT_A_MINIMUM), report.codes))
             slot.report = report
             self._watch.catch_up(self.on_failure, wait_for="forward")
             self._watch.judge(
@@ -126,6 +142,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if hidden.jumps or (hidden.diagnoses and any_row(codes != int(Status.CONVERGED))):
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
+        if state_too and hidden.seeks_minimum:
+            codes = judged_minimum(hidden, state, codes)
         report = Report(
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )

@@ -64,6 +64,11 @@ class Potential(nn.Module, metaclass=NamedOptions):
         """The exact range of ``psi''``, least and largest value: numbers ``()``, or one per channel ``(C,)``."""
 
     @property
+    def convex(self) -> bool:
+        """Whether psi is convex whatever its parameters are."""
+        return False
+
+    @property
     def scale(self) -> Tensor:
         """The scale s, ``()`` or ``(C,)``."""
         return self.log_scale.exp()

@@ -25,6 +25,10 @@ class _Classic(Potential):
         low, high = self._range
         return self.log_scale.new_tensor(low), self.log_scale.new_tensor(high)
 
+    @property
+    def convex(self) -> bool:
+        return self._range[0] >= 0
+
 
 class HuberCurve(Curve):
     """``u^2/2`` where ``|u| <= 1``, ``|u| - 1/2`` outside."""

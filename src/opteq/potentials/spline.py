@@ -150,6 +150,10 @@ class Spline(Potential):
         return (low[0], high[0]) if self.channels is None else (low, high)
 
     @property
+    def convex(self) -> bool:
+        return self.rho == 0
+
+    @property
     def _middle(self) -> float:
         return (self.mu - self.rho) / 2
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opteq import penalties
-from opteq.operators.settled import Settled, settle
+from opteq.operators.settled import settle
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem
@@ -95,8 +95,10 @@ class BoundObjective(Hidden):
         length: the step length t, ``(B,)``.
     """
 
-    structure = Structure.POSITIVE
-    seeks_minimum = True
+    structure = Structure.POSITIVE  # so that conjugate gradients solve the backward system, and say where it is not
+
+    convex = False
+    """Whether the objective is known to be convex."""
 
     def __init__(self, problem: Objective, x: Any) -> None:
         self.problem = problem
@@ -112,6 +114,11 @@ class BoundObjective(Hidden):
         written = None if problem.penalty is None else penalties.get(problem.penalty)
         self.penalty = None if written is None else ScaledPenalty(written, self.length)  # type: ignore[assignment]
         self.has_merit = written is None or written.has_total
+
+    @property
+    def seeks_minimum(self) -> bool:
+        """True unless the objective is known to be convex."""
+        return not self.convex
 
     def start(self) -> State:
         return self._start

@@ -124,7 +124,7 @@ class Restoration(Objective):
         image, sigma = self._split(x)
         settled = settled_measurement(self.measurement, image)
         bound = self.prior.bind(sigma, concave=self.measurement is None)
-        return BoundRestoration(image, bound, settled, self.strength)
+        return BoundRestoration(image, bound, settled, self.strength, self._convex)
 
     def terms(self, y: State, x: Any) -> dict[str, Tensor]:
         """The data term and the prior."""
@@ -158,6 +158,12 @@ class Restoration(Objective):
                 "lipschitz": f"|A| / m with m = {least:.4g} (from x to y, at a fixed noise level)",
             },
         )
+
+    @property
+    def _convex(self) -> bool:
+        """Whether the energy is convex whatever the weights are: known without looking at a number."""
+        kept = self.measurement is None and self.prior.margin is not None and self.strength <= 1
+        return kept or self.prior.potential.convex
 
     @torch.no_grad()
     def _curvature_range(self) -> tuple[float, float, float]:
@@ -196,13 +202,15 @@ class BoundRestoration(BoundObjective):
     has_merit = False
     penalty = None  # type: ignore[assignment]
 
-    def __init__(self, x: Tensor, prior: BoundPrior, measurement: Measurement | None, strength: float) -> None:
+    def __init__(
+        self, x: Tensor, prior: BoundPrior, measurement: Measurement | None, strength: float, convex: bool
+    ) -> None:
         self.x, self.prior, self.measurement, self.strength = x, prior, measurement, strength
         size = 1.0 if measurement is None else measurement.most**2
         self.length = (1 / (size + strength * prior.curvature)).detach()
-        # Where the prior's concavity is within the margin, the energy is convex and plain steps descend.
-        self.seeks_minimum = measurement is not None
-        self.has_merit = measurement is not None
+        # Where the prior's concavity is kept within the margin, the energy is convex and plain steps descend.
+        self.convex = convex
+        self.has_merit = not convex
         self._start = x if measurement is None else measurement.adjoint(x)
 
     def features(self, y: State) -> State:

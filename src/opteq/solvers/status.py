@@ -19,6 +19,7 @@ class Status(IntEnum):
     CYCLING = 4
     APPROXIMATE = 5
     SINGULAR = 6
+    NOT_A_MINIMUM = 7
 
     @property
     def message(self) -> str:
@@ -30,11 +31,12 @@ _MESSAGES = {
     Status.CONVERGED: "the relative residual is within the tolerance",
     Status.MAX_STEPS: (
         "the step limit came before the tolerance. Raise max_steps or tol; if the residual does not fall at all, "
-        "the map may not contract: give its operators a smaller bound, or read problem.certificate()"
+        "the map may not contract: use a damping below 1 or opteq.FISTA(), declare the curvature of an Objective, "
+        "give operators a smaller bound, or read problem.certificate()"
     ),
     Status.NON_FINITE: (
         "an iterate overflowed or was NaN, so the best finite one is kept. Check that the inputs are finite; "
-        "give the operators a bound, or use Anderson or a damping below 1"
+        "give the operators a bound, or use opteq.FISTA(), Anderson, a damping below 1 or a larger curvature"
     ),
     Status.INDEFINITE: (
         "conjugate gradients met a direction of non-positive curvature: the system is not positive definite, "
@@ -48,6 +50,10 @@ _MESSAGES = {
     Status.SINGULAR: (
         "the linear system has no solution that rounding lets through: the equilibrium is not isolated, or nearly so. "
         "The nearest answer of moderate length is used; give the operators a smaller bound"
+    ),
+    Status.NOT_A_MINIMUM: (
+        "the objective has a direction of negative curvature here, so this stationary point is a maximum or a saddle. "
+        "Begin elsewhere (start=), make the objective convex, or bound the weight of its concave terms"
     ),
     Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",
 }

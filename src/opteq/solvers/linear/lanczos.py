@@ -1,4 +1,4 @@
-"""Extreme eigenvalues of symmetric operators, each sample by itself, with the probability that a bound on them fails."""
+"""Extreme eigenvalues of symmetric operators per sample, with the probability that a bound on them fails."""
 
 from __future__ import annotations
 
