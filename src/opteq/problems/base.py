@@ -77,7 +77,7 @@ class HiddenProblem(Problem):
     implicit gradient follow by autograd.
 
     - ``penalty``: an activation's name or a :class:`~opteq.penalties.Penalty`; the activation is its prox.
-    - ``smooth(y, x)``: one number a sample.
+    - ``smooth(y, x)``: one number per sample, or a dict of several with names, whose sum it is.
     - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
     - ``features(y)``: what the network hands on; ``y`` by default.
 
@@ -95,8 +95,8 @@ class HiddenProblem(Problem):
     penalty: str | Penalty
 
     @abstractmethod
-    def smooth(self, y: State, x: Tensor) -> Tensor:
-        """g(y; x), one number a sample."""
+    def smooth(self, y: State, x: Tensor) -> Tensor | dict[str, Tensor]:
+        """g(y; x), one number per sample; or a dict of terms, each with one number per sample, whose sum it is."""
 
     def start(self, x: Tensor) -> State:
         """The starting state for input ``x``."""

@@ -249,7 +249,7 @@ class WrittenHidden(Hidden):
     def __init__(
         self,
         penalty: Penalty,
-        smooth: Callable[[State], Tensor],
+        smooth: Callable[[State], Tensor | dict[str, Tensor]],
         start: State,
         features: Callable[[State], State],
     ) -> None:
@@ -262,15 +262,29 @@ class WrittenHidden(Hidden):
         return self._start
 
     def smooth(self, y: State) -> Tensor:
+        terms = list(self.smooth_terms(y).values())
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(dim=0)
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
         values = self._smooth(y)
-        batch = blocks(y)[0].shape[0]
-        if not isinstance(values, Tensor) or values.shape != (batch,):
-            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"smooth(y, x) should return one number a sample, shape ({batch},); got {got}. "
-                "Sum over every dimension but the first"
-            )
-        return values
+        terms = values if isinstance(values, dict) else {"smooth": values}
+        return checked_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
 
     def features(self, y: State) -> State:
         return self._features(y)
+
+
+def checked_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
+    """The terms of an objective if they are what they should be: names, and one number per sample each."""
+    if not isinstance(found, dict) or not found:
+        got = "an empty dict" if found == {} else type(found).__name__
+        raise TypeError(f"{who} should return a dict from names to tensors, one number per sample each; got {got}")
+    for name, values in found.items():
+        if not isinstance(values, Tensor) or values.shape != (batch,):
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            which = "it" if name == "smooth" else f"{name!r}"
+            raise ValueError(
+                f"{who}: {which} should be one number per sample, shape ({batch},); got {got}. "
+                "Sum over every dimension but the first"
+            )
+    return found

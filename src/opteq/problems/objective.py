@@ -15,7 +15,7 @@ from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate
-from opteq.problems.hidden import Hidden
+from opteq.problems.hidden import Hidden, checked_terms
 from opteq.problems.linearisation import Structure, SymmetricLinearisation
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
@@ -50,8 +50,9 @@ class Objective(Problem):
     tensor([[0.7500, 1.5000, 0.7500]])
     """
 
-    penalty: str | Penalty | None = None
-    curvature: Any = None
+    # Without values here: a class attribute would hide a module or a buffer of that name.
+    penalty: str | Penalty | None
+    curvature: Any
 
     def terms(self, y: Any, x: Any) -> dict[str, Tensor]:
         """The terms of the smooth part, each one number per sample."""
@@ -105,13 +106,14 @@ class BoundObjective(Hidden):
         self.x = x
         self.settled = settle(problem)
         self._start = problem.start(x)
-        declared = problem.curvature
+        declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
         with torch.no_grad():
             measured = declared is None
             curvature = self._measured_curvature() if declared is None else self._declared(declared)
             self.length = 1 / (curvature * _MARGIN if measured else curvature)
-        written = None if problem.penalty is None else penalties.get(problem.penalty)
+        chosen = getattr(problem, "penalty", None)
+        written = None if chosen is None else penalties.get(chosen)
         self.penalty = None if written is None else ScaledPenalty(written, self.length)  # type: ignore[assignment]
         self.has_merit = written is None or written.has_total
 
@@ -202,7 +204,7 @@ class BoundObjective(Hidden):
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
         with self.settled.in_force(self.problem):
             found = self.problem.terms(y, self.x)
-        return _checked_terms(found, blocks(y)[0].shape[0], f"{type(self.problem).__name__}.terms(y, x)")
+        return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.problem).__name__}.terms(y, x)")
 
     def _penalty_of(self, y: State) -> Tensor:
         return torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
@@ -248,17 +250,3 @@ class BoundObjective(Hidden):
 def _same(v: State) -> State:
     return v
 
-
-def _checked_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
-    """The terms if they are what they should be."""
-    if not isinstance(found, dict) or not found:
-        got = "an empty dict" if found == {} else type(found).__name__
-        raise TypeError(f"{who} should return a dict from names to tensors, one number per sample each; got {got}")
-    for name, values in found.items():
-        if not isinstance(values, Tensor) or values.shape != (batch,):
-            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"{who}: {name!r} should have one number per sample, shape ({batch},); got {got}. "
-                "Sum over every dimension but the first"
-            )
-    return found
