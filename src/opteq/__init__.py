@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # Loaded one by one: a room that is being loaded itself may ask for another, and for all of them would be a circle.
-_ROOMS = ("analysis", "couplings", "engine", "kernels", "models", "operators", "penalties", "regularizers")
+_ROOMS = (
+    "analysis", "couplings", "engine", "kernels", "models", "operators", "penalties", "plot", "potentials",
+    "regularizers",
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from opteq.api import *  # noqa: F403

@@ -1,6 +1,6 @@
 """All that ``import opteq`` hands out by name."""
 
-from opteq import analysis, couplings, engine, kernels, models, operators, penalties, regularizers
+from opteq import analysis, couplings, engine, kernels, models, operators, penalties, potentials, regularizers
 from opteq.common.errors import ConvergenceError, ConvergenceWarning
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit, OneStep, Phantom, Shine, Unrolled
@@ -13,17 +13,19 @@ from opteq.problems import (
     DeepOptEq,
     HiddenProblem,
     MOptEq,
+    Objective,
     OptEq,
     Parallel,
     POptEq,
     Splitting,
 )
 from opteq.solution import Report, Solution
-from opteq.solvers import SAM, Anderson, Broyden, Picard, Status
+from opteq.solvers import FISTA, SAM, Anderson, Broyden, Picard, Status
 from opteq.solvers.linear import CG, GMRES, MINRES
 
 __all__ = [
     "CG",
+    "FISTA",
     "GEQ",
     "GMRES",
     "MINRES",
@@ -41,6 +43,7 @@ __all__ = [
     "HiddenProblem",
     "Implicit",
     "MOptEq",
+    "Objective",
     "OneStep",
     "OptEq",
     "POptEq",
@@ -60,5 +63,6 @@ __all__ = [
     "models",
     "operators",
     "penalties",
+    "potentials",
     "regularizers",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from opteq.common.errors import unknown_name
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
 from opteq.gradients import Gradient, Implicit
+from opteq.minimum import judged_minimum
 from opteq.problems.base import Problem
 from opteq.solution import BackwardSlot, Report, Solution
-from opteq.solvers import Anderson, Solver
+from opteq.solvers import Anderson, Solver, Status
 from opteq.states import Layout, State, blocks, map_state
+from opteq.tracing import trace_terms
 
 _ON_FAILURE = ("warn", "raise", "ignore")
 
@@ -27,12 +30,12 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     Args:
         problem: what is minimised.
-        solver: how the equilibrium is found; ``Anderson()`` by default.
+        solver: how the equilibrium is found; ``Anderson()`` by default, ``FISTA`` for objectives.
         gradient: how it is differentiated; ``Implicit()``, the exact gradient, by default.
-        on_failure: what happens when samples do not converge, forward or backward: ``"warn"`` once a layer,
-            ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``. On a GPU a
-            warning, or the error about an input that is not finite, may come after the call: with its backward pass, or
-            with the next call. ``"raise"`` waits for the device in every call.
+        on_failure: what happens when samples do not converge, forward or backward: ``"warn"``, and again when it gets
+            clearly worse, ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``.
+            On a GPU a warning, or the error about an input that is not finite, may come after the call: with its
+            backward pass, or with the next call. ``"raise"`` waits for the device in every call.
         compile: fuse the functions of a problem that a user has written by torch.compile, in captured solves on a GPU.
             The first calls then take some seconds longer.
 
@@ -57,8 +60,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     ) -> None:
         super().__init__()
         self.problem = _checked(problem, Problem, "problem", "a hidden problem such as opteq.OptEq")
-        solver = Anderson() if solver is None else solver
-        gradient = Implicit() if gradient is None else gradient
+        solver = problem.default_solver() or Anderson() if solver is None else solver
+        steps = problem.default_gradient_steps()
+        gradient = (Implicit() if steps is None else Implicit(max_steps=steps)) if gradient is None else gradient
         self.solver: Solver = _checked(solver, Solver, "solver", "a solver such as opteq.Anderson()")
         self.gradient: Gradient = _checked(gradient, Gradient, "gradient", "a gradient such as opteq.Implicit()")
         if on_failure not in _ON_FAILURE:
@@ -70,21 +74,34 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
-        return self.solve(x, start).features
+        if type(self).solve is not Equilibrium.solve or "solve" in vars(self):  # it is overridden
+            return self.solve(x, start).features
+        solution: Solution = self._solve(x, start, check_minimum=False)
+        return solution.features
 
-    def solve(self, x: State, start: State | None = None) -> Solution:
+    def solve(self, x: State, start: State | None = None, trace_objective: bool = False) -> Solution:
         """The equilibrium for ``x`` with all that is known about it.
+
+        Where the problem has an objective that is not known to be convex, the curvature at the solution is checked by
+        Lanczos steps: a maximum or a saddle has the status ``NOT_A_MINIMUM``.
 
         Args:
             x: input, batch first; for problems with branches, or a tuple with an input per branch.
             start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
+            trace_objective: record the terms of the objective step by step, by a second solve in the state's variable:
+                ``solution.objective_trace`` and ``solution.term_traces``.
         """
-        solution: Solution = self._solve(x, start)
-        return solution
+        solution: Solution = self._solve(x, start, check_minimum=True)
+        return replace(solution, term_traces=self._traced(x, start)) if trace_objective else solution
+
+    @dynamo_disable
+    def _traced(self, x: State, start: State | None) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return trace_terms(self.problem(x), self.solver, start)
 
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
     @dynamo_disable
-    def _solve(self, x: State, start: State | None) -> Solution:
+    def _solve(self, x: State, start: State | None, check_minimum: bool) -> Solution:
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
         self._monitor.catch_up(self.on_failure)
@@ -104,6 +121,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         slot = BackwardSlot()
 
         def record(report: Report) -> None:
+            if hidden.seeks_minimum:  # conjugate gradients met negative curvature: no minimum of an objective
+                indefinite = report.codes == int(Status.INDEFINITE)
+                report = replace(report, codes=torch.where(indefinite, int(Status.NOT_A_MINIMUM), report.codes))
             slot.report = report
             self._monitor.catch_up(self.on_failure, wait_for="forward")
             self._monitor.judge(
@@ -118,6 +138,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if hidden.jumps:
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
+        if check_minimum and hidden.seeks_minimum:
+            codes = judged_minimum(hidden, state, codes)
         report = Report(
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )

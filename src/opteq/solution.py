@@ -90,12 +90,20 @@ class Solution:
         state: the equilibrium itself, with its gradient attached. Features need not hang on it: either may be
             differentiated by inputs and weights, not one by the other.
         report: how the solve went; its fields can be read here directly.
+        term_traces: where they were asked for, the terms of the objective at the points of the solve, each
+            ``(steps + 1, B)``.
     """
 
     features: State
     state: State
     report: Report
     slot: BackwardSlot = field(default_factory=BackwardSlot, repr=False)
+    term_traces: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def objective_trace(self) -> Tensor | None:
+        """The objective at the points of the solve, ``(steps + 1, B)``; None where it was not asked for."""
+        return None if self.term_traces is None else torch.stack(list(self.term_traces.values())).sum(dim=0)
 
     @property
     def residual(self) -> Tensor:

@@ -36,7 +36,7 @@ class FailureCheck:
     Attributes:
         report: how it went.
         what: what a failure means, in words.
-        way: forward or backward: a layer warns once of each.
+        way: forward or backward: a layer warns of each by itself.
         x: the input, where a failure may be its fault.
     """
 
@@ -104,11 +104,29 @@ class _Pending:
         return [None if part.is_inference() else part._version for part in parts]
 
 
+@dataclass(frozen=True)
+class _Extent:
+    """How bad a failure was: the share of samples that failed, and the largest finite residual."""
+
+    share: float
+    residual: float
+
+    @classmethod
+    def of(cls, report: Report) -> _Extent:
+        failed = report.failures()
+        residuals = report.residual[failed & torch.isfinite(report.residual)]
+        return cls(float(failed.float().mean()), float(residuals.max()) if residuals.numel() else 0.0)
+
+    def clearly_worse(self, earlier: _Extent) -> bool:
+        """Twice as many samples, or ten times the residual."""
+        return self.share >= 2 * earlier.share or self.residual >= 10 * max(earlier.residual, 1e-30)
+
+
 class ConvergenceMonitor:
     """Judges the solves of one layer, and remembers what it has warned of."""
 
     def __init__(self) -> None:
-        self._warned: set[str] = set()
+        self._warned: dict[str, _Extent] = {}
         self._unseen: deque[_Pending] = deque()
         self._lock = threading.RLock()  # backward passes have threads of their own
         weakref.finalize(self, _last_words, self._unseen, self._warned, os.getpid())
@@ -152,17 +170,20 @@ class ConvergenceMonitor:
             _tell(unseen.finding, "warn", self._warned)
 
 
-def _tell(finding: FailureCheck, on_failure: str, warned: set[str]) -> None:
-    if on_failure == "warn" and finding.way in warned:
+def _tell(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent]) -> None:
+    extent = _Extent.of(finding.report)
+    earlier = warned.get(finding.way)
+    if on_failure == "warn" and earlier is not None and not extent.clearly_worse(earlier):
         return
     message = finding.report.describe_failures(finding.what)
     if on_failure == "raise":
         raise ConvergenceError(message)
-    warned.add(finding.way)
-    warnings.warn(message + "\n  (This layer warns once.)", ConvergenceWarning, stacklevel=callers_level())
+    warned[finding.way] = extent
+    note = "(This layer warns again when it gets clearly worse.)"
+    warnings.warn(f"{message}\n  {note}", ConvergenceWarning, stacklevel=callers_level())
 
 
-def _last_words(unseen: deque[_Pending], warned: set[str], process: int) -> None:
+def _last_words(unseen: deque[_Pending], warned: dict[str, _Extent], process: int) -> None:
     """Of a layer that nobody has any more, or at the end of a program."""
     if not unseen or process != os.getpid():
         return

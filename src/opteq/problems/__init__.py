@@ -10,6 +10,7 @@ from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.linearisation import Structure
 from opteq.problems.mopteq import MOptEq
+from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
 from opteq.problems.parallel import Parallel
 from opteq.problems.popteq import POptEq
@@ -26,6 +27,7 @@ __all__ = [
     "Hidden",
     "HiddenProblem",
     "MOptEq",
+    "Objective",
     "OptEq",
     "POptEq",
     "Parallel",

@@ -15,6 +15,7 @@ from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
 from opteq.problems.written import WrittenHidden
+from opteq.solvers.base import Solver
 from opteq.states import State
 
 
@@ -34,6 +35,14 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
             self._check_input(part)
         with engine.bounded_weights(self):
             return self.bind(x)
+
+    def default_solver(self) -> Solver | None:
+        """The solver of a layer that was told none; None leaves it to the layer."""
+        return None
+
+    def default_gradient_steps(self) -> int | None:
+        """Products that the backward solve of a layer may take that was told no gradient; None for the usual number."""
+        return None
 
     def certificate(self) -> Certificate:
         """What is guaranteed, from the weights as they are now."""
@@ -64,7 +73,7 @@ class HiddenProblem(Problem):
     implicit gradient follow by autograd.
 
     - ``penalty``: an activation's name or a :class:`~opteq.penalties.Penalty`; the activation is its prox.
-    - ``smooth(y, x)``: one value per sample, or a dict of named terms.
+    - ``smooth(y, x)``: one value per sample, or a dict of several with names, whose sum it is.
     - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
     - ``features(y)``: what the network hands on; ``y`` by default.
 
@@ -83,7 +92,7 @@ class HiddenProblem(Problem):
 
     @abstractmethod
     def smooth(self, y: State, x: Tensor) -> Tensor | dict[str, Tensor]:
-        """g(y; x), one value per sample, or its terms by name."""
+        """g(y; x), one value per sample; or a dict of terms, each with one value per sample, whose sum it is."""
 
     def start(self, x: Tensor) -> State:
         """The starting state for input ``x``."""

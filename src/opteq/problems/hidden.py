@@ -52,6 +52,11 @@ class BoundMap(ABC):
     fuse: bool = False
     """Whether a user's functions may be compiled, see ``Equilibrium(compile=True)``."""
 
+    @property
+    def seeks_minimum(self) -> bool:
+        """Whether the fixed point should be a minimum of an objective, and nothing proves that it is one."""
+        return False
+
     contracts: bool = False
     """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
     no saddle then that a small residual could belong to, so that residuals are guard enough for methods that
@@ -121,6 +126,11 @@ class Hidden(BoundMap):
 
     structure = Structure.SYMMETRIC
     penalty: Penalty
+
+    @property
+    def seeks_minimum(self) -> bool:
+        """True unless the curvature is known to be positive, or the objective has no Hessian."""
+        return self.structure is not Structure.POSITIVE and not self.jumps
 
     @abstractmethod
     def smooth(self, y: State) -> Tensor:

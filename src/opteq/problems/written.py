@@ -59,6 +59,11 @@ class WrittenHidden(Hidden):
 
     structure = Structure.POSITIVE
 
+    @property
+    def seeks_minimum(self) -> bool:
+        """True: nothing is known of the curvature."""
+        return True
+
     def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor, start: State) -> None:
         self.penalty = penalty
         self.bound = BoundModule(problem, x)
@@ -69,16 +74,15 @@ class WrittenHidden(Hidden):
         return self._start
 
     def smooth(self, y: State) -> Tensor:
-        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
+        terms = list(self.smooth_terms(y).values())
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(dim=0)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The user's terms by name, or one called "smooth"."""
         with self.bound.entered():
             values = self.bound.module.smooth(y, self.bound.x)
         terms = values if isinstance(values, dict) else {"smooth": values}
-        for name, value in terms.items():
-            check_values(value, blocks(y)[0].shape[0], f"term {name!r} of smooth(y, x)")
-        return terms
+        return checked_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
 
     def features(self, y: State) -> State:
         with self.bound.entered():
@@ -86,11 +90,17 @@ class WrittenHidden(Hidden):
         return found
 
 
-def check_values(values: object, batch: int, what: str) -> None:
-    """Raise unless ``values`` is a tensor with one value per sample."""
-    if not isinstance(values, Tensor) or values.shape != (batch,):
-        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(
-            f"{what} should have one value per sample, shape ({batch},); got {got}. "
-            "Sum over every dimension but the first"
-        )
+def checked_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
+    """The terms of an objective if they are what they should be: names, and one value per sample each."""
+    if not isinstance(found, dict) or not found:
+        got = "an empty dict" if found == {} else type(found).__name__
+        raise TypeError(f"{who} should return a dict from names to tensors, one value per sample each; got {got}")
+    for name, values in found.items():
+        if not isinstance(values, Tensor) or values.shape != (batch,):
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            which = "it" if name == "smooth" else f"{name!r}"
+            raise ValueError(
+                f"{who}: {which} should be one value per sample, shape ({batch},); got {got}. "
+                "Sum over every dimension but the first"
+            )
+    return found

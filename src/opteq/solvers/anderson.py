@@ -53,6 +53,8 @@ def ridge(dtype: torch.dtype, eps: float) -> float:
 
 
 class _AndersonMixing(Method):
+    shortens = True
+
     def __init__(self, start: Tensor, memory: int, damping: float | Tensor, ridge: float) -> None:
         self.damping = damping
         self.residuals = History(start, memory)  # dG / |dG|
@@ -76,6 +78,10 @@ class _AndersonMixing(Method):
 
     def plain(self) -> Tensor:
         return ~self.used.any(dim=1)
+
+    def shorten(self, rows: Tensor) -> None:
+        factor = torch.where(rows[:, None], 0.5, torch.ones_like(self.last[0][:, :1]))
+        self.damping = self.damping * factor
 
     def restart(self, rows: Tensor) -> None:
         self.used = self.used & ~rows[:, None]

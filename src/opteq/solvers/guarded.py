@@ -19,8 +19,10 @@ class GuardedIteration:
     its least value. That length is not divided by ``|T(y)|`` as the stopping rule does: far out along a direction that
     T hardly shrinks the quotient is small, and a row that was drawn there would be kept from coming back.
 
-    A refused row stays where it is and forgets its history, so that its next step is plain. Plain steps always
-    count: they decrease a merit by its definition, and without one there is nothing better to do.
+    A refused row stays where it is and forgets its history, so that its next step is plain. Plain steps count: they
+    decrease a merit by its definition, and without one there is nothing better to do. Only where a plain step raises
+    both the merit and ``|T(y) - y|``, because the curvature is larger there than the problem knew, it is taken back and
+    the next ones are shorter, for methods that can do that.
     """
 
     def __init__(self, task: Task, method: Method, floor: float) -> None:
@@ -35,7 +37,8 @@ class GuardedIteration:
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The start and its residual."""
-        self.change, self.least, residual = self._measured(self.point, self.image)
+        self.change, self.gap, residual = self._measured(self.point, self.image)
+        self.least = self.gap
         return self.point, residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,8 +52,15 @@ class GuardedIteration:
         if plain is None:
             self.point, self.image, self.merit, self.change = proposal, image, merit, change
         else:
-            taken = active & finite & (plain | self._harmless(gap, merit))
+            harmless = self._harmless(gap, merit)
+            taken = active & finite & (plain | harmless)
+            if merit is not None and self.method.shortens:
+                # Plain steps decrease the merit unless the problem's step length is too large for it here.
+                long = active & plain & ~harmless & (gap > 1.01 * self.gap)
+                taken = taken & ~long
+                self.method.shorten(long)
             self.method.restart(active & ~taken)
+            self.gap = torch.where(taken, gap, self.gap)
             self.point = choose_rows(taken, proposal, self.point)
             self.image = choose_rows(taken, image, self.image)
             self.change = choose_rows(taken, change, self.change)

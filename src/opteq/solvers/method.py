@@ -51,6 +51,9 @@ class Method(ABC):
     growth: float = 2.0
     """How far ``|T(y) - y|`` may rise above its least value where the problem has no merit to judge proposals by."""
 
+    shortens: bool = False
+    """Whether :meth:`shorten` does anything."""
+
     @abstractmethod
     def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:
         """The next point, from a point, ``image = T(point)`` and their difference ``change = image - point``.
@@ -64,6 +67,9 @@ class Method(ABC):
 
     def restart(self, rows: Tensor) -> None:  # noqa: B027 - a method without memory has nothing to forget
         """Forget what was seen in these rows."""
+
+    def shorten(self, rows: Tensor) -> None:  # noqa: B027 - see shortens
+        """Take steps of half the length in these rows from now on."""
 
     def inverse(self) -> InverseEstimate | None:
         """The estimate of ``(I - J)^-1``, where the method has one."""

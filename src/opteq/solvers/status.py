@@ -20,6 +20,7 @@ class Status(IntEnum):
     APPROXIMATE = 5
     SINGULAR = 6
     FIXED_STEPS = 7
+    NOT_A_MINIMUM = 8
 
     @property
     def message(self) -> str:
@@ -31,11 +32,12 @@ _MESSAGES = {
     Status.CONVERGED: "the relative residual is within the tolerance",
     Status.MAX_STEPS: (
         "the step limit came before the tolerance. Raise max_steps or tol; if the residual does not fall at all, "
-        "the map may not contract: give its operators a smaller bound, or read problem.certificate()"
+        "the map may not contract: use a damping below 1 or opteq.FISTA(), declare the curvature of an Objective, "
+        "give operators a smaller bound, or read problem.certificate()"
     ),
     Status.NON_FINITE: (
         "an iterate overflowed or was NaN, so the best finite one is kept. Check that the inputs are finite; "
-        "give the operators a bound, or use Anderson or a damping below 1"
+        "give the operators a bound, or use opteq.FISTA(), Anderson, a damping below 1 or a larger curvature"
     ),
     Status.INDEFINITE: (
         "conjugate gradients met a direction of non-positive curvature: the system is not positive definite, "
@@ -51,5 +53,9 @@ _MESSAGES = {
         "The nearest answer of moderate length is used; give the operators a smaller bound"
     ),
     Status.FIXED_STEPS: "tol=0 asked for exactly max_steps steps; they were taken, and the residual is what they left",
+    Status.NOT_A_MINIMUM: (
+        "the objective has a direction of negative curvature here, so this stationary point is a maximum or a saddle. "
+        "Begin elsewhere (start=), make the objective convex, or bound the weight of its concave terms"
+    ),
     Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",
 }

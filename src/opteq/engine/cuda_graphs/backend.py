@@ -30,6 +30,10 @@ from opteq.solvers.loop import Finish, Iteration
 from opteq.states import State, blocks, like
 
 
+_MOST_STEPS = 400
+"""A graph holds every step that a solve may take."""
+
+
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
     """The equilibrium of a bound problem by a captured graph; None where the plain path should find it."""
     try:
@@ -37,6 +41,8 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         hash(solver)
     except (NotFlattenableError, TypeError) as error:
         return note("forward", str(error))
+    if solver.max_steps > _MOST_STEPS:
+        return note("forward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {solver.max_steps}")
     count = len(flat.tensors)
     inputs = [*flat.tensors, *([] if start is None else blocks(start))]
     if not inputs or not inputs[0].is_cuda:
@@ -72,6 +78,8 @@ def attach(
     """``state`` and its features with the implicit gradient, which a captured graph computes."""
     if isinstance(linear, GMRES):
         return note("backward", "GMRES synchronises with the host")
+    if linear.max_steps > _MOST_STEPS:
+        return note("backward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {linear.max_steps}")
     try:
         flat = flatten(hidden)
         hash(linear)

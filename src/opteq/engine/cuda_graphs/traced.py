@@ -56,7 +56,7 @@ class Traces:
         return hidden
 
     def product(self, tensors: list[Tensor], state: State, product: Product, v: State) -> Product:
-        """The product of the adjoint system at ``state`` with vectors like ``v``, traced where a user wrote the problem."""
+        """The product of the adjoint system at ``state`` with vectors like ``v``, traced for a user's problem."""
         if not any(isinstance(value, BoundModule) for value in vars(self.flat.with_tensors(tensors)).values()):
             return product
         count = len(tensors)

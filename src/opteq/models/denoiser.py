@@ -1,0 +1,122 @@
+"""Denoisers: the minimiser of a data term and a learned prior, for all noise levels of a range."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from opteq.common.errors import UserError
+from opteq.equilibrium import Equilibrium
+from opteq.gradients import Gradient, Implicit
+from opteq.operators.chain import ConvChain
+from opteq.potentials import Spline
+from opteq.problems.prior_levels import NoiseLevels
+from opteq.problems.restoration import FilterPrior, Restoration
+from opteq.solvers import FISTA, Solver
+
+CONFIG, WEIGHTS, WEIGHTS_OF_TORCH = "config.json", "model.safetensors", "model.pt"
+
+
+@dataclass(frozen=True)
+class DenoiserConfig:
+    """What a denoiser is made of.
+
+    Attributes:
+        channels, kernel_size: of the :class:`~opteq.operators.ConvChain` of filters.
+        knots, reach: of the learned potentials, per channel.
+        rho: how concave potentials may be; 0 gives a convex prior.
+        mu: how convex they may be.
+        least, most, degree: noise levels, see :class:`~opteq.problems.prior_levels.NoiseLevels`.
+        margin: strong convexity of the energy.
+    """
+
+    channels: tuple[int, ...] = (1, 4, 8, 56)
+    kernel_size: int = 5
+    knots: int = 24
+    reach: float = 4.0
+    rho: float = 1.0
+    mu: float = 10.0
+    least: float = 5 / 255
+    most: float = 55 / 255
+    degree: int = 2
+    margin: float = 0.01
+
+
+class Denoiser(nn.Module):
+    """``y = argmin 1/2 |y - x|^2 + R_sigma(y)`` for grey images ``(B, 1, h, w)`` and noise levels ``(B,)``.
+
+    Args:
+        config: what the prior is made of.
+        solver, gradient: as for :class:`~opteq.Equilibrium`.
+        on_failure: likewise.
+    """
+
+    def __init__(
+        self,
+        config: DenoiserConfig | None = None,
+        solver: Solver | None = None,
+        gradient: Gradient | None = None,
+        on_failure: str = "warn",
+    ) -> None:
+        super().__init__()
+        self.config = config = config or DenoiserConfig()
+        width = config.channels[-1]
+        filters = ConvChain(config.channels, config.kernel_size)
+        potential = Spline(width, config.knots, config.reach, config.rho, config.mu)
+        levels = NoiseLevels(width, config.least, config.most, config.degree)
+        with torch.no_grad():  # potentials bend at about twice the noise of a response
+            levels.log_scale[0] = (2 * filters.prepare().composed().flatten(1).norm(dim=1)).log()
+        self.prior = FilterPrior(filters, potential, levels, config.margin)
+        solver = FISTA(tol=1e-5, max_steps=1000) if solver is None else solver
+        gradient = Implicit(tol=1e-3, max_steps=200) if gradient is None else gradient
+        self.layer = Equilibrium(Restoration(self.prior), solver, gradient, on_failure)
+
+    def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """The denoised images."""
+        image: Tensor = self.layer((x, sigma))
+        return image
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel() for parameter in self.prior.parameters())
+
+    def save(self, folder: str | Path) -> Path:
+        """Write configuration and weights into ``folder``."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.prior.state_dict().items()}
+        try:
+            from safetensors.torch import save_file
+        except ImportError:
+            torch.save(tensors, folder / WEIGHTS_OF_TORCH)
+        else:
+            save_file(tensors, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps({"denoiser": dataclasses.asdict(self.config)}, indent=2) + "\n")
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path, solver: Solver | None = None, on_failure: str = "warn") -> Denoiser:
+        """The denoiser that :meth:`save` wrote into ``folder``."""
+        folder = Path(folder)
+        try:
+            options = json.loads((folder / CONFIG).read_text())["denoiser"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder} holds no denoiser: {CONFIG} is missing or says something else") from error
+        config = DenoiserConfig(**{**options, "channels": tuple(options["channels"])})
+        model = cls(config, solver, on_failure=on_failure)
+        if (folder / WEIGHTS).exists():
+            from safetensors.torch import load_file
+
+            tensors = load_file(folder / WEIGHTS)
+        elif (folder / WEIGHTS_OF_TORCH).exists():
+            tensors = torch.load(folder / WEIGHTS_OF_TORCH, map_location="cpu", weights_only=True)
+        else:
+            raise UserError(f"{folder} holds no weights; {WEIGHTS} or {WEIGHTS_OF_TORCH} should be there")
+        model.prior.load_state_dict(tensors)
+        return model

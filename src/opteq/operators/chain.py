@@ -1,0 +1,146 @@
+"""A chain of convolutions that acts as one: a bank of large filters from few parameters, with an exact spectrum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
+from opteq.operators.spectral.norms import kernel_norm
+
+
+class ChainMap(LinearMap):
+    """Convolutions with settled weights, one after the other, on an image that is extended by zeros once.
+
+    Padding between the convolutions would make another map, which the composed kernel says nothing about: here
+    ``A v`` is exactly the composed convolution of the image extended by zeros, at the positions of the image.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = tuple(weights)
+        self.padding = tuple(sum(w.shape[dim] // 2 for w in weights) for dim in (2, 3))
+
+    def __call__(self, v: Tensor) -> Tensor:
+        _check("the chain of convolutions", v, self.weights[0].shape[1])
+        first, *rest = self.weights
+        out = F.conv2d(v, first, padding=self.padding)
+        for weight in rest:
+            out = F.conv2d(out, weight)
+        return out
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """The transposed convolutions in the opposite order; what falls outside the image is cut off."""
+        _check("the adjoint of the chain", u, self.weights[-1].shape[0])
+        first, *rest = self.weights
+        out = u
+        for weight in reversed(rest):
+            out = F.conv_transpose2d(out, weight)
+        return F.conv_transpose2d(out, first, padding=self.padding)
+
+    def composed(self) -> Tensor:
+        """The kernel ``(m, c, K1, K2)`` of the one convolution that the chain is."""
+        c = self.weights[0].shape[1]
+        size = [2 * p + 1 for p in self.padding]
+        impulse = self.weights[0].new_zeros(c, c, *size)
+        impulse[range(c), range(c), self.padding[0], self.padding[1]] = 1
+        return self(impulse).flip(2, 3).transpose(0, 1)
+
+
+class ConvChain(Operator):
+    """Convolutions ``(B, c_0, h, w) -> (B, c_k, h, w)`` that act as one with a large kernel.
+
+    Three convolutions of size 5 make filters of size 13 from a fraction of their parameters. The image is extended by
+    zeros once, before the first, so that the norm is that of the composed kernel.
+
+    Args:
+        channels: numbers of channels, first that of the input.
+        kernel_size: odd size of every kernel.
+        zero_mean: whether constant images give zero in the interior: the mean of every kernel of the first
+            convolution is taken off.
+        bound: largest spectral norm allowed, or None for none.
+
+    >>> A = ConvChain((1, 4, 8, 16), kernel_size=5, bound=1.0)
+    >>> A(torch.zeros(2, 1, 20, 20)).shape, A.adjoint(torch.zeros(2, 16, 20, 20)).shape
+    (torch.Size([2, 16, 20, 20]), torch.Size([2, 1, 20, 20]))
+    """
+
+    def __init__(
+        self, channels: Sequence[int], kernel_size: int = 5, zero_mean: bool = True, bound: float | None = None
+    ) -> None:
+        super().__init__()
+        if len(channels) < 2:
+            raise ValueError(f"ConvChain.channels should name at least input and output channels; got {channels!r}")
+        self.channels = tuple(checked_size("channels", c) for c in channels)
+        self.kernel_size = checked_size("kernel_size", kernel_size)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, got {kernel_size}.")
+        self.zero_mean = zero_mean
+        self.bound = checked_bound(bound)
+        pairs = zip(self.channels[:-1], self.channels[1:], strict=True)
+        self.weights = nn.ParameterList(torch.empty(m, c, kernel_size, kernel_size) for c, m in pairs)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights again and scale them to the initial norm."""
+        for weight in self.weights:
+            nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+        self.weights[-1].mul_(initial_norm(self.bound) / self._norm(ChainMap(self._centred()).composed()))
+
+    def prepare(self) -> ChainMap:
+        weights = self._centred()
+        if self.bound is not None:
+            norm = self._norm(ChainMap(weights).composed())
+            weights[-1] = weights[-1] * (self.bound / torch.maximum(norm, torch.full_like(norm, self.bound)))
+        return ChainMap(weights)
+
+    def norm(self) -> Tensor:
+        with torch.no_grad():
+            return self._norm(self.prepare().composed())
+
+    def _centred(self) -> list[Tensor]:
+        first, *rest = self.weights
+        return [first - first.mean(dim=(2, 3), keepdim=True) if self.zero_mean else first, *rest]
+
+    def _norm(self, kernel: Tensor) -> Tensor:
+        if kernel.shape[1] > 1:
+            return kernel_norm(kernel)
+        return largest_response(response_powers(kernel), kernel.new_ones(1, kernel.shape[0]), kernel)[0].sqrt()
+
+    def extra_repr(self) -> str:
+        """Channels, size and bound."""
+        return f"channels={self.channels}, kernel_size={self.kernel_size}, bound={self.bound}"
+
+
+def response_powers(kernel: Tensor, grid: int = 128) -> Tensor:
+    """``|k_c(w)|^2`` of filters ``(m, 1, K1, K2)`` at frequencies of a grid: ``(m, grid * (grid / 2 + 1))``.
+
+    Frequencies of the other half plane have the same powers.
+    """
+    if kernel.shape[1] != 1:
+        raise ValueError(f"filters of one input channel have a power per frequency; got {kernel.shape[1]} channels")
+    wide = kernel[:, 0].to(torch.promote_types(kernel.dtype, torch.float32))
+    spectrum = torch.fft.rfft2(wide, s=(grid, grid))
+    return (spectrum.real.square() + spectrum.imag.square()).flatten(1)
+
+
+def largest_response(powers: Tensor, weights: Tensor, kernel: Tensor, grid: int = 128) -> Tensor:
+    """An upper bound of ``sup_w sum_c a_c |k_c(w)|^2`` over all frequencies, for non-negative weights ``(B, m)``.
+
+    That is the largest eigenvalue of ``K' diag(a) K``, on images of every size. The sum is a non-negative
+    trigonometric polynomial of degree ``d = K1 - 1`` and ``K2 - 1``. Near the place of its maximum M such a one is at
+    least ``M cos(d x / 2)^2`` along each axis, and no frequency is further than ``pi / grid`` from the grid.
+    """
+    if max(kernel.shape[2:]) > grid // 2:
+        raise ValueError(f"a grid of {grid} frequencies is too coarse for kernels of size {tuple(kernel.shape[2:])}")
+    missed = math.prod(math.cos((size - 1) * math.pi / (2 * grid)) ** 2 for size in kernel.shape[2:])
+    return (weights.to(powers.dtype) @ powers).amax(dim=1) * ((1 + 1e-5) / missed)
+
+
+def _check(who: str, v: Tensor, channels: int) -> None:
+    if v.ndim != 4 or v.shape[1] != channels:
+        raise wrong_shape(who, f"(B, {channels}, h, w)", v)

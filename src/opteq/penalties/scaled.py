@@ -1,0 +1,105 @@
+"""A penalty times a step length that differs by sample: its prox is what a proximal gradient step applies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opteq.penalties.base import ElementwisePenalty, Linearised, Penalty
+from opteq.penalties.piecewise import HardTanh, Identity, ReLU, SoftThreshold
+
+_STEPS = 40
+
+
+class ScaledPenalty:
+    """``t f`` for a convex elementwise penalty f and a positive t per sample.
+
+    With ``y = sigma(a)`` the prox of ``t f`` at u solves ``t a + (1 - t) sigma(a) = u``, whose left side increases in
+    a. Penalties whose activation is made of simple pieces have a closed form; for others the root is bracketed and
+    found by Newton's method with bisection, in a fixed number of steps.
+
+    Args:
+        penalty: f.
+        length: t, ``(B,)``.
+    """
+
+    def __init__(self, penalty: Penalty, length: Tensor) -> None:
+        self.penalty = _checked(penalty)
+        self.length = length
+
+    def prox(self, u: Tensor) -> Tensor:
+        """The prox of ``t f``, in the shape and dtype of u."""
+        penalty = self.penalty
+        if type(penalty) in (Identity, ReLU, HardTanh):  # an indicator function, or nothing: t changes neither
+            return penalty.prox(u)
+        t = self._beside(u)
+        if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
+            edge = penalty.threshold * t
+            return u - torch.maximum(torch.minimum(u, edge), -edge)
+        # The root is a constant; one more Newton step, which moves nothing, carries the derivative.
+        root = self._root(u.detach(), t)
+        image, slope = penalty.prox(root), penalty.derivative(root)
+        return image + slope * (u - t * root - (1 - t) * image) / (t + (1 - t) * slope)
+
+    def linearise(self, u: Tensor) -> Linearised:
+        """Multiplication by the square root of the prox's slope at u, its own adjoint."""
+        slope = self.derivative(u)
+        root = slope.clamp_min(0).sqrt()
+
+        def scale(v: Tensor) -> Tensor:
+            return root * v
+
+        return Linearised(scale, scale, lambda v: slope * v, lambda: slope)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        """The slope of the prox at u: ``s / (t + (1 - t) s)`` with s the activation's slope at the root."""
+        penalty = self.penalty
+        if type(penalty) in (Identity, ReLU, HardTanh):
+            return penalty.derivative(u)
+        t = self._beside(u)
+        if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
+            return (u.abs() > penalty.threshold * t).to(u.dtype)
+        slope = penalty.derivative(self._root(u, t))
+        return slope / (t + (1 - t) * slope)
+
+    def total(self, y: Tensor) -> Tensor:
+        """``f`` of each sample, without t."""
+        return self.penalty.total(y)
+
+    def project(self, y: Tensor) -> Tensor:
+        """The nearest point of f's domain."""
+        return self.penalty.project(y)
+
+    def _beside(self, u: Tensor) -> Tensor:
+        return self.length.to(u.dtype).reshape(-1, *[1] * (u.ndim - 1))
+
+    @torch.no_grad()
+    def _root(self, u: Tensor, t: Tensor) -> Tensor:
+        """The a with ``t a + (1 - t) sigma(a) = u``."""
+        penalty = self.penalty
+        error = t * u + (1 - t) * penalty.prox(u) - u
+        # The left side has slopes between min(t, 1) and max(t, 1), since those of sigma lie in [0, 1].
+        reach = error.abs() / t.clamp(max=1)
+        low, high = u - reach, u + reach
+        root = u
+        for _ in range(_STEPS):
+            error = t * root + (1 - t) * penalty.prox(root) - u
+            low, high = torch.where(error < 0, root, low), torch.where(error > 0, root, high)
+            newton = root - error / (t + (1 - t) * penalty.derivative(root))
+            inside = (newton > low) & (newton < high)
+            root = torch.where(error == 0, root, torch.where(inside, newton, (low + high) / 2))
+        return root
+
+
+def _checked(penalty: Penalty) -> ElementwisePenalty:
+    if not isinstance(penalty, ElementwisePenalty):
+        raise TypeError(
+            f"the penalty of an objective should act on every entry alone (an ElementwisePenalty); "
+            f"got {type(penalty).__name__}"
+        )
+    if penalty.lipschitz > 1:
+        raise ValueError(
+            f"the penalty of an objective should be convex, so that its activation has slopes of at most 1; "
+            f"{penalty.name} has {penalty.lipschitz:g}"
+        )
+    return penalty

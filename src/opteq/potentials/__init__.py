@@ -1,0 +1,7 @@
+"""Potentials: functions of filter responses that priors are sums of."""
+
+from opteq.potentials.base import Curve, Potential
+from opteq.potentials.classic import Gaussian, GemanMcClure, Huber, Student
+from opteq.potentials.spline import Spline
+
+__all__ = ["Curve", "Gaussian", "GemanMcClure", "Huber", "Potential", "Spline", "Student"]

@@ -1,0 +1,114 @@
+"""What a potential is: a function psi of one number, its derivative, and the exact range of its curvature."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from opteq.common.options import NamedOptions
+
+
+class Curve(ABC):
+    """A potential at unit scale with its parameters settled: plain tensors, so that it can live inside a bound problem.
+
+    Entries are independent of each other. Where parameters differ by channel, channels are dimension 1 of ``u``.
+    """
+
+    @abstractmethod
+    def value(self, u: Tensor) -> Tensor:
+        """``psi(u)``, entry by entry."""
+
+    @abstractmethod
+    def derivative(self, u: Tensor) -> Tensor:
+        """``psi'(u)``."""
+
+    @abstractmethod
+    def second(self, u: Tensor) -> Tensor:
+        """``psi''(u)``; at a kink of ``psi'``, the slope to its right."""
+
+
+class Potential(nn.Module, metaclass=NamedOptions):
+    """A function ``psi_s(t) = s^2 psi(t / s)`` of every entry of a tensor, for priors ``sum psi((A y)_i)``.
+
+    The scale s says where the potential leaves the parabola; it does not change the range of ``psi''``.
+
+    Args:
+        scale: the scale s, a positive number.
+        channels: number of channels (dimension 1) with a scale of their own; None for one scale for all.
+        learned: whether the scales are parameters. They are learned as logarithms, so that they stay positive.
+    """
+
+    def __init__(self, scale: float = 1.0, channels: int | None = None, learned: bool = False) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            raise ValueError(f"{name}.scale should be a positive finite number; got {scale!r}")
+        if channels is not None and (isinstance(channels, bool) or not isinstance(channels, int) or channels < 1):
+            raise ValueError(f"{name}.channels should be a positive integer or None; got {channels!r}")
+        self.channels = channels
+        log_scale = torch.full(() if channels is None else (channels,), math.log(scale))
+        if learned:
+            self.log_scale = nn.Parameter(log_scale)
+        else:
+            self.register_buffer("log_scale", log_scale)
+
+    @abstractmethod
+    def prepare(self) -> Curve:
+        """The curve at unit scale, computed once for many evaluations; differentiable by the parameters."""
+
+    @abstractmethod
+    def curvature(self) -> tuple[Tensor, Tensor]:
+        """The exact range of ``psi''``, least and largest value: numbers ``()``, or one per channel ``(C,)``."""
+
+    @property
+    def convex(self) -> bool:
+        """Whether psi is convex whatever its parameters are."""
+        return False
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale s, ``()`` or ``(C,)``."""
+        return self.log_scale.exp()
+
+    def forward(self, t: Tensor) -> Tensor:
+        """``psi_s(t)``, entry by entry."""
+        s = self._scale_beside(t)
+        return s.square() * self.prepare().value(t / s)
+
+    def derivative(self, t: Tensor) -> Tensor:
+        """``psi_s'(t)``."""
+        s = self._scale_beside(t)
+        return s * self.prepare().derivative(t / s)
+
+    def second(self, t: Tensor) -> Tensor:
+        """``psi_s''(t)``."""
+        return self.prepare().second(t / self._scale_beside(t))
+
+    def product(self, t: Tensor, v: Tensor) -> Tensor:
+        """``psi_s''(t) v``: what the Hessian of ``sum psi(t_i)`` makes of v."""
+        return self.second(t) * v
+
+    def _scale_beside(self, t: Tensor) -> Tensor:
+        if self.channels is None:
+            return self.scale.to(t.dtype)
+        if t.ndim < 2 or t.shape[1] != self.channels:
+            raise ValueError(
+                f"{type(self).__name__} has {self.channels} channels, so it expects a tensor of shape "
+                f"(B, {self.channels}, ...); got {tuple(t.shape)}"
+            )
+        return per_channel(self.scale, t)
+
+    def extra_repr(self) -> str:
+        """Scale and channels."""
+        scale = f"scale={float(self.scale.mean()):.3g}"
+        return scale if self.channels is None else f"{scale}, channels={self.channels}"
+
+
+def per_channel(values: Tensor, t: Tensor) -> Tensor:
+    """Numbers ``(C,)`` shaped to multiply a tensor ``(B, C, ...)``, in its dtype; ``()`` stays as it is."""
+    if values.ndim == 0:
+        return values.to(t.dtype)
+    return values.to(t.dtype).reshape(-1, *[1] * (t.ndim - 2))

@@ -1,0 +1,246 @@
+"""The whole objective, written by a user as on paper: the layer is its argmin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opteq import penalties
+from opteq.penalties import Penalty
+from opteq.penalties.scaled import ScaledPenalty
+from opteq.problems.base import Problem
+from opteq.problems.certificate import Certificate
+from opteq.problems.hidden import Hidden
+from opteq.problems.linearisation import Structure, SymmetricLinearisation
+from opteq.problems.written import BoundModule, checked_terms
+from opteq.solvers.fista import FISTA
+from opteq.solvers.linear.lanczos import largest_magnitude
+from opteq.states import Layout, State, blocks, inner, map_state, working_dtype
+
+_MARGIN = 1.1
+"""By how much a step length stays below what a measured curvature allows."""
+
+
+class Objective(Problem):
+    """A network defined by the objective that it minimises: ``sum of terms(y, x) + penalty(y)``.
+
+    - ``terms(y, x)``: a dict with one number per sample for each name; their sum is the smooth part F.
+    - ``penalty``: the non-smooth part h, an activation's name or an elementwise convex
+      :class:`~opteq.penalties.Penalty` (``"relu"``: y is not negative); None by default.
+    - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
+    - ``features(y)``: what the network hands on; ``y`` by default.
+    - ``curvature``: a bound on the largest eigenvalue of F's Hessian: a number, one per sample ``(B,)``, or a method
+      that gives one for ``x``. It sets the step length. Where it is None, it is measured for every batch.
+
+    The step is the proximal gradient step ``prox_{t h}(y - t grad F(y; x))`` with t the inverse of the curvature. The
+    fixed points are the stationary points of ``F + h`` whatever t is. A curvature that is too small is noticed and
+    corrected by :class:`~opteq.FISTA`, the default solver of objectives.
+
+    >>> import torch, opteq
+    >>> class Denoiser(opteq.Objective):
+    ...     def terms(self, y, x):
+    ...         rough = (y[:, 1:] - y[:, :-1]).square().sum(1)
+    ...         return {"data": 0.5 * (y - x).square().sum(1), "smoothness": 0.5 * rough}
+    >>> layer = opteq.Equilibrium(Denoiser())
+    >>> layer(torch.tensor([[0.0, 3.0, 0.0]])).detach().round(decimals=3)
+    tensor([[0.7500, 1.5000, 0.7500]])
+    """
+
+    # Without values here: a class attribute would hide a module or a buffer of that name.
+    penalty: str | Penalty | None
+    curvature: Any
+
+    def terms(self, y: Any, x: Any) -> dict[str, Tensor]:
+        """The terms of the smooth part, each one number per sample."""
+        raise NotImplementedError(f"{type(self).__name__} should define terms(y, x), one number per sample each")
+
+    def start(self, x: Any) -> State:
+        """The starting state for input ``x``."""
+        return torch.zeros_like(blocks(x)[0])
+
+    def features(self, y: State) -> State:
+        """What the network hands on."""
+        return y
+
+    def bind(self, x: Any) -> BoundObjective:
+        """The objective with ``x`` bound, and a step length per sample."""
+        return BoundObjective(self, x)
+
+    def default_solver(self) -> FISTA:
+        """FISTA until the estimated distance to the minimiser is small, however many steps that takes."""
+        return FISTA(measure="error", max_steps=10_000)
+
+    def default_gradient_steps(self) -> int:
+        """As many as conjugate gradients may need where conditioning is 1e4."""
+        return 1000
+
+    def certificate(self) -> Certificate:
+        """Nothing is known of terms that are written freely; override this where more is."""
+        unknown = "nothing is known about the terms; override certificate() to state what is"
+        return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), unknown))
+
+
+class BoundObjective(Hidden):
+    """An objective with its input bound.
+
+    In the form of all hidden problems it is ``t (F + h)``, with penalty ``t h`` and smooth part ``t F - 1/2 |y|^2``;
+    :meth:`terms` and :meth:`objective` give F and h as they were written.
+
+    Attributes:
+        bound: the user's module with its input.
+        length: the step length t, ``(B,)``.
+    """
+
+    structure = Structure.POSITIVE  # so that conjugate gradients solve the backward system, and say where it is not
+
+    convex = False
+    """Whether the objective is known to be convex."""
+
+    def __init__(self, problem: Objective, x: Any) -> None:
+        self.bound = BoundModule(problem, x)
+        self._start = problem.start(x)
+        self._smooth_parts(self._start)  # what depends on the input alone is computed here, differentiably
+        declared = getattr(problem, "curvature", None)
+        declared = declared(x) if callable(declared) else declared
+        with torch.no_grad():
+            measured = declared is None
+            curvature = self._measured_curvature() if declared is None else self._declared(declared)
+            self.length = 1 / (curvature * _MARGIN if measured else curvature)
+        chosen = getattr(problem, "penalty", None)
+        written = None if chosen is None else penalties.get(chosen)
+        self.penalty = None if written is None else ScaledPenalty(written, self.length)  # type: ignore[assignment]
+        self.has_merit = written is None or written.has_total
+
+    @property
+    def seeks_minimum(self) -> bool:
+        """True unless the objective is known to be convex."""
+        return not self.convex
+
+    def start(self) -> State:
+        return self._start
+
+    def features(self, y: State) -> State:
+        with self.bound.entered():
+            found: State = self.bound.module.features(y)
+        return found
+
+    def value(self, y: State) -> Tensor:
+        """F(y), one number per sample."""
+        return torch.stack(list(self._smooth_parts(y).values())).sum(dim=0)
+
+    def gradient(self, y: State) -> State:
+        """The gradient of F."""
+        slope: State = torch.func.grad(lambda state: self.value(state).sum())(y)
+        return slope
+
+    def value_and_gradient(self, y: State) -> tuple[Tensor, State]:
+        """Both in one pass."""
+
+        def total(state: State) -> tuple[Tensor, Tensor]:
+            values = self.value(state)
+            return values.sum(), values
+
+        slope, values = torch.func.grad(total, has_aux=True)(y)
+        return values, slope
+
+    def terms(self, y: State) -> dict[str, Tensor]:
+        """The user's terms, and the penalty where there is one; one number per sample each."""
+        found = dict(self._smooth_parts(y))
+        if self.penalty is not None:
+            name = "penalty" if "penalty" not in found else "penalty (non-smooth)"
+            found[name] = self._penalty_of(y)
+        return found
+
+    def smooth(self, y: State) -> Tensor:
+        """``t F - 1/2 |y|^2``."""
+        values = self.value(y)
+        return self.length.to(values.dtype) * values - inner(y, y) / 2
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """The user's terms, without t."""
+        return self._smooth_parts(y)
+
+    def preactivation(self, y: State) -> State:
+        """``y - t grad F(y)``."""
+        return self._forward_step(y, self.gradient(y))
+
+    def step(self, y: State) -> State:
+        """The proximal gradient step."""
+        return self._prox(self.preactivation(y))
+
+    def project(self, y: State) -> State:
+        return y if self.penalty is None else map_state(self.penalty.project, y)
+
+    def curvature_at(self, y: State) -> Callable[[State], State]:
+        """``v -> v - t H v`` with H the Hessian of F."""
+        hessian = self.hessian_at(y)
+        return lambda v: self._forward_step(v, hessian(v))
+
+    def hessian_at(self, y: State) -> Callable[[State], State]:
+        """``v -> H v`` with H the Hessian of F at y."""
+        pull = torch.func.vjp(self.gradient, y)[1]  # H is symmetric, so its transpose will do
+        return lambda v: pull(v)[0]
+
+    def linearise(self, y: State) -> SymmetricLinearisation:
+        """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""
+        if self.penalty is None:
+            return SymmetricLinearisation(self.curvature_at(y), _same, _same)
+        return super().linearise(y)
+
+    def _measured(self, y: State) -> tuple[State, Tensor]:
+        values, slope = self.value_and_gradient(y)
+        merit = values if self.penalty is None else values + self._penalty_of(y)
+        return self._prox(self._forward_step(y, slope)), merit
+
+    def _smooth_parts(self, y: State) -> dict[str, Tensor]:
+        with self.bound.entered():
+            found = self.bound.module.terms(y, self.bound.x)
+        return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
+
+    def _penalty_of(self, y: State) -> Tensor:
+        return torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
+
+    def _prox(self, u: State) -> State:
+        return u if self.penalty is None else map_state(self.penalty.prox, u)
+
+    def _forward_step(self, y: State, slope: State) -> State:
+        def one(part: Tensor, its_slope: Tensor) -> Tensor:
+            return part - self.length.to(part.dtype).reshape(-1, *[1] * (part.ndim - 1)) * its_slope
+
+        return map_state(one, y, slope)
+
+    def _measured_curvature(self) -> Tensor:
+        start = map_state(Tensor.detach, self._start)
+        layout = Layout.of(start)
+        hessian = self.hessian_at(start)
+
+        def product(rows: Tensor) -> Tensor:
+            return layout.pack(hessian(layout.unpack(rows)))
+
+        found = largest_magnitude(product, layout.pack(start))
+        # Where the start knows nothing (a Hessian of zeros, or of NaN), any length is as good as another.
+        usable = torch.isfinite(found) & (found > torch.finfo(layout.dtype).tiny ** 0.5)
+        return torch.where(usable, found, 1.0).to(layout.dtype)
+
+    def _declared(self, curvature: Any) -> Tensor:
+        first = blocks(self._start)[0]
+        batch, dtype = first.shape[0], working_dtype(first.dtype)
+        name = f"{type(self.bound.module).__name__}.curvature"
+        if isinstance(curvature, Tensor):
+            if curvature.shape not in ((), (batch,)):
+                raise ValueError(
+                    f"{name} should be one number, or one per sample of shape ({batch},); "
+                    f"got shape {tuple(curvature.shape)}"
+                )
+            return curvature.detach().to(first.device, dtype).expand(batch)
+        if isinstance(curvature, bool) or not isinstance(curvature, int | float) or not 0 < curvature < math.inf:
+            raise ValueError(f"{name} should be a positive finite number, a tensor or None; got {curvature!r}")
+        return torch.full((batch,), float(curvature), dtype=dtype, device=first.device)
+
+
+def _same(v: State) -> State:
+    return v

@@ -1,0 +1,362 @@
+"""Objectives that a user writes: the answer is the minimiser, whatever the scale; terms keep their names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opteq
+from opteq import operators as op
+from opteq import penalties
+from opteq.solvers import Status
+
+
+class Quadratic(opteq.Objective):
+    """``1/2 y'H y - <x, y>``, a matrix per sample."""
+
+    def __init__(self, H: Tensor, penalty: object = None, curvature: object = None) -> None:
+        super().__init__()
+        self.H = H
+        self.penalty = penalty
+        self.curvature = curvature
+
+    def terms(self, y, x):
+        return {"bending": 0.5 * torch.einsum("bi,bij,bj->b", y, self.H, y), "pull": -(x * y).sum(1)}
+
+
+class FieldOfExperts(opteq.Objective):
+    """A convolution whose responses should be small."""
+
+    def __init__(self, penalty: object = None) -> None:
+        super().__init__()
+        self.filters = op.Conv2d(1, 3, 3, bound=1.0)
+        self.strength = nn.Parameter(torch.tensor(0.7))
+        self.penalty = penalty
+
+    def terms(self, y, x):
+        prior = (torch.sqrt(1 + 9 * self.filters(y).square()) - 1).flatten(1).sum(1)
+        return {"data": 0.5 * (y - x).square().flatten(1).sum(1), "prior": self.strength * prior}
+
+
+def random_problems(count: int, n: int, seed: int, dtype=torch.float64):
+    """Matrices with curvature 1e-3 to 1e3 and conditioning 1 to 1e4, and right sides that give states of any length."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    frames = torch.linalg.qr(torch.randn(count, n, n, generator=generator, dtype=torch.float64))[0]
+    conditioning, size = 10 ** (4 * draw(count, 1)), 10 ** (6 * draw(count, 1) - 3)
+    spread = draw(count, n)
+    spread[:, 0], spread[:, -1] = 0, 1
+    values = torch.where(draw(count, 1) < 0.5, conditioning**-spread, 1 - spread * (1 - 1 / conditioning)) * size
+    H = torch.einsum("bij,bj,bkj->bik", frames, values, frames)
+    x = torch.randn(count, n, generator=generator, dtype=torch.float64) * 10 ** (4 * draw(count, 1) - 2)
+    return H.to(dtype), x.to(dtype), conditioning[:, 0]
+
+
+@pytest.mark.parametrize("n", [2, 7, 30, 60])
+def test_every_strongly_convex_problem_converges_by_default(n):
+    H, x, _ = random_problems(250, n, seed=n)
+    layer = opteq.Equilibrium(Quadratic(H), on_failure="raise")
+    with torch.no_grad():
+        solution = layer.solve(x)
+    exact = torch.linalg.solve(H, x)
+    error = (solution.state - exact).norm(dim=1) / exact.norm(dim=1)
+    assert solution.converged.all()
+    assert error.max() < 1e-2
+    assert error.median() < 2e-4
+
+
+def test_every_strongly_convex_problem_converges_in_float32():
+    H, x, conditioning = random_problems(250, 20, seed=5, dtype=torch.float32)
+    with torch.no_grad():
+        solution = opteq.Equilibrium(Quadratic(H), on_failure="raise").solve(x)
+    exact = torch.linalg.solve(H.double(), x.double())
+    error = (solution.state - exact).norm(dim=1) / exact.norm(dim=1)
+    # Rounding alone moves the answer by its relative size times the condition number.
+    assert (error < 1e-3 + 20 * 1.2e-7 * conditioning).all()
+
+
+class Bent(opteq.Objective):
+    """Strongly convex and not quadratic: curvature at the start says little about curvature elsewhere."""
+
+    def __init__(self, H: Tensor, steep: float) -> None:
+        super().__init__()
+        self.H, self.steep = H, steep
+
+    def terms(self, y, x):
+        walls = _walls(self.steep, y).sum(1)
+        return {"quadratic": 0.5 * torch.einsum("bi,bij,bj->b", y, self.H, y) - (x * y).sum(1), "walls": walls}
+
+
+@pytest.mark.parametrize("steep", [1.0, 30.0])
+@pytest.mark.parametrize("solver", [None, opteq.Anderson(tol=1e-8, max_steps=3000)], ids=["default", "anderson"])
+def test_curvature_that_grows_away_from_the_start_is_found(steep, solver):
+    H, x, _ = random_problems(100, 5, seed=1)
+    H = H / torch.linalg.matrix_norm(H, 2)[:, None, None]
+    x = 10 * x / x.norm(dim=1, keepdim=True)
+    problem = Bent(H, steep)
+    with torch.no_grad():
+        solution = opteq.Equilibrium(problem, solver, on_failure="ignore").solve(x)
+    y = solution.state.clone()
+    for _ in range(20):  # Newton's method from there moves by the error
+        right, left = torch.sigmoid(steep * (y - 1)), torch.sigmoid(steep * (-y - 1))
+        gradient = torch.einsum("bij,bj->bi", H, y) - x + steep * (right - left)
+        bend = steep**2 * (right * (1 - right) + left * (1 - left))
+        y = y - torch.linalg.solve(H + torch.diag_embed(bend), gradient)
+    assert solution.converged.all()
+    assert ((y - solution.state).norm(dim=1) < 2e-2 * y.norm(dim=1)).all()
+
+
+def _walls(steep, y):
+    zero = torch.zeros_like(y)
+    return torch.logaddexp(steep * (y - 1), zero) + torch.logaddexp(steep * (-y - 1), zero)
+
+
+@pytest.mark.parametrize("penalty", ["relu", penalties.SoftThreshold(0.3), "tanh", "hardtanh", "softplus"])
+def test_penalties_give_the_constrained_minimiser(penalty):
+    H, x, _ = random_problems(60, 6, seed=3)
+    scale = torch.linalg.matrix_norm(H, 2)
+    H = H / scale[:, None, None] + 0.01 * torch.eye(6, dtype=torch.float64)
+    x = x / x.norm(dim=1, keepdim=True)
+    for curvature in (None, 1.3, 20.0):
+        problem = Quadratic(H, penalty, curvature)
+        with torch.no_grad():
+            solution = opteq.Equilibrium(problem, on_failure="raise").solve(x)
+            # The prox of the penalty itself, with another step length, leaves the minimiser where it is.
+            hidden = Quadratic(H, penalty, 2.5)(x)
+            moved = hidden.step(solution.state) - solution.state
+        assert solution.converged.all()
+        assert (moved.norm(dim=1) < 1e-4 * solution.state.norm(dim=1).clamp_min(1e-3)).all()
+
+
+def test_the_non_negative_minimiser_is_that_of_a_quadratic_programme():
+    cvxpy = pytest.importorskip("cvxpy")
+    H, x, _ = random_problems(5, 6, seed=4)
+    H = H / torch.linalg.matrix_norm(H, 2)[:, None, None] + 0.05 * torch.eye(6, dtype=torch.float64)
+    solution = opteq.Equilibrium(Quadratic(H, "relu"), opteq.FISTA(tol=1e-9, max_steps=5000)).solve(x)
+    for k in range(5):
+        y = cvxpy.Variable(6)
+        energy = 0.5 * cvxpy.quad_form(y, cvxpy.psd_wrap(H[k].numpy())) - x[k].numpy() @ y
+        cvxpy.Problem(cvxpy.Minimize(energy), [y >= 0]).solve(solver="CLARABEL")
+        assert torch.allclose(solution.state[k], torch.from_numpy(y.value), atol=1e-4 * float(x[k].norm()) + 1e-6)
+
+
+def test_a_step_is_the_prox_of_minus_the_gradient_of_smooth():
+    torch.manual_seed(0)
+    for penalty in (None, "relu", "tanh"):
+        hidden = FieldOfExperts(penalty).double()(torch.randn(3, 1, 5, 5).double())
+        y = torch.rand(3, 1, 5, 5).double()
+        slope = torch.func.grad(lambda y, hidden=hidden: hidden.smooth(y).sum())(y)
+        step = -slope if penalty is None else hidden.penalty.prox(-slope)
+        assert torch.allclose(step, hidden.step(y), atol=1e-12)
+        image, merit = hidden.measured(y)
+        assert torch.allclose(image, hidden.step(y))
+        assert torch.allclose(merit, hidden.objective(y))
+
+
+@pytest.mark.parametrize("penalty", [None, "softplus", "relu"])
+def test_gradients_are_those_of_finite_differences(penalty):
+    torch.manual_seed(1)
+    problem = FieldOfExperts(penalty).double()
+    problem.filters.weight.data.mul_(1.3)
+    layer = opteq.Equilibrium(problem, opteq.FISTA(tol=1e-13, max_steps=5000))
+    x = torch.rand(1, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, (x,), atol=1e-5, fast_mode=True)
+
+    def of_parameters(strength, weight):
+        return torch.func.functional_call(layer, {"problem.strength": strength, "problem.filters.weight": weight}, (x,))
+
+    given = [p.detach().clone().requires_grad_() for p in (problem.strength, problem.filters.weight)]
+    # The bound's own search is reproducible to some 1e-10 only, hence the longer difference.
+    assert torch.autograd.gradcheck(of_parameters, given, eps=1e-4, atol=1e-4, fast_mode=True)
+
+
+def test_answer_and_gradient_do_not_depend_on_the_step_length():
+    H, x, _ = random_problems(4, 5, seed=9)
+    H = H / torch.linalg.matrix_norm(H, 2)[:, None, None] + 0.1 * torch.eye(5, dtype=torch.float64)
+    found = []
+    for curvature in (1.2, 7.0, torch.tensor([1.1, 2.0, 3.0, 4.0]), lambda x: x.new_tensor(1.5)):
+        given = x.clone().requires_grad_()
+        layer = opteq.Equilibrium(Quadratic(H, None, curvature), opteq.FISTA(tol=1e-12, max_steps=20000))
+        layer(given).square().sum().backward()
+        found.append(given.grad)
+    exact = torch.linalg.solve(H, 2 * torch.linalg.solve(H, x))
+    for gradient in found:
+        assert torch.allclose(gradient, exact, rtol=1e-6, atol=1e-8 * float(exact.abs().max()))
+
+
+def test_terms_keep_their_names_and_sum_to_the_objective():
+    problem = FieldOfExperts("relu")
+    hidden = problem(torch.rand(2, 1, 5, 5))
+    y = torch.rand(2, 1, 5, 5)
+    terms = hidden.terms(y)
+    assert list(terms) == ["data", "prior", "penalty"]
+    assert torch.allclose(sum(terms.values()), hidden.objective(y))
+
+
+class Named(opteq.HiddenProblem):
+    penalty = "relu"
+
+    def smooth(self, y, x):
+        return {"rough": 0.1 * (y[:, 1:] - y[:, :-1]).square().sum(1), "likeness": -(x * y).sum(1)}
+
+
+def test_smooth_of_a_hidden_problem_may_be_a_dict():
+    x = torch.randn(3, 4)
+    hidden = Named()(x)
+    assert list(hidden.terms(hidden.start())) == ["penalty", "quadratic", "rough", "likeness"]
+    assert opteq.Equilibrium(Named()).solve(x).converged.all()
+
+
+def test_maxima_and_saddles_are_not_called_converged():
+    class Hill(opteq.HiddenProblem):
+        penalty = "identity"
+
+        def smooth(self, y, x):
+            return -2 * (y - x).square().sum(1)
+
+    class DoubleWell(opteq.Objective):
+        def terms(self, y, x):
+            return {"well": (y.square() - 1).square().sum(1) + 0 * x.sum(1)}
+
+    top = torch.zeros(2, 3)
+    for problem in (Hill(), DoubleWell()):
+        for solver in (None, opteq.Anderson(), opteq.FISTA()):
+            with pytest.warns(opteq.ConvergenceWarning, match="negative curvature"):
+                solution = opteq.Equilibrium(problem, solver).solve(top, start=top)
+            assert set(solution.status) == {Status.NOT_A_MINIMUM}
+            assert not solution.converged.any()
+    bottom = opteq.Equilibrium(DoubleWell()).solve(top, start=torch.full((2, 3), 0.1))
+    assert bottom.converged.all()
+    assert torch.allclose(bottom.state, torch.ones(2, 3), atol=1e-3)
+
+
+def test_negative_curvature_is_reported_by_the_backward_pass():
+    class Well(opteq.Objective):
+        def __init__(self):
+            super().__init__()
+            self.height = nn.Parameter(torch.tensor(1.0))
+
+        def terms(self, y, x):
+            return {"well": self.height * (y.square() - 1).square().sum(1) - 0.1 * (x * y).sum(1)}
+
+    layer = opteq.Equilibrium(Well())
+    x = torch.zeros(1, 3, requires_grad=True)
+    out = layer(x)
+    with pytest.warns(opteq.ConvergenceWarning, match="NOT_A_MINIMUM"):
+        out.sum().backward()
+    assert layer.last[1].report.status == (Status.NOT_A_MINIMUM,)
+
+
+def test_traces_are_finite_and_end_at_the_answer():
+    H, x, _ = random_problems(5, 4, seed=8)
+    for solver in (None, opteq.Anderson(), opteq.Picard(max_steps=20), opteq.Broyden()):
+        layer = opteq.Equilibrium(Quadratic(H, "relu"), solver, on_failure="ignore")
+        assert layer.solve(x).objective_trace is None
+        solution = layer.solve(x, trace_objective=True)
+        assert list(solution.term_traces) == ["bending", "pull", "penalty"]
+        trace = solution.objective_trace
+        assert torch.isfinite(trace).all()
+        assert trace.shape == (int(solution.steps.max()) + 1, 5)
+        least = layer.problem(x).objective(solution.state)
+        assert torch.allclose(trace[-1], least, atol=1e-6 * float(least.abs().max()))
+
+
+def test_plots_are_drawn():
+    pytest.importorskip("matplotlib").use("agg")
+    import opteq.plot
+
+    H, x, _ = random_problems(3, 4, seed=8)
+    layer = opteq.Equilibrium(Quadratic(H))
+    assert len(opteq.plot.convergence(layer.solve(x, trace_objective=True)).axes) == 2
+    assert len(opteq.plot.convergence(layer.solve(x), sample=1).axes) == 1
+
+
+def test_a_layer_warns_again_when_it_gets_clearly_worse():
+    def matrices(*sizes):
+        return torch.tensor(sizes)[:, None, None] * torch.eye(3)
+
+    x = torch.ones(4, 3)
+    problem = Quadratic(matrices(1.0, 1.0, 1.0, 0.1), curvature=1.0)
+    layer = opteq.Equilibrium(problem, opteq.Picard(max_steps=10, tol=1e-6))
+    with pytest.warns(opteq.ConvergenceWarning, match=r"1 of 4 samples[\s\S]*FISTA"):
+        layer(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x)  # the same again
+    problem.H = matrices(1.0, 0.1, 0.1, 0.1)
+    with pytest.warns(opteq.ConvergenceWarning, match=r"3 of 4 samples[\s\S]*clearly worse"):
+        layer(x)
+
+
+def test_bound_objectives_are_plain_data():
+    problem = FieldOfExperts("relu")
+    x = torch.rand(2, 1, 5, 5)
+    with torch.no_grad():
+        hidden = problem(x)
+        again = pickle.loads(pickle.dumps(hidden))
+        y = torch.rand(2, 1, 5, 5)
+        assert torch.equal(again.step(y), hidden.step(y))
+    layer = opteq.Equilibrium(problem)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_a_batch_equals_its_samples():
+    torch.manual_seed(0)
+    problem, x = FieldOfExperts("relu").double(), torch.randn(3, 1, 5, 5).double()
+    layer = opteq.Equilibrium(problem)
+    together = layer(x)
+    alone = torch.cat([layer(x[k : k + 1]) for k in range(3)])
+    assert torch.allclose(together, alone, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", [None, opteq.FISTA(), opteq.Anderson()])
+def test_low_precision_works(solver):
+    torch.manual_seed(0)
+    x = torch.rand(2, 1, 6, 6)
+    exact = opteq.Equilibrium(FieldOfExperts().eval(), opteq.FISTA(tol=1e-6, max_steps=500))
+    for dtype, close in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        layer = opteq.Equilibrium(copy.deepcopy(exact.problem).to(dtype), solver)
+        assert (layer(x.to(dtype)).float() - exact(x)).abs().max() < close
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({}, "empty dict"),
+        (torch.zeros(2), "dict from names"),
+        ({"a": torch.zeros(2, 3)}, r"'a' should be one value per sample.*\(2, 3\)"),
+        ({"a": 1.0}, "got float"),
+    ],
+)
+def test_wrong_terms_are_named(returned, message):
+    class Wrong(opteq.Objective):
+        curvature = 1.0
+
+        def terms(self, y, x):
+            return returned
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        opteq.Equilibrium(Wrong())(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("curvature", [0, -1.0, "big", torch.ones(3)])
+def test_wrong_curvature_is_named(curvature):
+    H, x, _ = random_problems(2, 3, seed=0)
+    with pytest.raises(ValueError, match=r"Quadratic\.curvature should be"):
+        Quadratic(H, curvature=curvature)(x)
+
+
+def test_wrong_penalties_are_named():
+    H, x, _ = random_problems(2, 3, seed=0)
+    with pytest.raises(TypeError, match="every entry alone"):
+        Quadratic(H, penalties.LinearActivation(3).double())(x)
+    with pytest.raises(ValueError, match="convex"):
+        Quadratic(H, penalties.ELU(alpha=2.0))(x)
