@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from opteq.common.errors import UserError
-from opteq.data.source import reason
+from opteq.data.readers.source import reason
 
 LARGEST = 2**28
 """Bytes of a member at most; the largest of CIFAR has 155 million."""

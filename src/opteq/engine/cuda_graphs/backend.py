@@ -29,7 +29,6 @@ from opteq.solvers.linear import GMRES, LinearSolver
 from opteq.solvers.loop import Finish, Iteration
 from opteq.states import State, blocks, like
 
-
 _MOST_STEPS = 400
 """A graph holds every step that a solve may take."""
 
