@@ -1,0 +1,169 @@
+"""The engine without a GPU: taking problems apart, tracing a user's functions, and what it refuses to capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opteq
+from opteq import operators as op
+from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
+from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, UncapturableError
+from opteq.engine.flatten import NotFlattenableError, flatten
+from opteq.engine.trace import Traced
+from opteq.problems.hidden import BoundMap
+from opteq.solvers.loop import Rule
+from opteq.states import blocks
+
+
+class Written(opteq.HiddenProblem):
+    """OptEq as a user would write it."""
+
+    penalty = "relu"
+
+    def __init__(self, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.W = op.Conv2d(3, 5, 3, bound=0.9)
+        self.U = nn.Conv2d(2, 5, 3, padding=1)
+        self.strength = 0.5
+        self.extra = (lambda y: (y * bias).flatten(1).sum(1)) if bias is not None else None
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), 5, *x.shape[2:])
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        value = -self.strength * self.W.adjoint(y).square().flatten(1).sum(1) - (self.U(x) * y).flatten(1).sum(1)
+        return value if self.extra is None else value + self.extra(y)
+
+    def features(self, y: Tensor) -> Tensor:
+        return self.W.adjoint(y)
+
+
+def images(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 2, 6, 6, generator=torch.Generator().manual_seed(batch)).double()
+
+
+def problems() -> dict[str, tuple[opteq.problems.Problem, Tensor]]:
+    torch.manual_seed(0)
+
+    def branch(scale: int = 1) -> opteq.Branch:
+        return opteq.Branch(op.Conv2d(3, 5, 3, bound=0.9), nn.Conv2d(2, 5, 3, padding=1), scale)
+
+    made = {
+        "written": Written(),
+        "opteq": opteq.OptEq(op.Conv2d(3, 5, 3, bound=0.9), nn.Conv2d(2, 5, 3, padding=1)),
+        "mopteq": opteq.MOptEq([branch(1), branch(2)], diversity=0.1, smoothing=1.0),
+        "popteq": opteq.POptEq([branch(), branch()], fuse="conv"),
+        "deep": opteq.DeepOptEq([branch(), branch()], alpha=0.7),
+        "geq": opteq.GEQ(op.Conv2d(5, 3, 3, bound=0.9), nn.Conv2d(2, 3, 3, padding=1)),
+    }
+    return {name: (problem.double(), images()) for name, problem in made.items()}
+
+
+@pytest.mark.parametrize("name", list(problems()))
+def test_a_problem_is_put_together_again_with_other_tensors(name: str) -> None:
+    problem, x = problems()[name]
+    one, other = problem(x), problem(images(2) * 2 - 1)
+    flat, others = flatten(one), flatten(other)
+    assert flat.structure == others.structure
+    assert hash(flat.structure) == hash(others.structure)
+    rebuilt: BoundMap = flat.with_tensors(others.tensors)
+    for found, expected in zip(blocks(rebuilt.step(other.start())), blocks(other.step(other.start())), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_is_no_tensor_is_part_of_the_structure() -> None:
+    problem = Written().double()
+    before = flatten(problem(images())).structure
+    problem.strength = 0.4
+    assert flatten(problem(images())).structure != before
+    problem.strength = 0.5
+    assert flatten(problem(images())).structure == before
+    problem.eval()
+    assert flatten(problem(images())).structure != before
+
+
+def test_tensors_in_the_cells_of_a_function_are_tensors_of_the_problem() -> None:
+    one, other = torch.randn(5, 6, 6).double(), torch.randn(5, 6, 6).double()
+    problem = Written(one).double()
+    flat = flatten(problem(images()))
+    place = next(i for i, tensor in enumerate(flat.originals) if tensor is one)
+    swapped = list(flat.tensors)
+    swapped[place] = other
+    y = torch.rand(2, 5, 6, 6).double()
+    difference = flat.with_tensors(swapped).smooth(y) - problem(images()).smooth(y)  # type: ignore[attr-defined]
+    torch.testing.assert_close(difference, (y * (other - one)).flatten(1).sum(1))
+
+
+def test_a_problem_that_holds_a_file_says_why_it_is_not_taken_apart(tmp_path) -> None:
+    problem = Written()
+    with (tmp_path / "log").open("w") as file:
+        problem.log = file
+        with pytest.raises(NotFlattenableError, match="WrittenHidden can't be taken apart"):
+            flatten(problem(images().float()))
+
+
+def test_traced_functions_compute_the_same_without_what_is_unused() -> None:
+    problem = Written().double()
+    hidden = problem(images())
+    flat, y = flatten(hidden), torch.rand(2, 5, 6, 6).double()
+    with torch.no_grad():
+        step = Traced(lambda fixed, v: [flat.with_tensors(fixed).step(v[0])], flat.tensors, [y], fuse=False)
+        torch.testing.assert_close(step.bind(flat.tensors)([y])[0], hidden.step(y), rtol=0, atol=1e-12)
+        fixed = [*flat.tensors, y]
+
+        def product(given: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+            return [flat.with_tensors(given[:-1]).linearise(given[-1]).scaled(v[0])]
+
+        found = Traced(product, fixed, [y], fuse=False).bind(fixed)([y + 1])[0]
+        torch.testing.assert_close(found, hidden.linearise(y).scaled(y + 1), rtol=0, atol=1e-12)
+    operations = [node.target for node in step.each.graph.nodes if node.op == "call_function"]
+    assert operations.count(torch.ops.aten.convolution.default) == 2  # W' y and W: neither U x nor a third one
+    assert torch.ops.aten.sum.dim_IntList not in operations  # the value of the objective is not asked for
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_tracing_in_float32_of_16_bit_products_changes_nothing(low: torch.dtype) -> None:
+    y = torch.rand(3, 7).to(low)
+
+    def function(fixed: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+        return [torch.func.grad(lambda u: (u.float().square() * 0.3).sum())(v[0]) + fixed[0]]
+
+    traced = Traced(function, [y], [y], fuse=False)
+    found = traced.bind([y])([y + 1])[0]
+    assert found.dtype == low
+    torch.testing.assert_close(found, function([y], [y + 1])[0], rtol=0, atol=0)
+
+
+def test_fast_operations_agree_with_torch() -> None:
+    u, weight = torch.randn(2, 5, 6, 7), torch.randn(5, 3, 3, 5)
+    with torch.no_grad():
+        plain = torch.conv_transpose2d(u, weight, padding=(1, 2))
+        with FastOperations():
+            fast = torch.conv_transpose2d(u, weight, padding=(1, 2))
+    torch.testing.assert_close(fast, plain)
+
+
+def test_random_numbers_are_not_captured() -> None:
+    with pytest.raises(UncapturableError, match="draws random numbers"), CaptureCheck([]):
+        torch.rand(2)
+
+
+def test_stages_and_predictions() -> None:
+    assert sum(stage_lengths(Rule(1e-4, 300))) == 300
+    assert len(stage_lengths(Rule(1e-4, 300))) < 60
+    assert check_places(2, 2) == [2]
+    predictor = StepCountPredictor()
+    for steps in (5, 7, 7):
+        predictor.observe(steps)
+    assert predictor.steps == 5
+    predictor.observe(6)
+    assert predictor.steps == 7
+
+
+def test_off_and_report_on_a_cpu() -> None:
+    layer = opteq.Equilibrium(Written().double())
+    assert "not on a CUDA device" in opteq.engine.report(layer, images())
+    with opteq.engine.off():
+        assert "the engine is off" in opteq.engine.report(layer, images())

@@ -1,0 +1,104 @@
+"""What a user's functions compute again and again: the input's part once, convolutions with cheap second derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opteq
+from opteq import operators as op
+from opteq.operators.convolution import conv2d, conv_transpose2d
+
+GEOMETRIES = [{"padding": 1}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": 2}, {"groups": 2, "padding": 1}]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own forward mode loads it
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_convolutions_and_their_derivatives(geometry: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    v = torch.randn(1, 2, 4, 3, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(2, 2 // geometry.get("groups", 1), 3, 3, dtype=torch.double, requires_grad=True)
+    u = torch.randn(1, 2, 3, 2, dtype=torch.double, requires_grad=True)
+    for ours, theirs, argument in ((conv2d, torch.conv2d, v), (conv_transpose2d, torch.conv_transpose2d, u)):
+        torch.testing.assert_close(ours(argument, weight, **geometry), theirs(argument, weight, **geometry))
+        pair = (argument, weight)
+        assert torch.autograd.gradcheck(lambda a, w, f=ours: f(a, w, **geometry), pair, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(lambda a, w, f=ours: f(a, w, **geometry), pair)
+
+
+def test_biases_and_vmap() -> None:
+    v, weight, bias = torch.randn(3, 2, 4, 4), torch.randn(5, 2, 3, 3), torch.randn(5)
+    torch.testing.assert_close(conv2d(v, weight, bias, padding=1), torch.conv2d(v, weight, bias, padding=1))
+    one = torch.func.vmap(lambda a: conv2d(a[None], weight, padding=1)[0])(v)
+    torch.testing.assert_close(one, torch.conv2d(v, weight, padding=1))
+
+
+class Mine(opteq.HiddenProblem):
+    """OptEq as a user would write it, with a term that depends on the input alone."""
+
+    penalty = "tanh"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = op.Conv2d(3, 4, 3, bound=0.8)
+        self.U = nn.Conv2d(2, 4, 3, padding=1)
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), 4, *x.shape[2:])
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -0.5 * self.W.adjoint(y).square().flatten(1).sum(1) - (self.U(x) * y).flatten(1).sum(1)
+
+
+def test_the_input_is_carried_once_and_its_gradient_is_right() -> None:
+    torch.manual_seed(0)
+    problem = Mine().double()
+    x = torch.randn(2, 2, 5, 5, dtype=torch.double, requires_grad=True)
+    hidden = problem(x)
+    names = [func.__name__ for func, *_ in hidden.bound.reused.results]
+    assert names == ["conv2d"]  # U x, and nothing of W
+    before = len(hidden.bound.reused.results)
+    hidden.step(hidden.start())
+    assert len(hidden.bound.reused.results) == before
+
+
+class Small(opteq.HiddenProblem):
+    """The same with matrices, for finite differences."""
+
+    penalty = "tanh"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.U = op.Dense(2, 3, bound=0.8), nn.Linear(2, 3)
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), 3)
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -0.5 * self.W.adjoint(y).square().sum(1) - (self.U(x) * y).sum(1)
+
+
+def test_gradients_of_what_is_reused_are_right() -> None:
+    torch.manual_seed(0)
+    problem = Small().double()
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=200), opteq.Implicit(tol=1e-13))
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        named = dict(zip((f"problem.{name}" for name, _ in problem.named_parameters()), weights, strict=True))
+        return torch.func.functional_call(layer, named, (x,))
+
+    x = torch.randn(1, 2, dtype=torch.double, requires_grad=True)
+    weights = tuple(weight.detach().requires_grad_() for weight in problem.parameters())
+    assert torch.autograd.gradcheck(function, (x, *weights), eps=1e-6, atol=1e-6)
+
+
+def test_weights_that_change_between_calls_are_seen() -> None:
+    problem = Mine()
+    layer, x = opteq.Equilibrium(problem), torch.randn(2, 2, 5, 5)
+    first = layer(x)
+    with torch.no_grad():
+        problem.U.weight.mul_(2)
+    assert not torch.allclose(layer(x), first)
+    with torch.no_grad():
+        assert not torch.allclose(layer(x), first)
