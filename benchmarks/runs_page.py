@@ -43,13 +43,13 @@ def main() -> None:
         members = {name: runs[name] for name, note in notes.items() if note["group"] == group}
         print(f"## {group}\n")
         table(members, notes, options.folder.name)
-        picture = options.folder / f"{re.sub(r'[^a-z0-9]+', '-', group.lower()).strip('-')}.svg"
-        curves(members, picture)
-        print(f"![Learning curves, {group}]({options.folder.name}/{picture.name})\n")
+        image = options.folder / f"{re.sub(r'[^a-z0-9]+', '-', group.lower()).strip('-')}.svg"
+        curves(members, image)
+        print(f"![Learning curves, {group}]({options.folder.name}/{image.name})\n")
 
 
 def recipe_without_places(run: Path) -> str:
-    """The recipe of a run, without the folders where its pictures lay."""
+    """The recipe of a run, without the folders where its images lay."""
     return re.sub(r"^(root|cache) = .*\n", "", (run / "recipe.toml").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
@@ -110,7 +110,7 @@ def curves(runs: dict[str, Run], path: Path) -> None:
     mpl.use("svg")
     import matplotlib.pyplot as plt
 
-    mpl.rcParams["svg.hashsalt"] = path.name  # the same picture for the same numbers
+    mpl.rcParams["svg.hashsalt"] = path.name  # the same image for the same numbers
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for index, (name, run) in enumerate(runs.items()):
         style = {"label": name, "linestyle": ("-", "--", ":")[index // 10 % 3], "linewidth": 1.4}

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from opteq_bench import stepping
-from opteq_bench.cases import MODELS, Precision, Shape, layer_case, layer_problem, model_case, pictures
+from opteq_bench.cases import MODELS, Precision, Shape, layer_case, layer_problem, model_case, random_images
 from opteq_bench.contenders import ours, shared
 from opteq_bench.exact import ExactAnderson, ExactPicard
 
@@ -46,7 +46,7 @@ def main() -> None:
         if shape is None:
             continue
         problem = layer_problem(shape, device)
-        x = pictures(BATCH, (shape.channels, shape.side, shape.side), device).requires_grad_()
+        x = random_images(BATCH, (shape.channels, shape.side, shape.side), device).requires_grad_()
         layer = ours(problem, precision)
         show("training step", lambda layer=layer, x=x: layer.step(x), 1)
         show("bound and input term", lambda p=problem, q=precision, x=x: shared(p, q, x), 1)

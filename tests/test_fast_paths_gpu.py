@@ -807,13 +807,13 @@ def noted(kernel):
 
 
 CompiledKernel._init_handles = noted
-from opteq_bench.cases import Precision, Shape, layer_problem, pictures
+from opteq_bench.cases import Precision, Shape, layer_problem, random_images
 from opteq_bench.contenders import ours
 
 device = torch.device("cuda")
 for size, name in (("32,64,32", "bf16"), ("32,64,32", "tf32"), ("48,48,9", "bf16")):
     shape = Shape.parse(size)
-    x = pictures(16, (shape.channels, shape.side, shape.side), device).requires_grad_()
+    x = random_images(16, (shape.channels, shape.side, shape.side), device).requires_grad_()
     layer = ours(layer_problem(shape, device), Precision(name, device))
     for _ in range(4):
         layer.step(x)

@@ -23,13 +23,13 @@ from opteq_bench.floor import Floor, layer_map
 
 MODELS = ("mopteq-0.48m", "geq-5m")
 PRECISIONS = ("float32", "tf32", "bf16")
-PICTURE = (3, 32, 32)
+IMAGE = (3, 32, 32)
 ASKED = 1e-4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer: channels of the features z, of the state y, and the side of the picture."""
+    """A layer: channels of the features z, of the state y, and the side of the image."""
 
     channels: int
     hidden: int
@@ -154,8 +154,8 @@ def settled_weight(problem: OptEq) -> Tensor:
     return linear.weight
 
 
-def pictures(batch: int, size: Sequence[int], device: torch.device) -> Tensor:
-    """Random pictures ``(batch, *size)``, channels last, the same at every call."""
+def random_images(batch: int, size: Sequence[int], device: torch.device) -> Tensor:
+    """Random images ``(batch, *size)``, channels last, the same at every call."""
     generator = torch.Generator().manual_seed(1)
     made = torch.randn(batch, *size, generator=generator)
     return made.to(device).contiguous(memory_format=torch.channels_last)
@@ -173,9 +173,9 @@ def plain_map(weight: Tensor, c: Tensor) -> Callable[[State], State]:
 
 @torch.no_grad()
 def layer_case(shape: Shape, batch: int, precision: Precision) -> Case:
-    """A layer of a shape with random pictures bound."""
+    """A layer of a shape with random images bound."""
     problem = layer_problem(shape, precision.device)
-    x = pictures(batch, (shape.channels, shape.side, shape.side), precision.device)
+    x = random_images(batch, (shape.channels, shape.side, shape.side), precision.device)
     with precision.autocast():
         hidden = problem(x)
     weight = settled_weight(problem).to(precision.dtype).contiguous(memory_format=torch.channels_last)
@@ -194,12 +194,12 @@ def layer_case(shape: Shape, batch: int, precision: Precision) -> Case:
 
 @torch.no_grad()
 def model_case(name: str, batch: int, precision: Precision) -> Case:
-    """The equilibrium of a model, freshly initialised, with random pictures of 32x32 bound."""
+    """The equilibrium of a model, freshly initialised, with random images of 32x32 bound."""
     torch.manual_seed(0)
     model = models.create(name).to(precision.device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     layer = models.equilibria(model)[0][1]
     with precision.autocast():
-        hidden = layer.problem(model.stem(pictures(batch, PICTURE, precision.device)))
+        hidden = layer.problem(model.stem(random_images(batch, IMAGE, precision.device)))
 
     def step(y: State) -> State:
         with precision.autocast(), fast_paths(fused=False, graphs=False):

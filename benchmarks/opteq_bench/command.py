@@ -39,7 +39,7 @@ def run(
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
-        batch: pictures at a time; None is 128 on a GPU and 8 on a CPU.
+        batch: images at a time; None is 128 on a GPU and 8 on a CPU.
         shapes: layers as ``"channels,hidden,side"``; none of them means the four that results are reported for.
         precisions: of ``float32``, ``tf32``, ``bf16``; none of them means TF32 and bf16 on a GPU, float32 on a CPU.
         models: whether whole models are measured too.

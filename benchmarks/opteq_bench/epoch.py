@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq import models
-from opteq_bench.cases import MODELS, PICTURE, Precision, pictures
+from opteq_bench.cases import IMAGE, MODELS, Precision, random_images
 from opteq_bench.timing import Clock
 
 BASELINE = "resnet18-cifar"
@@ -18,14 +18,14 @@ _RATE = 1e-3
 
 
 class TrainingStep:
-    """Forward, cross-entropy, backward and a step of SGD, on pictures and labels that stay the same."""
+    """Forward, cross-entropy, backward and a step of SGD, on images and labels that stay the same."""
 
     def __init__(self, name: str, batch: int, precision: Precision) -> None:
         torch.manual_seed(0)
         self.model = models.create(name).to(precision.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_RATE, momentum=0.9)
         self.precision = precision
-        self.x: Tensor = pictures(batch, PICTURE, precision.device)
+        self.x: Tensor = random_images(batch, IMAGE, precision.device)
         self.labels = torch.arange(batch, device=precision.device) % 10
 
     def __call__(self) -> None:

@@ -57,7 +57,7 @@ class Floor:
 
 
 def convolution(channels: int, hidden: int, side: int, batch: int, width: int) -> Floor:
-    """One 3x3 convolution between ``channels`` and ``hidden``: both pictures and the weight once, ``width`` bytes each.
+    """One 3x3 convolution between ``channels`` and ``hidden``: both images and the weight once, ``width`` bytes each.
 
     Its transpose and its two gradients cost the same.
     """

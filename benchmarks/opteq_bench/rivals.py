@@ -30,7 +30,7 @@ def version() -> str | None:
 class Rival:
     """torchdeq with one solver forward, one backward, and relative tolerances.
 
-    It flattens states row by row in the order of their dimensions, which would turn channels-last pictures around at
+    It flattens states row by row in the order of their dimensions, which would turn channels-last images around at
     every step. Here it is given rows that are flat in memory order already, so that it pays for nothing but itself.
 
     Args:
@@ -77,7 +77,7 @@ class Rival:
 
 
 class Rows:
-    """States as matrices with a row a sample, each in its own memory order: nothing is copied for a single picture."""
+    """States as matrices with a row a sample, each in its own memory order: nothing is copied for a single image."""
 
     def __init__(self, template: State) -> None:
         self.template = template

@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.gradients import Implicit
 from opteq.problems import OptEq
 from opteq_bench import floor, rivals
-from opteq_bench.cases import Case, Precision, Shape, layer_case, layer_problem, pictures
+from opteq_bench.cases import Case, Precision, Shape, layer_case, layer_problem, random_images
 from opteq_bench.contenders import MAX_STEPS, Contender, ours, reference, shared, torchdeq
 from opteq_bench.exact import ExactAnderson, ExactCG
 from opteq_bench.stepping import SLACK
@@ -21,7 +21,7 @@ def measure(shape: Shape, batch: int, precision: Precision, clock: Clock, peak: 
     """Our training step beside torchdeq's with the backward solver that suits it best."""
     problem = layer_problem(shape, precision.device)
     size = (shape.channels, shape.side, shape.side)
-    x = pictures(batch, size, precision.device).requires_grad_()
+    x = random_images(batch, size, precision.device).requires_grad_()
     case = layer_case(shape, batch, precision)
     contenders = {"opteq": ours(problem, precision)}
     best, tried = _best_rival(problem, precision, x, clock)
@@ -35,7 +35,7 @@ def measure(shape: Shape, batch: int, precision: Precision, clock: Clock, peak: 
         if figures[name]["fails"] is None:
             memory = clock.memory(_Step(each, x))
             figures[name]["memory"] = None if memory is None else asdict(memory)
-            # With the pictures that are timed: which kernels are used depends on their number.
+            # With the images that are timed: which kernels are used depends on their number.
             figures[name]["gradient_error"] = _errors(each.gradients(x), true)
     own = figures["opteq"]
     if own["fails"] is None:
