@@ -86,7 +86,7 @@ class Run:
 
 def table(runs: dict[str, Run], notes: dict[str, dict[str, str]], folder: str) -> None:
     print(
-        "| run | what | parameters | seed | epochs | test accuracy | solved to 1e-4 | s an epoch | steps | residual |\n"
+        "| run | what | parameters | seed | epochs | test accuracy | solved to 1e-4 | s per epoch | steps | residual |\n"
         "|---|---|---|---|---|---|---|---|---|---|"
     )
     for name, run in runs.items():
