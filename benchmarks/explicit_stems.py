@@ -148,7 +148,7 @@ def train(name: str, epochs: int, images: Images) -> None:
         parameters = sum(weight.numel() for weight in net.parameters())
         print(
             f"{name:>28} {parameters:>10,} parameters  epoch {epoch + 1}/{epochs}  test {100 * accuracy:.2f} %  "
-            f"{(time.time() - begun) / (epoch + 1):.1f} s an epoch",
+            f"{(time.time() - begun) / (epoch + 1):.1f} s per epoch",
             flush=True,
         )
 

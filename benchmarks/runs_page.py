@@ -85,10 +85,9 @@ class Run:
 
 
 def table(runs: dict[str, Run], notes: dict[str, dict[str, str]], folder: str) -> None:
-    print(
-        "| run | what | parameters | seed | epochs | test accuracy | solved to 1e-4 | s per epoch | steps | residual |\n"
-        "|---|---|---|---|---|---|---|---|---|---|"
-    )
+    columns = "run what parameters seed epochs", "test accuracy", "solved to 1e-4", "s per epoch", "steps residual"
+    names = [*columns[0].split(), *columns[1:4], *columns[4].split()]
+    print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
     for name, run in runs.items():
         last, asked = run.epochs[-1], run.recipe["train"]["epochs"]
         epochs = str(asked) if len(run.epochs) == asked else f"{len(run.epochs)} of {asked}"

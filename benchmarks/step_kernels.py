@@ -1,7 +1,7 @@
 """Which kernels a GPU runs in a step of the map, of plain and Anderson iteration, and in a training step of a layer.
 
 For every shape and precision: wall time with a wait after every call, the time that kernels take, their number, and the
-dearest of them, microseconds a step.
+most expensive of them, microseconds per step.
 
     python benchmarks/step_kernels.py 256,256,16:bf16 64,128,32:tf32 geq-5m:bf16
 """
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("case", nargs="+", help="CHANNELS,HIDDEN,SIDE:PRECISION, or MODEL:PRECISION for steps alone")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("this tells what a GPU does, and torch sees none here")
+        raise SystemExit("this profiles a GPU, and torch sees none")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = torch.device("cuda")
     for case in options.case:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def show(label: str, work: Callable[[], object], steps: int) -> None:
-    """Print what ``work``, which takes so many steps, costs."""
+    """Print the cost of ``work``, which takes ``steps`` steps."""
     wall = milliseconds(work)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(CALLS):

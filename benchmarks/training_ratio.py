@@ -47,7 +47,10 @@ def main() -> None:
         own, other = ours(problem, precision), torchdeq(problem, precision, options.backward)
         works = [partial(own.step, x), partial(other.step, x), partial(shared, problem, precision, x)]
         times = by_turns(works, options.repeats)
-        steps = [f"{said['forward_steps']:.0f} + {said['backward_steps']:.0f}" for said in (own.said(), other.said())]
+        steps = [
+            f"{said['forward_steps']:.0f} + {said['backward_steps']:.0f}"
+            for said in (own.solver_stats(), other.solver_stats())
+        ]
         print(
             f"| {shape} | {times[0]:.0f} | {times[1]:.0f} | {times[1] / times[0]:.2f} | {times[2]:.0f} "
             f"| {steps[0]} | {steps[1]} |",

@@ -23,11 +23,11 @@ from opteq_bench.cases import (
     Case,
     Precision,
     Shape,
+    bounded_weight,
     layer_case,
     layer_problem,
     model_case,
     random_images,
-    settled_weight,
 )
 from opteq_bench.exact import ExactAnderson, ExactCG, ExactPicard
 
@@ -270,7 +270,7 @@ def test_the_weight_is_the_bounded_one() -> None:
     problem = layer_problem(SHAPE, CPU)
     with torch.no_grad():
         problem.W.weight.mul_(10)
-    assert settled_weight(problem).norm().item() < problem.W.weight.norm().item() / 5
+    assert bounded_weight(problem).norm().item() < problem.W.weight.norm().item() / 5
 
 
 # ---- floors ----
@@ -305,7 +305,7 @@ def test_floors_in_time() -> None:
 # ---- times and files ----
 
 
-def test_turns_are_interleaved_and_failures_are_left_out() -> None:
+def test_repetitions_are_interleaved_and_failures_are_left_out() -> None:
     calls: list[str] = []
 
     def fail() -> None:
@@ -316,15 +316,15 @@ def test_turns_are_interleaved_and_failures_are_left_out() -> None:
         time.sleep(0.006)  # a turn is then one call
 
     clock = timing.Clock(CPU, repeats=3, warm_up=1)
-    found = clock.in_turns({"a": lambda: long("a"), "broken": fail, "b": lambda: long("b")})
+    found = clock.interleaved({"a": lambda: long("a"), "broken": fail, "b": lambda: long("b")})
     assert calls == ["a", "a", "b", "b"] + ["a", "b"] * 3
     assert found["broken"] == "fails: no way"
     assert isinstance(found["a"], timing.Timing)
     assert list(found) == ["a", "broken", "b"]
 
 
-def test_short_work_is_called_often_in_a_turn() -> None:
-    found = timing.Clock(CPU, repeats=1, warm_up=1).in_turns({"nothing": lambda: None})["nothing"]
+def test_short_work_is_called_often() -> None:
+    found = timing.Clock(CPU, repeats=1, warm_up=1).interleaved({"nothing": lambda: None})["nothing"]
     assert isinstance(found, timing.Timing)
     assert found.calls > 1
 

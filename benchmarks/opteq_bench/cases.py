@@ -1,4 +1,4 @@
-"""What is measured: layers of four shapes and the equilibria of two models, each with its input bound."""
+"""The cases: layers of four shapes and the equilibria of two models, each with its input bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from opteq_bench.floor import Floor, layer_map
 MODELS = ("mopteq-0.48m", "geq-5m")
 PRECISIONS = ("float32", "tf32", "bf16")
 IMAGE = (3, 32, 32)
-ASKED = 1e-4
+TOL = 1e-4
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,21 @@ class Precision:
 
     @property
     def width(self) -> int:
-        """Bytes of a number."""
+        """Bytes per element."""
         return self.dtype.itemsize
 
     @property
     def tol(self) -> float:
-        """The tolerance that a solver asked for :data:`ASKED` applies: never below the rounding of its map."""
-        return max(ASKED, torch.finfo(self.dtype).eps)
+        """The tolerance that a solver applies for :data:`TOL`: at least the rounding error of its map."""
+        return max(TOL, torch.finfo(self.dtype).eps)
 
     def autocast(self) -> torch.autocast:
         """The region in which the map is computed."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.name == "bf16")
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """TensorFloat-32 as this precision wants it, and as it was before afterwards."""
+    def applied(self) -> Iterator[None]:
+        """Set TensorFloat-32 for this precision inside the block."""
         before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.name != "float32"
         try:
@@ -111,9 +111,9 @@ class Case:
         step: the same map as plain PyTorch, without autocast regions to enter, for the map itself and for rivals.
         start: where ``step`` begins.
         state: the state of ``hidden`` that belongs to a point of ``step``.
-        entries: numbers in a point.
-        floor: the least that the map costs.
-        asked: the tolerance that solvers are asked for: a model's own, which its map can reach in TensorFloat-32.
+        entries: number of elements of a point.
+        floor: lower bound of the cost of the map.
+        asked: the tolerance of the solvers; for a model its own.
     """
 
     name: str
@@ -124,11 +124,11 @@ class Case:
     state: Callable[[State], State]
     entries: int
     floor: Floor
-    asked: float = ASKED
+    asked: float = TOL
 
     @property
     def tol(self) -> float:
-        """The tolerance that is applied: never below the rounding of the map."""
+        """The tolerance that is applied: at least the rounding error of the map."""
         return max(self.asked, torch.finfo(self.precision.dtype).eps)
 
     def residual(self, state: State) -> float:
@@ -147,7 +147,7 @@ def layer_problem(shape: Shape, device: torch.device) -> OptEq:
     return problem.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-def settled_weight(problem: OptEq) -> Tensor:
+def bounded_weight(problem: OptEq) -> Tensor:
     """The weight of W with its bound applied, on the tape if there is one."""
     linear = problem.W.prepare()
     assert isinstance(linear, ConvMap)
@@ -178,7 +178,7 @@ def layer_case(shape: Shape, batch: int, precision: Precision) -> Case:
     x = random_images(batch, (shape.channels, shape.side, shape.side), precision.device)
     with precision.autocast():
         hidden = problem(x)
-    weight = settled_weight(problem).to(precision.dtype).contiguous(memory_format=torch.channels_last)
+    weight = bounded_weight(problem).to(precision.dtype).contiguous(memory_format=torch.channels_last)
     c = hidden.block.c.to(precision.dtype)
     return Case(
         name=str(shape),
