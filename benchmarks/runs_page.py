@@ -26,6 +26,19 @@ import tomlkit
 
 from opteq import models
 
+COLUMNS = (
+    "run",
+    "what",
+    "parameters",
+    "seed",
+    "epochs",
+    "test accuracy",
+    "solved to 1e-4",
+    "s per epoch",
+    "steps",
+    "residual",
+)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,9 +98,7 @@ class Run:
 
 
 def table(runs: dict[str, Run], notes: dict[str, dict[str, str]], folder: str) -> None:
-    columns = "run what parameters seed epochs", "test accuracy", "solved to 1e-4", "s per epoch", "steps residual"
-    names = [*columns[0].split(), *columns[1:4], *columns[4].split()]
-    print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     for name, run in runs.items():
         last, asked = run.epochs[-1], run.recipe["train"]["epochs"]
         epochs = str(asked) if len(run.epochs) == asked else f"{len(run.epochs)} of {asked}"
