@@ -27,7 +27,7 @@ from torch import Tensor
 
 from opteq.operators import Conv2d, LinearMap
 
-# Channels in and out, side of the picture; kernels are 3 x 3.
+# Channels in and out, side of the image; kernels are 3 x 3.
 SHAPES = [(32, 64, 32), (64, 128, 32), (256, 256, 16), (256, 256, 8), (32, 128, 32), (128, 64, 16)]
 APPLICATIONS = 20
 
@@ -94,7 +94,7 @@ def main() -> None:
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; torch {torch.__version__}; batch {batch}; medians of {repeats} turns")
-    print(f"{'channels':>12} {'picture':>8} {'bound ms':>10} {'step ms':>10} {'share':>7}")
+    print(f"{'channels':>12} {'image':>8} {'bound ms':>10} {'step ms':>10} {'share':>7}")
     for inputs, outputs, side in options.shape or SHAPES:
         torch.manual_seed(0)
         operator = Conv2d(inputs, outputs, 3, bound=0.95).to(device)

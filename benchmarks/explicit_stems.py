@@ -58,7 +58,7 @@ def make(name: str) -> nn.Module:
     )
 
 
-class Pictures:
+class Images:
     """The data set on the device, normalised, with random crops and flips by index."""
 
     def __init__(self, root: str, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class Pictures:
         self.count, self.device = len(train), device
 
     def epoch(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """For every batch: which pictures, and where each is cut out, mirrored or not."""
+        """For every batch: which images, and where each is cut out, mirrored or not."""
         order = torch.randperm(self.count, device=self.device)
         corner = torch.randint(0, 2 * PADDING + 1, (self.count, 2), device=self.device)
         mirrored = torch.rand(self.count, device=self.device) < 0.5
@@ -113,12 +113,12 @@ def captured(step: Callable[[], None], net: nn.Module) -> Callable[[], None]:
     return graph.replay
 
 
-def train(name: str, epochs: int, pictures: Pictures) -> None:
+def train(name: str, epochs: int, images: Images) -> None:
     torch.manual_seed(0)
-    device = pictures.device
+    device = images.device
     net = make(name).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(net.parameters(), lr=START, momentum=0.9, nesterov=True, weight_decay=DECAY)
-    side = len(pictures.side)
+    side = len(images.side)
     x = torch.zeros(BATCH, 3, side, side, device=device, dtype=torch.bfloat16)
     x, y = x.contiguous(memory_format=torch.channels_last), torch.zeros(BATCH, dtype=torch.long, device=device)
 
@@ -131,9 +131,9 @@ def train(name: str, epochs: int, pictures: Pictures) -> None:
     begun, taken = time.time(), 0
     for epoch in range(epochs):
         net.train()
-        batches = pictures.epoch()
+        batches = images.epoch()
         for *where, labels in batches:
-            x.copy_(pictures.cut(*where))
+            x.copy_(images.cut(*where))
             y.copy_(labels)
             if device.type == "cpu":
                 optimizer.zero_grad()
@@ -143,12 +143,12 @@ def train(name: str, epochs: int, pictures: Pictures) -> None:
             taken += 1
         net.eval()
         with torch.no_grad():
-            answers = torch.cat([scores(part).argmax(1) for part in pictures.test.split(1000)])
-        accuracy = (answers == pictures.test_labels).float().mean().item()
+            answers = torch.cat([scores(part).argmax(1) for part in images.test.split(1000)])
+        accuracy = (answers == images.test_labels).float().mean().item()
         parameters = sum(weight.numel() for weight in net.parameters())
         print(
             f"{name:>28} {parameters:>10,} parameters  epoch {epoch + 1}/{epochs}  test {100 * accuracy:.2f} %  "
-            f"{(time.time() - begun) / (epoch + 1):.1f} s an epoch",
+            f"{(time.time() - begun) / (epoch + 1):.1f} s per epoch",
             flush=True,
         )
 
@@ -161,9 +161,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    pictures = Pictures(options.root, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    images = Images(options.root, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for name in options.networks:
-        train(name, options.epochs, pictures)
+        train(name, options.epochs, images)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from opteq.training import load_recipe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--root", required=True, help="where the pictures are")
+    parser.add_argument("--root", required=True, help="where the images are")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     recipe = load_recipe(str(options.run / "recipe.toml"), [])
@@ -32,8 +32,8 @@ def main() -> None:
     (_, layer), *more = models.equilibria(model)
     if more:
         raise SystemExit("this model has several equilibria")
-    pictures = data.load(recipe.data.name, root=options.root, image_size=recipe.data.image_size)
-    batches = Batches(pictures.test, pictures.mean, pictures.std, 250, device=options.device)
+    dataset = data.load(recipe.data.name, root=options.root, image_size=recipe.data.image_size)
+    batches = Batches(dataset.test, dataset.mean, dataset.std, 250, device=options.device)
     right = {"equilibrium": 0, "first step": 0}
     distance, count = 0.0, 0
     with torch.no_grad():
@@ -48,7 +48,7 @@ def main() -> None:
             distance += float((norms(found, first) / norms(found)).sum())
             count += len(labels)
     for name, number in right.items():
-        print(f"{name:>12}: {100 * number / count:.2f} % of {count} test pictures")
+        print(f"{name:>12}: {100 * number / count:.2f} % of {count} test images")
     for name, part in model.named_modules():
         if isinstance(part, Operator) and part.bound is not None:
             print(f"{name}: norm {float(part.norm()):.3f}, bound {part.bound:g}{frequencies(part)}")

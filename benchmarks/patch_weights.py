@@ -1,6 +1,6 @@
 """How much patches weigh in a trained GEQ, with its own gamma and with the automatic one.
 
-For 250 test pictures and every branch: the least ``|q|^2`` of a sample's patches beside the median, at the zero state,
+For 250 test images and every branch: the least ``|q|^2`` of a sample's patches beside the median, at the zero state,
 and the mean weight ``exp(-gamma |q|^2)`` with the model's gamma and with 0.2 / M of each sample.
 
     python benchmarks/patch_weights.py runs/cifar10-jpeg-geq-5m --root DIR
@@ -25,12 +25,12 @@ from opteq.training import load_recipe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--root", required=True, help="where the pictures are")
+    parser.add_argument("--root", required=True, help="where the images are")
     options = parser.parse_args()
     recipe = load_recipe(str(options.run / "recipe.toml"), [])
     model = models.from_pretrained(options.run)
-    pictures = data.load(recipe.data.name, root=options.root, image_size=recipe.data.image_size)
-    images, _ = next(iter(Batches(pictures.test, pictures.mean, pictures.std, 250, device="cpu").epoch(0)))
+    dataset = data.load(recipe.data.name, root=options.root, image_size=recipe.data.image_size)
+    images, _ = next(iter(Batches(dataset.test, dataset.mean, dataset.std, 250, device="cpu").epoch(0)))
     (_, layer), *_ = models.equilibria(model)
     hidden = layer.problem(model.stem(images))
     print("branch  patches  least / median  mean weight  with 0.2 / M  least of a sample")

@@ -1,4 +1,4 @@
-"""Weights of finished runs as files for a release: one zip a run, the same bytes for the same run, and their checksums.
+"""Weights of finished runs as files for a release: one reproducible zip per run, and checksums.
 
 A zip holds what :func:`opteq.models.from_pretrained` reads, the recipe that the run was made with, and its metrics.
 Prints a table with the checksums, for the page that reports the runs.

@@ -1,4 +1,4 @@
-"""Averaging channels-last pictures over squares of pixels, and spreading them back: our kernels beside torch's.
+"""Averaging channels-last images over squares of pixels, and spreading them back: our kernels beside torch's.
 
 Fifty calls in one CUDA graph, so that launches do not count; microseconds a call.
 

@@ -26,6 +26,19 @@ import tomlkit
 
 from opteq import models
 
+COLUMNS = (
+    "run",
+    "what",
+    "parameters",
+    "seed",
+    "epochs",
+    "test accuracy",
+    "solved to 1e-4",
+    "s per epoch",
+    "steps",
+    "residual",
+)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,13 +56,13 @@ def main() -> None:
         members = {name: runs[name] for name, note in notes.items() if note["group"] == group}
         print(f"## {group}\n")
         table(members, notes, options.folder.name)
-        picture = options.folder / f"{re.sub(r'[^a-z0-9]+', '-', group.lower()).strip('-')}.svg"
-        curves(members, picture)
-        print(f"![Learning curves, {group}]({options.folder.name}/{picture.name})\n")
+        image = options.folder / f"{re.sub(r'[^a-z0-9]+', '-', group.lower()).strip('-')}.svg"
+        curves(members, image)
+        print(f"![Learning curves, {group}]({options.folder.name}/{image.name})\n")
 
 
 def recipe_without_places(run: Path) -> str:
-    """The recipe of a run, without the folders where its pictures lay."""
+    """The recipe of a run, without the folders where its images lay."""
     return re.sub(r"^(root|cache) = .*\n", "", (run / "recipe.toml").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
@@ -85,10 +98,7 @@ class Run:
 
 
 def table(runs: dict[str, Run], notes: dict[str, dict[str, str]], folder: str) -> None:
-    print(
-        "| run | what | parameters | seed | epochs | test accuracy | solved to 1e-4 | s an epoch | steps | residual |\n"
-        "|---|---|---|---|---|---|---|---|---|---|"
-    )
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     for name, run in runs.items():
         last, asked = run.epochs[-1], run.recipe["train"]["epochs"]
         epochs = str(asked) if len(run.epochs) == asked else f"{len(run.epochs)} of {asked}"
@@ -110,7 +120,7 @@ def curves(runs: dict[str, Run], path: Path) -> None:
     mpl.use("svg")
     import matplotlib.pyplot as plt
 
-    mpl.rcParams["svg.hashsalt"] = path.name  # the same picture for the same numbers
+    mpl.rcParams["svg.hashsalt"] = path.name  # the same image for the same numbers
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for index, (name, run) in enumerate(runs.items()):
         style = {"label": name, "linestyle": ("-", "--", ":")[index // 10 % 3], "linewidth": 1.4}

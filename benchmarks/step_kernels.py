@@ -1,7 +1,7 @@
 """Which kernels a GPU runs in a step of the map, of plain and Anderson iteration, and in a training step of a layer.
 
 For every shape and precision: wall time with a wait after every call, the time that kernels take, their number, and the
-dearest of them, microseconds a step.
+most expensive of them, microseconds per step.
 
     python benchmarks/step_kernels.py 256,256,16:bf16 64,128,32:tf32 geq-5m:bf16
 """
@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from opteq_bench import stepping
-from opteq_bench.cases import MODELS, Precision, Shape, layer_case, layer_problem, model_case, pictures
+from opteq_bench.cases import MODELS, Precision, Shape, layer_case, layer_problem, model_case, random_images
 from opteq_bench.contenders import ours, shared
 from opteq_bench.exact import ExactAnderson, ExactPicard
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("case", nargs="+", help="CHANNELS,HIDDEN,SIDE:PRECISION, or MODEL:PRECISION for steps alone")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("this tells what a GPU does, and torch sees none here")
+        raise SystemExit("this profiles a GPU, and torch sees none")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = torch.device("cuda")
     for case in options.case:
@@ -46,14 +46,14 @@ def main() -> None:
         if shape is None:
             continue
         problem = layer_problem(shape, device)
-        x = pictures(BATCH, (shape.channels, shape.side, shape.side), device).requires_grad_()
+        x = random_images(BATCH, (shape.channels, shape.side, shape.side), device).requires_grad_()
         layer = ours(problem, precision)
         show("training step", lambda layer=layer, x=x: layer.step(x), 1)
         show("bound and input term", lambda p=problem, q=precision, x=x: shared(p, q, x), 1)
 
 
 def show(label: str, work: Callable[[], object], steps: int) -> None:
-    """Print what ``work``, which takes so many steps, costs."""
+    """Print the cost of ``work``, which takes ``steps`` steps."""
     wall = milliseconds(work)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(CALLS):

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from opteq_bench import rivals
-from opteq_bench.cases import SHAPES, Precision, Shape, layer_problem, pictures
+from opteq_bench.cases import SHAPES, Precision, Shape, layer_problem, random_images
 from opteq_bench.contenders import ours, shared, torchdeq
 
 
@@ -43,11 +43,14 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for shape in [Shape.parse(text) for text in options.shapes] or SHAPES:
         problem = layer_problem(shape, device)
-        x = pictures(options.batch, (shape.channels, shape.side, shape.side), device).requires_grad_()
+        x = random_images(options.batch, (shape.channels, shape.side, shape.side), device).requires_grad_()
         own, other = ours(problem, precision), torchdeq(problem, precision, options.backward)
         works = [partial(own.step, x), partial(other.step, x), partial(shared, problem, precision, x)]
         times = by_turns(works, options.repeats)
-        steps = [f"{said['forward_steps']:.0f} + {said['backward_steps']:.0f}" for said in (own.said(), other.said())]
+        steps = [
+            f"{said['forward_steps']:.0f} + {said['backward_steps']:.0f}"
+            for said in (own.solver_stats(), other.solver_stats())
+        ]
         print(
             f"| {shape} | {times[0]:.0f} | {times[1]:.0f} | {times[1] / times[0]:.2f} | {times[2]:.0f} "
             f"| {steps[0]} | {steps[1]} |",

@@ -1,6 +1,6 @@
 """Forward and backward of OptEq, built in and written by a user, on a GPU: milliseconds and their ratio.
 
-    python benchmarks/written.py
+python benchmarks/written.py
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def main() -> None:
         for shape in SHAPES:
             times = [timed(shape, precision, kind, options) for kind in ("built in", "written", "compiled")]
             ratio = times[1] / times[0]
-            print(f"| {shape} | {precision} | {times[0]:.2f} | {times[1]:.2f} | {ratio:.2f} | {times[2]:.2f} |", flush=True)
+            print(
+                f"| {shape} | {precision} | {times[0]:.2f} | {times[1]:.2f} | {ratio:.2f} | {times[2]:.2f} |",
+                flush=True,
+            )
 
 
 def timed(shape: tuple[int, int, int], precision: str, kind: str, options: argparse.Namespace) -> float:

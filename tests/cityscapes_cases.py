@@ -12,7 +12,7 @@ COLOURS = {ROAD: (120, 60, 120), SKY: (70, 130, 180), CAR: (20, 20, 200), EGO: (
 
 
 def cityscapes(root: Path, train: int = 6, val: int = 2, height: int = 32, width: int = 64) -> Path:
-    """``leftImg8bit`` and ``gtFine`` with so many pictures, in two cities a split."""
+    """``leftImg8bit`` and ``gtFine`` with so many images, in two cities a split."""
     random = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
         for index in range(count):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from opteq import report
 from opteq.cli import app
-from training_cases import pictures, settings
+from training_cases import make_images, settings
 
 
 def call(*arguments: str | Path) -> Result:
@@ -34,7 +34,7 @@ def refused(result: Result, *words: str, status: int = 2) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("pictures"))
+    return make_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ def test_it_stays_in_the_ball_and_in_the_range_of_pixels(
 
 @pytest.mark.parametrize("random_start", [False, True])
 def test_it_finds_the_worst_picture_of_a_linear_model(random_start: bool) -> None:
-    """Of two classes with a linear score, the worst picture of a ball is known: every pixel against its weight."""
+    """Of two classes with a linear score, the worst image of a ball is known: every pixel against its weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 2)).double()
     pixels, labels = torch.rand(6, 3, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 1, 0])
@@ -150,7 +150,7 @@ def test_maps_of_classes_are_labels_too() -> None:
 
 
 class Broken(nn.Module):
-    """Its gradient is NaN for the first picture of a batch."""
+    """Its gradient is NaN for the first image of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,6 +195,6 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], words: s
 
 
 @pytest.mark.parametrize(("mean", "std"), [((0.5,), (0.0,)), ((0.5, 0.5), (1.0, 1.0)), ((0.5,) * 3, (1.0,))])
-def test_wrong_colours(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match=r"one number for each of 3 channels, or one for all, std above 0; got \("):
+def test_wrong_normalisation(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"one value for each of 3 channels, or one for all, std above 0; got \("):
         PGD(0.1)(nn.Flatten(), torch.rand(2, 3, 1, 1), torch.tensor([0, 1]), mean, std)

@@ -19,7 +19,16 @@ from opteq.gradients.forward import find_without_tape
 from opteq.states import blocks, single
 from opteq_bench import command, contenders, epoch, floor, record, rivals, stepping, timing
 from opteq_bench import run as bench
-from opteq_bench.cases import Case, Precision, Shape, layer_case, layer_problem, model_case, pictures, settled_weight
+from opteq_bench.cases import (
+    Case,
+    Precision,
+    Shape,
+    bounded_weight,
+    layer_case,
+    layer_problem,
+    model_case,
+    random_images,
+)
 from opteq_bench.exact import ExactAnderson, ExactCG, ExactPicard
 
 CPU = torch.device("cpu")
@@ -216,12 +225,12 @@ def test_exact_conjugate_gradients_take_all_their_steps() -> None:
 
 @needs_torchdeq
 def test_rows_keep_memory_order_and_values() -> None:
-    picture = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    rows = rivals.Rows(picture)
-    flat = rows.flat(picture)
-    assert flat.data_ptr() == picture.data_ptr()
-    assert torch.equal(single(rows.state(flat)), picture)
-    pair = (picture, torch.randn(2, 2, 2, 2))
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    rows = rivals.Rows(image)
+    flat = rows.flat(image)
+    assert flat.data_ptr() == image.data_ptr()
+    assert torch.equal(single(rows.state(flat)), image)
+    pair = (image, torch.randn(2, 2, 2, 2))
     several = rivals.Rows(pair)
     back = several.state(several.flat(pair))
     assert isinstance(back, tuple)
@@ -232,7 +241,7 @@ def test_rows_keep_memory_order_and_values() -> None:
 @pytest.mark.parametrize("backward", rivals.SOLVERS)
 def test_torchdeqs_layer_is_the_same_layer(backward: str) -> None:
     problem = layer_problem(SHAPE, CPU)
-    x = pictures(2, (3, 6, 6), CPU).requires_grad_()
+    x = random_images(2, (3, 6, 6), CPU).requires_grad_()
     precision = Precision("float32", CPU)
     other = contenders.torchdeq(problem, precision, backward)
     torch.testing.assert_close(other.step(x), contenders.ours(problem, precision).step(x), rtol=1e-2, atol=1e-4)
@@ -243,7 +252,7 @@ def test_torchdeqs_layer_is_the_same_layer(backward: str) -> None:
 
 def test_the_reference_is_the_derivative() -> None:
     problem = layer_problem(Shape(2, 3, 4), CPU).double()
-    x = pictures(2, (2, 4, 4), CPU).double()
+    x = random_images(2, (2, 4, 4), CPU).double()
     precision = Precision("float32", CPU)
     gradient = contenders.reference(problem, precision, x)["x"]
     direction = torch.randn_like(x)
@@ -261,14 +270,14 @@ def test_the_weight_is_the_bounded_one() -> None:
     problem = layer_problem(SHAPE, CPU)
     with torch.no_grad():
         problem.W.weight.mul_(10)
-    assert settled_weight(problem).norm().item() < problem.W.weight.norm().item() / 5
+    assert bounded_weight(problem).norm().item() < problem.W.weight.norm().item() / 5
 
 
 # ---- floors ----
 
 
 def test_floors_by_hand() -> None:
-    # 2 channels, 3 hidden, pictures of 4x4, batch 5, float32: z has 160 entries, y 240, W 54.
+    # 2 channels, 3 hidden, images of 4x4, batch 5, float32: z has 160 entries, y 240, W 54.
     step = floor.layer_map(2, 3, 4, 5, 4)
     assert step.bytes == 4 * (160 + 54 + 240 + 2 * 240 + 160)
     assert step.operations == 2 * 2 * 9 * 2 * 3 * 16 * 5
@@ -296,7 +305,7 @@ def test_floors_in_time() -> None:
 # ---- times and files ----
 
 
-def test_turns_are_interleaved_and_failures_are_left_out() -> None:
+def test_repetitions_are_interleaved_and_failures_are_left_out() -> None:
     calls: list[str] = []
 
     def fail() -> None:
@@ -307,15 +316,15 @@ def test_turns_are_interleaved_and_failures_are_left_out() -> None:
         time.sleep(0.006)  # a turn is then one call
 
     clock = timing.Clock(CPU, repeats=3, warm_up=1)
-    found = clock.in_turns({"a": lambda: long("a"), "broken": fail, "b": lambda: long("b")})
+    found = clock.interleaved({"a": lambda: long("a"), "broken": fail, "b": lambda: long("b")})
     assert calls == ["a", "a", "b", "b"] + ["a", "b"] * 3
     assert found["broken"] == "fails: no way"
     assert isinstance(found["a"], timing.Timing)
     assert list(found) == ["a", "broken", "b"]
 
 
-def test_short_work_is_called_often_in_a_turn() -> None:
-    found = timing.Clock(CPU, repeats=1, warm_up=1).in_turns({"nothing": lambda: None})["nothing"]
+def test_short_work_is_called_often() -> None:
+    found = timing.Clock(CPU, repeats=1, warm_up=1).interleaved({"nothing": lambda: None})["nothing"]
     assert isinstance(found, timing.Timing)
     assert found.calls > 1
 

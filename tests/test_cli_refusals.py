@@ -34,7 +34,9 @@ def test_unknown_recipe_and_key(root: Path, tmp_path: Path) -> None:
     refused(train(root, tmp_path / "run", "model.name=opteq-digit"), "did you mean 'opteq-digits'")
     refused(train(root, tmp_path / "run", "model.options.chanels=3"), "did you mean 'channels'")
     refused(train(root, tmp_path / "run", "model.options.bound=-1"), "bound", "-1")
-    refused(train(root, tmp_path / "run", "model.options.num_classes=7"), "num_classes", "known from the data")
+    refused(
+        train(root, tmp_path / "run", "model.options.num_classes=7"), "num_classes", "its value comes from the data"
+    )
     refused(train(root, tmp_path / "run", "data.name=cifar"), "unknown data set 'cifar'")
     assert not (tmp_path / "run").exists()
 
@@ -89,25 +91,25 @@ def test_an_evaluation_that_cannot_be_kept_is_not_begun(finished: Path, monkeypa
     # By its module's name: in the package, `evaluate` is the function.
     module = sys.modules["opteq.training.evaluate"]
     monkeypatch.setattr(module, "draft", refusing)
-    monkeypatch.setattr(module, "measure", begun)
+    monkeypatch.setattr(module, "validate", begun)
     refused(call("evaluate", finished), "writing the evaluation", "Permission denied", "a copy of the run elsewhere")
 
 
 def test_pictures_of_a_size_that_the_model_cannot_take(root: Path, tmp_path: Path) -> None:
-    """Windows of 6x6 can be divided by 3, but whole pictures of 8x8 can not: known before an epoch is spent on them."""
+    """Windows of 6x6 can be divided by 3, but whole images of 8x8 can not: known before an epoch is spent on them."""
     out = tmp_path / "run"
     branch = ("model.name=popteq-193k", "model.options.scales=[3]")
-    refused(train(root, out, *branch), "popteq-193k cannot take pictures of 8x8", "divide by 3", "data.image_size")
+    refused(train(root, out, *branch), "popteq-193k cannot take images of 8x8", "divide by 3", "data.image_size")
     window = ("augment.crop_padding=0", "augment.crop_height=6", "augment.crop_width=6")
-    refused(train(root, out, *branch, *window), "cannot take pictures of 8x8", "data.image_size")
+    refused(train(root, out, *branch, *window), "cannot take images of 8x8", "data.image_size")
     too_small = (*window[:2], "augment.crop_width=4", "data.image_size=6")
-    refused(train(root, out, *branch, *too_small), "cannot take pictures of 6x4", "augment.crop_height and crop_width")
+    refused(train(root, out, *branch, *too_small), "cannot take images of 6x4", "augment.crop_height and crop_width")
     assert not out.exists()
     result = train(root, out, *branch, *window, "data.image_size=9", "train.epochs=1")
     assert result.exit_code == 0, result.output
     changed = (out / "recipe.toml").read_text().replace("image_size = 9", "image_size = 8")
     (out / "recipe.toml").write_text(changed)
-    refused(call("evaluate", out), "cannot take pictures of 8x8", "data.image_size")
+    refused(call("evaluate", out), "cannot take images of 8x8", "data.image_size")
 
 
 def test_no_gpu(root: Path, tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_no_gpu(root: Path, tmp_path: Path) -> None:
 
 
 def test_a_corrupt_picture(root: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(root, tmp_path / "pictures", ignore=shutil.ignore_patterns("cache"))
+    copy = shutil.copytree(root, tmp_path / "images", ignore=shutil.ignore_patterns("cache"))
     (copy / "train/above/3.png").write_bytes(b"\x89PNG\r\n\x1a\nnot really")
     refused(train(copy, tmp_path / "run"), str(copy / "train/above/3.png"))
 
@@ -129,7 +131,7 @@ def test_a_folder_with_a_run_is_not_overwritten(root: Path, finished: Path) -> N
 def test_resume_with_another_recipe(root: Path, finished: Path) -> None:
     more = ("train.epochs=7", "optimizer.lr=0.2")
     result = train(root, finished, *more, options=("--resume",))
-    refused(result, "begun with another recipe", "optimizer.lr (0.1 there, 0.2 now)", "train.epochs (6 there, 7 now)")
+    refused(result, "started with another recipe", "optimizer.lr (0.1 there, 0.2 now)", "train.epochs (6 there, 7 now)")
     refused(call("train", "--resume", "--out", finished, "--set", "train.seed=5"), "train.seed (0 there, 5 now)")
     other = call("train", "opteq-162k-cifar10", "--resume", "--out", finished)
     refused(other, "with this one: name ('tiny' there, 'opteq-162k-cifar10' now), ", "more differ")
@@ -139,9 +141,9 @@ def test_resume_with_the_recipe_of_the_folder(finished: Path, tmp_path: Path) ->
     before = (finished / "model.safetensors").read_bytes()
     result = call("train", "--resume", "--out", finished)
     assert result.exit_code == 0, result.output
-    assert "had come to its end, after step 18" in result.stdout
+    assert "had finished, after step 18" in result.stdout
     assert (finished / "model.safetensors").read_bytes() == before
-    refused(call("train", "--resume", "--out", tmp_path / "none"), "holds no run to go on with; name a recipe")
+    refused(call("train", "--resume", "--out", tmp_path / "none"), "holds no run to resume; name a recipe")
 
 
 class Poison:
@@ -181,17 +183,17 @@ def test_a_poisoned_checkpoint(root: Path, finished: Path, tmp_path: Path) -> No
 
 
 def test_other_pictures(finished: Path, root: Path, tmp_path: Path) -> None:
-    """Fewer pictures would shift every batch of a resumed run; other classes would be taken for each other."""
-    copy = shutil.copytree(root, tmp_path / "pictures", ignore=shutil.ignore_patterns("cache"))
+    """Fewer images would shift every batch of a resumed run; other classes would be taken for each other."""
+    copy = shutil.copytree(root, tmp_path / "images", ignore=shutil.ignore_patterns("cache"))
     (copy / "train/above/3.png").unlink()
     run = shutil.copytree(finished, tmp_path / "run")
     sets = ("--set", f"data.root={copy}", "--set", f"data.cache={tmp_path}")
-    refused(call("train", "--resume", "--out", run, *sets), "begun with 40 training pictures, but there are 39 now")
+    refused(call("train", "--resume", "--out", run, *sets), "started with 40 training images, but there are 39 now")
     shutil.copy(root / "train/above/3.png", copy / "train/above/3.png")
     for split in ("train", "test"):
         (copy / split / "below").rename(copy / split / "a-new-name")
-    refused(call("train", "--resume", "--out", run, *sets), "classes above, below, but the pictures have a-new-name")
-    refused(call("evaluate", run, "--root", copy), "the pictures have the classes a-new-name, above", "--root")
+    refused(call("train", "--resume", "--out", run, *sets), "classes above, below, but the images have a-new-name")
+    refused(call("evaluate", run, "--root", copy), "the images have the classes a-new-name, above", "--root")
 
 
 def test_evaluating_what_is_no_run(tmp_path: Path, finished: Path) -> None:
@@ -203,8 +205,8 @@ def test_evaluating_what_is_no_run(tmp_path: Path, finished: Path) -> None:
 
 
 def test_evaluation_normalises_as_training_did(finished: Path, root: Path, tmp_path: Path) -> None:
-    """Training pictures under another root have other colours; the network still knows only its own."""
-    copy = shutil.copytree(root, tmp_path / "pictures", ignore=shutil.ignore_patterns("cache"))
+    """Training images under another root have other colours; the network still knows only its own."""
+    copy = shutil.copytree(root, tmp_path / "images", ignore=shutil.ignore_patterns("cache"))
     for path in (copy / "train").rglob("*.png"):
         Image.new("RGB", (8, 8), "white").save(path)
     run = shutil.copytree(finished, tmp_path / "run")
@@ -240,7 +242,7 @@ def fill_the_disk(root: str, out: str) -> None:
     torch.set_num_threads(1)
     result = train(Path(root), Path(out))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    refused(result, "saving a checkpoint failed: File too large", "the checkpoints before it are whole", "--resume")
+    refused(result, "saving a checkpoint failed: File too large", "earlier checkpoints are intact", "--resume")
     sys.exit(result.exit_code)
 
 
@@ -268,7 +270,7 @@ def refuse_the_event_file(root: str, out: str) -> None:
     threading.excepthook = lambda _: None  # TensorBoard writes in a thread, which prints the error as well
     result = train(Path(root), Path(out))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    refused(result, "failed: File too large", "make room, then go on with --resume")
+    refused(result, "failed: File too large", "make room, then continue with --resume")
     sys.exit(result.exit_code)
 
 
@@ -307,15 +309,15 @@ def test_the_last_good_checkpoint_stays(root: Path, tmp_path: Path, monkeypatch:
     """The loss is lost in the second epoch: what is kept is from the end of the first, and is good."""
     from opteq.training import trainer
 
-    judge = trainer.judge
+    check = trainer.check_progress
 
     def later(options: object, counts: object, where: str) -> None:
         if where == "epoch 2":
             monkeypatch.setattr(counts.__class__, "mean_loss", property(lambda self: float("nan")))
             object.__setattr__(counts, "loss", float("nan"))
-        judge(options, counts, where)  # type: ignore[arg-type]
+        check(options, counts, where)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer, "judge", later)
+    monkeypatch.setattr(trainer, "check_progress", later)
     refused(train(root, tmp_path / "run"), "epoch 2: the loss is nan", status=3)
     found = Checkpoints(tmp_path / "run/checkpoints").latest()
     assert found is not None

@@ -102,7 +102,7 @@ def test_an_evaluation_that_is_not_finite_is_json_all_the_same(finished: Path, t
     save_file(weights, run / "model.safetensors")
     result = call("evaluate", run)
     assert result.exit_code == 0, result.output
-    assert "run [lr=1] on 10 test pictures" in result.stdout
+    assert "run [lr=1] on 10 test images" in result.stdout
     found = json.loads((run / "evaluation.json").read_text(), parse_constant=pytest.fail)
     assert found["test_loss"] is None
     assert found["worst_residual"] > 0
@@ -136,7 +136,7 @@ def test_the_default_is_digits_in_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "runs/digits/model.safetensors").exists()
     result = call("train", "--resume")
     assert result.exit_code == 0, result.output
-    assert "runs/digits had come to its end" in result.stdout
+    assert "runs/digits had finished" in result.stdout
 
 
 def test_the_digits_are_learned(tmp_path: Path) -> None:

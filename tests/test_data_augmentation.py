@@ -26,7 +26,7 @@ RANDOM = np.random.default_rng(2)
 UNIT = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255,) * 3}  # a batch is then its bytes, as floats
 
 
-def pictures(count: int, channels: int = 3, height: int = 9, width: int = 7) -> Tensor:
+def make_images(count: int, channels: int = 3, height: int = 9, width: int = 7) -> Tensor:
     return torch.from_numpy(RANDOM.integers(0, 256, size=(count, channels, height, width), dtype=np.uint8))
 
 
@@ -41,7 +41,7 @@ def pictures(count: int, channels: int = 3, height: int = 9, width: int = 7) -> 
     data=st.data(),
 )
 def test_crop_and_flip_against_a_loop_over_samples(padding: int, fill: Any, channels: int, data: st.DataObject) -> None:
-    images = pictures(6, channels)
+    images = make_images(6, channels)
     rows = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))
     place = st.tuples(st.integers(0, 2 * padding), st.integers(0, 2 * padding), st.integers(0, 1))
     move = [data.draw(place) for _ in rows]
@@ -54,7 +54,7 @@ def test_crop_and_flip_against_a_loop_over_samples(padding: int, fill: Any, chan
 
 
 def test_without_rows_the_whole_tensor_is_taken() -> None:
-    images, move = pictures(5), torch.tensor([[1, 2, 0], [0, 0, 1], [4, 4, 1], [2, 2, 0], [3, 0, 0]])
+    images, move = make_images(5), torch.tensor([[1, 2, 0], [0, 0, 1], [4, 4, 1], [2, 2, 0], [3, 0, 0]])
     assert torch.equal(
         crop_and_flip(images, None, move, 2, False), crop_and_flip(images, torch.arange(5), move, 2, False)
     )
@@ -69,7 +69,7 @@ def test_every_crop_comes_equally_often_and_half_are_mirrored() -> None:
 
 
 def test_batches_crop_with_what_was_drawn() -> None:
-    """A picture of distinct pixels tells how it was moved, and each sample is moved by itself."""
+    """An image of distinct pixels tells how it was moved, and each sample is moved by itself."""
     image = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8)
     split = Split(image.repeat(64, 1, 1, 1), torch.zeros(64, dtype=torch.int64))
     options = Augmentation(crop_padding=2, flip=True)
@@ -82,7 +82,7 @@ def test_batches_crop_with_what_was_drawn() -> None:
         for cut in [padded[top : top + 8, left : left + 8]]
         for step in (1, -1)
     }
-    found = {possible[bytes(picture.numpy())] for picture in seen}
+    found = {possible[bytes(image.numpy())] for image in seen}
     assert len(found) > 30
     assert {step for _, _, step in found} == {1, -1}
 
@@ -124,7 +124,7 @@ def test_mix_and_soft_labels_against_a_loop() -> None:
 
 @pytest.mark.parametrize("options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
 def test_labels_tell_how_much_of_each_picture_there_is(options: dict[str, float]) -> None:
-    """Each class is one grey value: the mean grey of a mixed picture has to be the mean grey of its label."""
+    """Each class is one grey value: the mean grey of a mixed image has to be the mean grey of its label."""
     labels = torch.arange(60) % 6
     greys = torch.tensor([0, 51, 102, 153, 204, 255])
     images = greys[labels].to(torch.uint8).view(-1, 1, 1, 1).repeat(1, 3, 12, 12)
@@ -134,14 +134,14 @@ def test_labels_tell_how_much_of_each_picture_there_is(options: dict[str, float]
     assert soft.dtype == torch.float32
     assert torch.allclose(soft.sum(1), torch.ones(60))
     assert torch.allclose(mixed.mean((1, 2, 3)), soft[:, :6] @ greys.float(), atol=1e-2)
-    pasted = torch.tensor([len(picture.unique()) > 1 for picture in mixed[:, 0].round()])
+    pasted = torch.tensor([len(image.unique()) > 1 for image in mixed[:, 0].round()])
     blended = (mixed - greys.view(-1, 1, 1, 1, 1)).abs().amin(0).amax((1, 2, 3)) > 0.5
     assert bool(pasted.any()) == ("cutmix" in options)
     assert bool(blended.any()) == ("mixup" in options)
 
 
 def test_the_number_of_classes_is_taken_from_the_labels() -> None:
-    split = Split(pictures(8), torch.arange(8) % 5)
+    split = Split(make_images(8), torch.arange(8) % 5)
     source = Batches(split, **UNIT, batch_size=8, augmentation=Augmentation(mixup=1.0))
     assert next(source.epoch(0))[1].shape == (8, 5)
 
@@ -149,9 +149,9 @@ def test_the_number_of_classes_is_taken_from_the_labels() -> None:
 # ---- RandAugment and jitter
 
 
-def by_pillow(name: str, picture: Image.Image, amount: float, strength: float) -> Image.Image:
+def by_pillow(name: str, image: Image.Image, amount: float, strength: float) -> Image.Image:
     """One operation by Pillow; ``amount`` has the sign, ``strength`` has not."""
-    width, height = picture.size
+    width, height = image.size
     affine = {
         "shear_x": (1, 0.3 * amount, -0.3 * amount * (height - 1) / 2, 0, 1, 0),
         "shear_y": (1, 0, 0, 0.3 * amount, 1, -0.3 * amount * (width - 1) / 2),
@@ -159,28 +159,28 @@ def by_pillow(name: str, picture: Image.Image, amount: float, strength: float) -
         "translate_y": (1, 0, 0, 0, 1, 150 / 331 * amount * height),
     }
     if name == "identity":
-        return picture
+        return image
     if name in affine:
-        return picture.transform(picture.size, Image.Transform.AFFINE, affine[name], Image.Resampling.BILINEAR)
+        return image.transform(image.size, Image.Transform.AFFINE, affine[name], Image.Resampling.BILINEAR)
     if name == "rotate":
-        return picture.rotate(30 * amount, Image.Resampling.BILINEAR)
+        return image.rotate(30 * amount, Image.Resampling.BILINEAR)
     if name in ("brightness", "color", "contrast", "sharpness"):
         kind = getattr(ImageEnhance, name.capitalize())
-        return kind(picture).enhance(1 + 0.9 * amount)
+        return kind(image).enhance(1 + 0.9 * amount)
     if name == "posterize":
-        return ImageOps.posterize(picture, round(8 - 4 * strength))
+        return ImageOps.posterize(image, round(8 - 4 * strength))
     if name == "solarize":
-        return ImageOps.solarize(picture, 256 * (1 - strength))
-    return getattr(ImageOps, name)(picture)
+        return ImageOps.solarize(image, 256 * (1 - strength))
+    return getattr(ImageOps, name)(image)
 
 
 def photo(height: int, width: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Smooth colours, so that interpolating a fraction of a pixel off is a small difference, and one sharp dot."""
     down, across = np.mgrid[0:height, 0:width]
     waves = [np.sin(down / 7 + phase) + np.cos(across / (5 + phase)) for phase in (0.0, 1.0, 2.0)]
-    picture = np.stack([20 + 52 * (wave + 2) for wave in waves], axis=-1).astype(np.uint8)
-    picture[height // 2, width // 2] = 60
-    return picture
+    image = np.stack([20 + 52 * (wave + 2) for wave in waves], axis=-1).astype(np.uint8)
+    image[height // 2, width // 2] = 60
+    return image
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -231,15 +231,15 @@ def test_jitter_against_pillow() -> None:
     assert ((factors >= 0.6) & (factors <= 1.4)).all()
     images, _ = next(source.epoch(0))
     for made, (brightness, contrast, saturation) in zip(images, factors.tolist(), strict=True):
-        picture = ImageEnhance.Brightness(Image.fromarray(array)).enhance(brightness)
-        picture = ImageEnhance.Contrast(picture).enhance(contrast)
-        expected = np.asarray(ImageEnhance.Color(picture).enhance(saturation)).astype(float)
+        image = ImageEnhance.Brightness(Image.fromarray(array)).enhance(brightness)
+        image = ImageEnhance.Contrast(image).enhance(contrast)
+        expected = np.asarray(ImageEnhance.Color(image).enhance(saturation)).astype(float)
         assert np.abs(made.permute(1, 2, 0).numpy() - expected).max() < 4
 
 
 @pytest.mark.parametrize("options", [{"randaugment": 14}, {"color_jitter": 0.5}])
 def test_grey_pictures_can_be_recoloured(options: dict[str, Any]) -> None:
-    split = Split(pictures(30, channels=1), torch.arange(30))
+    split = Split(make_images(30, channels=1), torch.arange(30))
     images, _ = next(Batches(split, (0.0,), (1.0,), 30, augmentation=Augmentation(**options)).epoch(0))
     assert images.shape == (30, 1, 9, 7)
     assert bool(((images >= 0) & (images <= 1 + 1e-6)).all())
@@ -247,7 +247,7 @@ def test_grey_pictures_can_be_recoloured(options: dict[str, Any]) -> None:
 
 def test_the_global_generator_is_neither_used_nor_changed() -> None:
     options = Augmentation(crop_padding=2, flip=True, randaugment=2, color_jitter=0.4, erase=0.5, mixup=0.4, cutmix=1.0)
-    source = Batches(Split(pictures(8), torch.arange(8)), **UNIT, batch_size=8, augmentation=options)
+    source = Batches(Split(make_images(8), torch.arange(8)), **UNIT, batch_size=8, augmentation=options)
     torch.manual_seed(0)
     first, _ = next(source.epoch(0))
     state = torch.get_rng_state()

@@ -23,7 +23,7 @@ EXACT = Augmentation(crop_padding=2, flip=True, erase=0.5, mixup=0.4, cutmix=1.0
 
 
 def split(samples: int, channels: int = 3, height: int = 6, width: int = 5) -> Split:
-    """Pictures whose pixels are all over the range, and labels that tell which sample it is."""
+    """Images whose pixels are all over the range, and labels that tell which sample it is."""
     generator = torch.Generator().manual_seed(samples)
     images = torch.randint(0, 256, (samples, channels, height, width), generator=generator, dtype=torch.uint8)
     return Split(images, torch.arange(samples))
@@ -209,12 +209,12 @@ def test_an_abandoned_epoch_ends_its_thread() -> None:
 def test_auto_asks_for_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     images, cuda = torch.zeros(10, 1, 10, 10, dtype=torch.uint8), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2500, 10_000))
-    assert prefetch_module.stays_on_device(images, cuda, "auto")
+    assert prefetch_module.fits_on_device(images, cuda, "auto")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2499, 10_000))
-    assert not prefetch_module.stays_on_device(images, cuda, "auto")
-    assert prefetch_module.stays_on_device(images, cuda, "device")
-    assert prefetch_module.stays_on_device(images, torch.device("cpu"), "auto")
-    assert not prefetch_module.stays_on_device(images, torch.device("mps"), "auto")
+    assert not prefetch_module.fits_on_device(images, cuda, "auto")
+    assert prefetch_module.fits_on_device(images, cuda, "device")
+    assert prefetch_module.fits_on_device(images, torch.device("cpu"), "auto")
+    assert not prefetch_module.fits_on_device(images, torch.device("mps"), "auto")
 
 
 # ---- what is refused
@@ -229,18 +229,18 @@ def test_a_share_may_be_empty_where_nobody_waits() -> None:
     ("options", "error", "message"),
     [
         ({"batch_size": 0}, ValueError, "batch_size should be at least 1; got 0"),
-        ({"batch_size": 2.5}, TypeError, "batch_size should be a whole number; got 2.5"),
+        ({"batch_size": 2.5}, TypeError, "batch_size should be an integer; got 2.5"),
         ({"seed": -1}, ValueError, "seed should be at least 0; got -1"),
         ({"world": 0}, ValueError, "world should be at least 1"),
         ({"rank": 2, "world": 2}, ValueError, "rank should be below world = 2; got 2"),
         ({"keep": "gpu"}, ValueError, "keep should be 'auto', 'device' or 'host'; got 'gpu'"),
-        ({"mean": (0.5,)}, ValueError, "one number for each of 3 channels"),
+        ({"mean": (0.5,)}, ValueError, "one value for each of 3 channels"),
         ({"std": (0.5, 0.0, 0.5)}, ValueError, "std above 0"),
         ({"batch_size": 11, "drop_last": True}, ValueError, "take a batch_size of at most 10"),
         ({"batch_size": 3, "world": 2}, ValueError, r"has 1 samples, too few for 2 .*take batch_size 2 or drop_last"),
         ({"batch_size": 2, "world": 3}, ValueError, "too few for 3 processes .*take batch_size 5$"),
         ({"batch_size": 20, "world": 11}, ValueError, "use at most 10 processes"),
-        ({"num_classes": 9}, ValueError, "num_classes should be at least 10, as labels go; got 9"),
+        ({"num_classes": 9}, ValueError, "num_classes should be at least 10, the largest label plus one; got 9"),
         ({"shufle": True}, TypeError, "no option 'shufle'; did you mean 'shuffle'"),
         (
             {"augmentation": Augmentation(crop_padding=5, crop_fill="reflect")},
@@ -256,7 +256,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], message:
 
 
 def test_an_empty_split() -> None:
-    with pytest.raises(ValueError, match="the split has no pictures"):
+    with pytest.raises(ValueError, match="the split has no images"):
         Batches(Split(torch.zeros(0, 3, 4, 4, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)), MEAN, STD, 4)
 
 
@@ -264,7 +264,7 @@ def test_an_empty_split() -> None:
 def test_wrong_epochs(number: int, skip: int) -> None:
     with pytest.raises(ValueError, match="should be at least 0; got -1"):
         batches(4, 2).epoch(number, skip)
-    with pytest.raises(TypeError, match="should be a whole number"):
+    with pytest.raises(TypeError, match="should be an integer"):
         batches(4, 2).epoch(0.5)  # type: ignore[arg-type]
 
 

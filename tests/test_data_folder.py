@@ -1,4 +1,4 @@
-"""Folders of pictures, and the cache: decoded once, shared, whole or not there."""
+"""Folders of images, and the cache: decoded once, shared, whole or not there."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from opteq.data.readers import folder as folder_module
 RANDOM = np.random.default_rng(1)
 
 
-def picture(width: int = 8, height: int = 8) -> Image.Image:
+def image(width: int = 8, height: int = 8) -> Image.Image:
     return Image.fromarray(RANDOM.integers(0, 256, size=(height, width, 3), dtype=np.uint8))
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two classes; 3 and 2 pictures to train on, 1 each to test, lossless."""
+    """Two classes; 3 and 2 images to train on, 1 each to test, lossless."""
     for split, counts in (("train", (3, 2)), ("test", (1, 1))):
         for name, count in zip(("cat", "dog"), counts, strict=True):
-            folder = tmp_path / "pictures" / split / name
+            folder = tmp_path / "images" / split / name
             folder.mkdir(parents=True)
             for number in range(count):
-                picture().save(folder / f"{number}.png")
-    return tmp_path / "pictures"
+                image().save(folder / f"{number}.png")
+    return tmp_path / "images"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def read(path: Path) -> torch.Tensor:
 
 def test_a_folder_is_read(root: Path, load: Callable[..., data.Dataset]) -> None:
     (root / "train" / "cat" / ".DS_Store").write_bytes(b"noise")
-    (root / "train" / "cat" / "notes.txt").write_text("not a picture")
+    (root / "train" / "cat" / "notes.txt").write_text("not an image")
     dataset = load()
     assert dataset.classes == ("cat", "dog")
     assert dataset.train.labels.tolist() == [0, 0, 0, 1, 1]
@@ -79,7 +79,7 @@ def test_val_stands_for_test(root: Path, load: Callable[..., data.Dataset]) -> N
 def test_formats(root: Path, load: Callable[..., data.Dataset], ending: str) -> None:
     path = root / "train" / "cat" / f"0.{ending}"
     path.with_name("0.png").unlink()
-    picture().save(path)
+    image().save(path)
     assert torch.equal(load().train.images[0], read(path))
 
 
@@ -87,9 +87,9 @@ def test_grey_palette_and_transparent_pictures_become_rgb(root: Path, load: Call
     folder = root / "train" / "cat"
     grey = RANDOM.integers(0, 256, size=(8, 8), dtype=np.uint8)
     Image.fromarray(grey).save(folder / "0.png")
-    transparent = np.dstack((np.asarray(picture()), grey))
+    transparent = np.dstack((np.asarray(image()), grey))
     Image.fromarray(transparent).save(folder / "1.png")
-    colours = picture()
+    colours = image()
     colours.quantize(16).save(folder / "2.png", transparency=bytes(range(16)))
     deep = RANDOM.integers(0, 65536, size=(8, 8), dtype=np.uint16)
     Image.fromarray(deep).save(root / "train" / "dog" / "0.png")
@@ -102,12 +102,12 @@ def test_grey_palette_and_transparent_pictures_become_rgb(root: Path, load: Call
 
 def test_floating_point_pictures_are_refused(root: Path, load: Callable[..., data.Dataset]) -> None:
     Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(root / "train" / "cat" / "9.tiff")
-    with pytest.raises(UserError, match=r"9\.tiff: cannot read this picture .*floating-point"):
+    with pytest.raises(UserError, match=r"9\.tiff: cannot read this image .*floating-point"):
         load()
 
 
 def test_a_camera_that_was_held_sideways(root: Path, load: Callable[..., data.Dataset]) -> None:
-    turned = picture()
+    turned = image()
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise by a quarter
     turned.save(root / "train" / "cat" / "0.png", exif=exif)
@@ -119,7 +119,7 @@ def test_image_size_resizes_the_shorter_side_and_keeps_the_middle(
     root: Path, load: Callable[..., data.Dataset]
 ) -> None:
     for number, size in enumerate([(30, 20), (20, 33), (8, 8)]):
-        picture(*size).save(root / "train" / "cat" / f"{number}.png")
+        image(*size).save(root / "train" / "cat" / f"{number}.png")
     images = load(image_size=10).train.images
     assert images.shape == (5, 3, 10, 10)
     wide = Image.open(root / "train" / "cat" / "0.png").resize((15, 10), Image.Resampling.BILINEAR)
@@ -147,7 +147,7 @@ def test_pieces_come_in_order(root: Path, load: Callable[..., data.Dataset], mon
 
 
 def test_different_sizes_name_both_files(root: Path, load: Callable[..., data.Dataset]) -> None:
-    picture(9, 8).save(root / "test" / "dog" / "0.png")
+    image(9, 8).save(root / "test" / "dog" / "0.png")
     first = root / "train" / "cat" / "0.png"
     with pytest.raises(UserError, match=rf"test/dog/0\.png is 9x8 pixels but {first} is 8x8; give image_size"):
         load()
@@ -157,11 +157,11 @@ def test_corrupt_and_truncated_pictures(root: Path, load: Callable[..., data.Dat
     path = root / "train" / "dog" / "1.png"
     good = path.read_bytes()
     memory = io.BytesIO()
-    picture(40, 40).resize((8, 8)).save(memory, "JPEG")
+    image(40, 40).resize((8, 8)).save(memory, "JPEG")
     photo = memory.getvalue()
     for content in (b"", b"<html>", good[: len(good) // 2], photo[:-40], photo[:30]):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=f"{path}: cannot read this picture .*; replace or delete it"):
+        with pytest.raises(UserError, match=f"{path}: cannot read this image .*; replace or delete it"):
             load()
     path.write_bytes(good)
     assert len(load().train) == 5  # a failure leaves nothing behind that is in the way
@@ -177,7 +177,7 @@ def test_a_failure_leaves_no_entry(root: Path, load: Callable[..., data.Dataset]
 def test_what_a_folder_lacks(root: Path, load: Callable[..., data.Dataset], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs root"):
         data.load("folder")
-    with pytest.raises(UserError, match="nowhere: no such folder; expected train/<class>/<picture>"):
+    with pytest.raises(UserError, match="nowhere: no such folder; expected train/<class>/<image>"):
         data.load("folder", tmp_path / "nowhere")
     with pytest.raises(UserError, match="train: has no folder train; expected"):
         data.load("folder", root / "train")
@@ -191,9 +191,9 @@ def test_what_a_folder_lacks(root: Path, load: Callable[..., data.Dataset], tmp_
 
 def test_empty_and_unequal_classes(root: Path, load: Callable[..., data.Dataset]) -> None:
     (root / "train" / "eel").mkdir()
-    with pytest.raises(UserError, match=r"train/eel: no pictures in it \(jpg, .*fill or remove"):
+    with pytest.raises(UserError, match=r"train/eel: no images in it \(jpg, .*fill or remove"):
         load()
-    picture().save(root / "train" / "eel" / "0.png")
+    image().save(root / "train" / "eel" / "0.png")
     with pytest.raises(UserError, match="train/eel: test has no class 'eel'; both need the same"):
         load()
     (root / "train" / "eel").rename(root / "test" / "eel")
@@ -214,10 +214,10 @@ def test_the_second_time_nothing_is_decoded(load: Callable[..., data.Dataset], m
 
 def test_a_changed_folder_is_decoded_anew(root: Path, load: Callable[..., data.Dataset]) -> None:
     load()
-    picture().save(root / "test" / "cat" / "0.png")
+    image().save(root / "test" / "cat" / "0.png")
     os.utime(root / "test" / "cat" / "0.png", ns=(5, 5))
     assert torch.equal(load().test.images[0], read(root / "test" / "cat" / "0.png"))
-    picture().save(root / "test" / "cat" / "1.png")
+    image().save(root / "test" / "cat" / "1.png")
     assert len(load().test) == 3
 
 
@@ -382,12 +382,12 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from opteq.data.progress import progress
 
-    with progress("decoding pictures", 10_000) as advance:
+    with progress("decoding images", 10_000) as advance:
         advance(10_000)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress("decoding pictures", 10_000) as advance:
+    with progress("decoding images", 10_000) as advance:
         advance(10_000)
     seen = capsys.readouterr()
     assert seen.out == ""
-    assert "decoding pictures" in seen.err
+    assert "decoding images" in seen.err

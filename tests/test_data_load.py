@@ -34,7 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "work")
 
 
-def pictures(*shape: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def make_images(*shape: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return RANDOM.integers(0, 256, size=shape, dtype=np.uint8)
 
 
@@ -88,8 +88,8 @@ def test_digits_take_no_root(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, True, "8"])
-def test_image_size_is_a_whole_number(size: Any) -> None:
-    with pytest.raises(UserError, match="image_size should be a whole number"):
+def test_image_size_is_a_positive_integer(size: Any) -> None:
+    with pytest.raises(UserError, match="image_size should be a positive integer"):
         data.load("digits", image_size=size)
 
 
@@ -103,9 +103,9 @@ def idx(array: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
 def fashion(folder: Path, packed: bool = True) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     folder.mkdir(parents=True, exist_ok=True)
     arrays = [
-        pictures(20, 28, 28),
+        make_images(20, 28, 28),
         np.arange(20, dtype=np.uint8) % 10,
-        pictures(10, 28, 28),
+        make_images(10, 28, 28),
         np.arange(10, dtype=np.uint8),
     ]
     for stem, array in zip(STEMS, arrays, strict=True):
@@ -196,7 +196,7 @@ def test_fashion_mnist_with_other_labels(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="labels go from 10 to 10, but there are 10 classes"):
         data.load("fashion-mnist", tmp_path)
     (tmp_path / STEMS[1]).write_bytes(idx(np.zeros(19, dtype=np.uint8)))
-    with pytest.raises(UserError, match="20 pictures and 19 labels"):
+    with pytest.raises(UserError, match="20 images and 19 labels"):
         data.load("fashion-mnist", tmp_path)
 
 
@@ -220,14 +220,14 @@ def python2_pickle(rows: np.ndarray[Any, np.dtype[np.uint8]], key: bytes, labels
 
 
 def cifar(name: str, version: int, modern: bool = False) -> tuple[dict[str, bytes], Any, Any]:
-    """The files of a small CIFAR in one of the layouts, with its training pictures and labels."""
+    """The files of a small CIFAR in one of the layouts, with its training images and labels."""
     layout = VERSIONS[name][version]
     classes = 10 if name == "cifar10" else 100
     names = [f"class {number}" for number in range(classes)]
     files: dict[str, bytes] = {}
     images, labels = [], []
     for file in (*layout.train, *layout.test):
-        rows = pictures(6, 3072)
+        rows = make_images(6, 3072)
         numbers = RANDOM.integers(0, classes, size=6)
         if layout.label_bytes:
             coarse = RANDOM.integers(0, 20, size=(6, layout.label_bytes - 1), dtype=np.uint8)
@@ -294,9 +294,9 @@ def test_cifar_written_again_by_a_new_python(tmp_path: Path) -> None:
 
 
 def superclasses(version: int, owners: Any = None) -> tuple[dict[str, bytes], dict[str, Any], Any, Any]:
-    """A CIFAR-100 of two pictures a class, with both kinds of labels: files, pictures by split, coarse, fine labels.
+    """A CIFAR-100 of two images a class, with both kinds of labels: files, images by split, coarse, fine labels.
 
-    A picture's first byte is its class, so that it can be told where it went.
+    An image's first byte is its class, so that it can be told where it went.
     """
     layout = VERSIONS["cifar100-superclasses"][version]
     fine = RANDOM.permutation(np.repeat(np.arange(100), 2))
@@ -306,7 +306,7 @@ def superclasses(version: int, owners: Any = None) -> tuple[dict[str, bytes], di
     files: dict[str, bytes] = {}
     images = {}
     for file in (*layout.train, *layout.test):
-        rows = pictures(200, 3072)
+        rows = make_images(200, 3072)
         rows[:, 0] = fine
         images[file.removesuffix(".bin")] = rows.reshape(-1, 3, 32, 32)
         if layout.label_bytes:
@@ -410,7 +410,7 @@ def test_other_names_are_refused_too(name: str) -> None:
 )
 def test_only_arrays_of_bytes_are_made(value: Any) -> None:
     note = read_pickle(pickle.dumps({b"data": value}, protocol=2), "batch")[b"data"]
-    with pytest.raises(UserError, match="batch: its pictures are not an array of bytes"):
+    with pytest.raises(UserError, match="batch: its images are not an array of bytes"):
         pixels(note, "batch")
 
 
@@ -425,9 +425,9 @@ def test_a_cifar_file_that_is_something_else(tmp_path: Path) -> None:
         (b"<html>", "not a CIFAR file, or damaged"),
         (pickle.dumps([1]), "holds a list"),
         (pickle.dumps({b"labels": [1]}), "has no data or no labels"),
-        (python2_pickle(pictures(6, 3071), b"labels", [0] * 6), "expected pictures of 3072 bytes"),
-        (python2_pickle(pictures(6, 3072), b"labels", [0] * 5), "expected pictures of 3072 bytes"),
-        (python2_pickle(pictures(6, 3072), b"labels", [0] * 6)[:-90], "not a CIFAR file, or damaged"),
+        (python2_pickle(make_images(6, 3071), b"labels", [0] * 6), "expected \\w+ of 3072 bytes"),
+        (python2_pickle(make_images(6, 3072), b"labels", [0] * 5), "expected \\w+ of 3072 bytes"),
+        (python2_pickle(make_images(6, 3072), b"labels", [0] * 6)[:-90], "not a CIFAR file, or damaged"),
     ):
         files, _, _ = cifar("cifar10", 0)
         files["data_batch_3"] = content

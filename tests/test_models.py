@@ -42,7 +42,7 @@ EXTRACTED = {
     "opteq-small-imagenet": (8_543_296, 4_003_840, 4_676_584),  # printed: 8M, 7M, 3M
     "opteq-middle-imagenet": (24_862_528, 2_451_456, 4_676_584),  # printed: 24M, 13M, 3M
 }
-# The smallest pictures that a model's scales, patches and stem allow.
+# The smallest images that a model's scales, patches and stem allow.
 SIDES = {"geq-5m": 16, "geq-8m": 16, "geq-6m-imagenet": 64, "geq-13m-imagenet": 64, "mopteq-10m-imagenette": 32}
 SIDES |= {"mopteq-13m-imagenet": 32, "opteq-small-imagenet": 16, "opteq-middle-imagenet": 16}
 SIDES |= {"opteq-cityscapes": 16}
@@ -55,7 +55,7 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def pictures(name: str, channels: int = 3, batch: int = 2) -> Tensor:
+def make_images(name: str, channels: int = 3, batch: int = 2) -> Tensor:
     side = SIDES.get(name, 8)
     return F.avg_pool2d(torch.randn(batch, channels, side + 2, side + 2), 3, 1) * 3  # neighbours alike, as in photos
 
@@ -148,7 +148,7 @@ def test_describe_counts_what_create_makes_and_draws_nothing() -> None:
 def test_a_training_step(name: str) -> None:
     torch.manual_seed(0)
     model = opteq.models.create(name, on_failure="raise") if "resnet" not in name else opteq.models.create(name)
-    training_step(model, pictures(name))
+    training_step(model, make_images(name))
     layers = opteq.models.equilibria(model)
     assert bool(layers) == (opteq.models.describe(name).family != "baseline")
     for _, layer in layers:
@@ -163,7 +163,7 @@ def test_a_training_step(name: str) -> None:
 @pytest.mark.parametrize("fusion", ["none", "sum", "conv"])
 def test_popteq_fusions_train(fusion: str) -> None:
     torch.manual_seed(0)
-    training_step(opteq.models.create("popteq-193k", fusion=fusion), pictures("popteq-193k"))
+    training_step(opteq.models.create("popteq-193k", fusion=fusion), make_images("popteq-193k"))
 
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -218,7 +218,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_options_train(name: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = opteq.models.create(name, num_classes=4, in_channels=1, **(SMALL[name] | options))
-    training_step(model, pictures(name, channels=1, batch=4))
+    training_step(model, make_images(name, channels=1, batch=4))
     assert json.loads(json.dumps(model.config)) == model.config
     for option, value in options.items():
         assert model.config["options"][option] == value
@@ -301,7 +301,7 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
         ("geq-5m", {"damping": 1.5}, "damping should be a finite number above 0 and at most 1, or none; got 1.5"),
         ("geq-5m", {"max_steps": 2.5}, "max_steps should be a whole number of at least 1; got 2.5"),
         ("geq-5m", {"hidden": [8, 0]}, "hidden should be a list with at least one entry"),
-        ("geq-5m", {"hidden": [8]}, "one number a branch; got 1 and 6"),
+        ("geq-5m", {"hidden": [8]}, "one value per branch; got 1 and 6"),
         ("geq-5m", {"gamma": "automatic"}, "gamma should be 'auto', or a finite number above 0; got 'automatic'"),
         ("geq-5m", {"learn_gamma": True}, "learn_gamma needs a number to begin from"),
         ("geq-5m", {"learn_gamma": 1}, "learn_gamma should be true or false; got 1"),
@@ -332,17 +332,17 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
         (
             "opteq-digits",
             {"injection_kernel": 2},
-            "injection_kernel should be odd, so that a picture keeps its size; got 2",
+            "injection_kernel should be odd, so that an image keeps its size; got 2",
         ),
         ("opteq-small-imagenet", {"weight_kernel": 4}, "weight_kernel should be odd"),
-        ("opteq-small-imagenet", {"extractor_strides": [1, 2]}, "one number a stage; got 3 and 2"),
+        ("opteq-small-imagenet", {"extractor_strides": [1, 2]}, "one value per stage; got 3 and 2"),
         ("opteq-small-imagenet", {"stem_depth": 2}, "unknown option 'stem_depth'"),
         ("opteq-162k", {"injected": [5]}, "injected should name layers 0 to 4; got [5]"),
         ("opteq-162k", {"exact_prior": True}, "exact_prior belongs to models with one layer"),
         ("mopteq-193k", {"regularizer": "l1"}, "has no place in this model's objective"),
         ("opteq-digits", {"activation": "gelu"}, "unknown activation 'gelu'"),
-        ("opteq-digits", {"num_classes": 0}, "num_classes should be a whole number of at least 1; got 0"),
-        ("opteq-digits", {"in_channels": True}, "in_channels should be a whole number of at least 1; got True"),
+        ("opteq-digits", {"num_classes": 0}, "num_classes should be a positive integer; got 0"),
+        ("opteq-digits", {"in_channels": True}, "in_channels should be a positive integer; got True"),
     ],
 )
 def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -354,7 +354,7 @@ def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: 
 
 def test_pictures_of_the_wrong_shape() -> None:
     model = opteq.models.create("opteq-digits")
-    with pytest.raises(ValueError, match=r"pictures \(batch, channels, height, width\); got \(3, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"images \(batch, channels, height, width\); got \(3, 8, 8\)"):
         model(torch.rand(3, 8, 8))
 
 
@@ -365,7 +365,7 @@ def test_features_are_what_the_last_layer_sees() -> None:
     torch.manual_seed(0)
     for name in ("opteq-digits", "mopteq-193k", "resnet18-cifar"):
         model = opteq.models.create(name).eval()
-        x = pictures(name)
+        x = make_images(name)
         with torch.no_grad():
             assert torch.equal(model.head.linear(model.features(x)), model(x))
 
@@ -373,7 +373,7 @@ def test_features_are_what_the_last_layer_sees() -> None:
 def test_every_part_can_be_replaced() -> None:
     torch.manual_seed(0)
     model = opteq.models.create("opteq-digits")
-    x = pictures("opteq-digits")
+    x = make_images("opteq-digits")
     model.stem = nn.Conv2d(3, 5, 3, padding=1)
     model.equilibrium = nn.Sequential(
         nn.BatchNorm2d(5),
@@ -389,7 +389,7 @@ def test_every_part_can_be_replaced() -> None:
 def test_a_copy_is_a_model_of_its_own() -> None:
     torch.manual_seed(0)
     model = opteq.models.create("opteq-digits").eval()
-    x = pictures("opteq-digits")
+    x = make_images("opteq-digits")
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x), model(x))
     twin.config["extra"]["mark"] = 1

@@ -471,14 +471,14 @@ def test_linear_activation_is_the_prox_of_its_penalty() -> None:
 
 def test_linear_activation_acts_on_channels() -> None:
     sigma = LinearActivation(3, init=torch.randn(3, 3, generator=torch.Generator().manual_seed(3)))
-    picture = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(4))
-    out = sigma.prox(picture)
+    image = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(4))
+    out = sigma.prox(image)
     S = (sigma.factor @ sigma.factor.mT).detach()
-    torch.testing.assert_close(out[1, :, 2, 3], S @ picture[1, :, 2, 3])
-    torch.testing.assert_close(out, F.conv2d(picture, S[:, :, None, None]))
-    pixels = picture.permute(0, 2, 3, 1).flatten(0, 2)
-    torch.testing.assert_close(sigma.total(picture), sigma.total(pixels).reshape(2, -1).sum(1))
-    assert sigma.total(picture[:0]).shape == sigma.potential(picture[:0]).shape == (0,)
+    torch.testing.assert_close(out[1, :, 2, 3], S @ image[1, :, 2, 3])
+    torch.testing.assert_close(out, F.conv2d(image, S[:, :, None, None]))
+    pixels = image.permute(0, 2, 3, 1).flatten(0, 2)
+    torch.testing.assert_close(sigma.total(image), sigma.total(pixels).reshape(2, -1).sum(1))
+    assert sigma.total(image[:0]).shape == sigma.potential(image[:0]).shape == (0,)
 
 
 def test_linear_activation_factors() -> None:

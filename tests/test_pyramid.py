@@ -39,7 +39,7 @@ def problems() -> dict[str, Problem]:
     }
 
 
-def picture(side: int = 8) -> Tensor:
+def image(side: int = 8) -> Tensor:
     return torch.randn(2, 3, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -53,7 +53,7 @@ def test_averages_given_by_hand_are_what_branches_see(name: str) -> None:
     layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-11, max_steps=200))
     found = []
     for given in (lambda x: x, shrunk):
-        x = picture().requires_grad_()
+        x = image().requires_grad_()
         features = layer(given(x))
         total = torch.stack([part.square().sum() for part in features]).sum()
         found.append([*features, *torch.autograd.grad(total, [x, *problem.parameters()])])
@@ -63,7 +63,7 @@ def test_averages_given_by_hand_are_what_branches_see(name: str) -> None:
 
 def test_every_branch_may_see_something_else() -> None:
     problem = problems()["mopteq"]
-    x = tuple(torch.randn_like(part) for part in shrunk(picture()))
+    x = tuple(torch.randn_like(part) for part in shrunk(image()))
     hidden = problem(x)
     for index, (branch, part) in enumerate(zip(branches(), x, strict=True)):
         assert branch.U is not None
@@ -71,10 +71,10 @@ def test_every_branch_may_see_something_else() -> None:
 
 
 def test_inputs_that_do_not_fit() -> None:
-    problem, x = problems()["mopteq"], picture()
+    problem, x = problems()["mopteq"], image()
     with pytest.raises(ValueError, match="a tuple with 3, one a branch; got 2"):
         problem(shrunk(x)[:2])
-    with pytest.raises(ValueError, match=r"views of one picture.*\(8, 8\), \(4, 4\), \(4, 4\).*\[1, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"views of one (image|picture).*\(8, 8\), \(4, 4\), \(4, 4\).*\[1, 2, 4\]"):
         problem((*shrunk(x)[:2], shrunk(x)[1]))
     with pytest.raises(ValueError, match=r"one a part; got 1"):
         problems()["parallel"]((x,))
@@ -134,7 +134,7 @@ def test_curvature_bound_holds_for_any_signs(sizes: tuple[int, ...], heritage: b
 
 
 def test_scales_make_larger_bounds_convex() -> None:
-    x = picture()
+    x = image()
     for bound, scales, structure in (
         (1.2, (1, 2, 4), Structure.POSITIVE),
         (1.2, (1, 1, 1), Structure.SYMMETRIC),
@@ -161,8 +161,8 @@ def test_a_stride_in_U_is_not_trusted() -> None:
         with torch.no_grad():
             part.W.weight.mul_(100)
     problem = opteq.MOptEq(parts).double()
-    assert [tuple(c.shape[2:]) for c in problem(picture()).injections] == [(2, 2)] * 3
-    assert problem(picture()).structure is Structure.SYMMETRIC
+    assert [tuple(c.shape[2:]) for c in problem(image()).injections] == [(2, 2)] * 3
+    assert problem(image()).structure is Structure.SYMMETRIC
     assert problem.certificate().contraction == pytest.approx(1.44, rel=0.08)
 
 

@@ -48,7 +48,7 @@ def test_a_recipe_from_python_survives_being_written(tmp_path: Path) -> None:
 def test_a_name_that_is_no_text_is_refused() -> None:
     """Names of files are bytes; Python has those that are no text as lone surrogates, which no text file can hold."""
     recipe = load_recipe("digits", [f"data.root={os.fsdecode(bytes([47, 255]))}"])
-    with pytest.raises(UserError, match=r"data.root = '/.udcff' is no Unicode text"):
+    with pytest.raises(UserError, match=r"data.root = '/.udcff' is not valid Unicode"):
         to_toml(recipe)
 
 

@@ -1,4 +1,4 @@
-"""The models of the papers' smaller tables: each trains on random pictures, and its equilibria are found."""
+"""The models of the papers' smaller tables: each trains on random images, and its equilibria are found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = [*KERNELS, *ABLATION, *ATTACKED, *SIX]
 
 
 def trains(name: str, side: int, **smaller: Any) -> None:
-    """Three steps of the recipe's optimiser, on attacked pictures where it says so."""
+    """Three steps of the recipe's optimiser, on attacked images where it says so."""
     torch.manual_seed(0)
     recipe = load_recipe(name)
     model = models.create(recipe.model.name, num_classes=10, **{**recipe.model.options, **smaller}, on_failure="raise")
@@ -46,7 +46,7 @@ def trains(name: str, side: int, **smaller: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains(name: str) -> None:
-    """With fewer channels, on smaller pictures."""
+    """With fewer channels, on smaller images."""
     branches = len(load_recipe(name).model.options.get("scales", [1] * (6 if "8m" in name else 3)))
     side = 16 if branches == 6 else 8
     trains(name, side, channels=16, hidden=[8] * branches)

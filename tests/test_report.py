@@ -16,10 +16,10 @@ import opteq
 from opteq import data, models
 from opteq.common.errors import UserError
 from opteq.report import page, write
-from opteq.report.examine import Examination, Pictures, examine
 from opteq.report.examples import Example, choose
 from opteq.report.formula import formula
 from opteq.report.page import Findings, render
+from opteq.report.predictions import LabelledImages, Predictions, predict
 from opteq.report.run import read_run
 
 HOSTILE = "<script>alert('x')</script>&\"quoted\""
@@ -115,7 +115,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 def test_the_page_is_whole_and_needs_nothing_else(run: Path) -> None:
     found = outline(run / "report.html")
-    assert found.sections == ["objective", "learning", "solving", "guarantees", "mistakes", "pictures", "details"]
+    assert found.sections == ["objective", "learning", "solving", "guarantees", "mistakes", "images", "details"]
     assert all(address.startswith("data:") for address in found.addresses)
     content = (run / "report.html").read_text(encoding="utf-8")
     assert "@import" not in content
@@ -132,20 +132,20 @@ def test_the_numbers_are_those_of_the_model(run: Path) -> None:
         right = model(x).argmax(1) == labels
     text = outline(run / "report.html").text
     share = round(100 * float(right.float().mean()), 1)
-    assert f"accuracy{share:.1f} %of {len(labels)} test pictures" in text
+    assert f"accuracy{share:.1f} %of {len(labels)} test images" in text
     assert f"exactly {sum(p.numel() for p in model.parameters()):,}" in text
-    assert f"Of {len(labels)} test pictures, {int((~right).sum())} were taken for another class" in text
+    assert f"Of {len(labels)} test images, {int((~right).sum())} were misclassified" in text
     certificate = dict(models.equilibria(model))["equilibrium"].problem.certificate()
-    assert f"to at most {certificate.contraction:.3f} of their distance" in text
+    assert f"a contraction with factor at most {certificate.contraction:.3f}" in text
     assert "A contraction of a complete space has exactly one fixed point (Banach)." in text
     assert "opteq train 'a recipe'" in text
 
 
-def test_a_baseline_says_that_it_minimises_nothing(tmp_path: Path) -> None:
+def test_a_baseline_has_no_objective(tmp_path: Path) -> None:
     found = outline(write(make_run(tmp_path, "resnet18-cifar", blocks=[1, 1, 1, 1], width=4)))
-    assert found.sections == ["objective", "learning", "mistakes", "pictures", "details"]
+    assert found.sections == ["objective", "learning", "mistakes", "images", "details"]
     assert "a baseline without equilibrium layers" in found.text
-    assert "solver steps a picture" not in found.text
+    assert "solver steps per image" not in found.text
     assert "saliency" in found.text
 
 
@@ -163,13 +163,13 @@ def test_geq_shows_attention_whether_branches_see_one_picture_or_their_own(
 def test_layers_in_a_row_have_no_objective_and_the_page_says_why(tmp_path: Path) -> None:
     found = outline(write(make_run(tmp_path, "opteq-162k", channels=4), seconds=0))
     assert "together they minimise nothing in general" in found.text
-    assert "There is no objective to draw for equilibrium" in found.text
+    assert "There is no objective for equilibrium" in found.text
 
 
 def test_time_is_limited_and_the_page_says_how_far_it_came(copy: Path) -> None:
     text = outline(write(copy, seconds=0)).text
-    assert re.search(r"Of the 64 of 3\d\d test pictures looked at", text)
-    assert "on the test pictures, as recorded" in text
+    assert re.search(r"Of the 64 of 3\d\d evaluated test images", text)
+    assert "on the test images, as recorded" in text
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_time_is_limited_and_the_page_says_how_far_it_came(copy: Path) -> None:
         ("metrics.jsonl", '{"train_loss": 1.0}\n{"train_loss": 0.5}\n', "after 2 of 4 epochs"),
         ("recipe.toml", None, "The recipe names no data"),
         ("recipe.toml", "name = [", "recipe.toml can't be read"),
-        ("recipe.toml", '[data]\nname = "folder"\nroot = "/nowhere"\n', "The test pictures can't be loaded"),
+        ("recipe.toml", '[data]\nname = "folder"\nroot = "/nowhere"\n', "The test images can't be loaded"),
         ("environment.json", "{", "environment.json can't be read"),
         ("model.safetensors", None, "No weights are saved yet"),
         ("model.safetensors", "not weights", "The weights can't be loaded"),
@@ -209,12 +209,12 @@ def test_weights_that_are_not_finite_give_a_page_that_says_so(copy: Path) -> Non
         weight.data.fill_(float("nan"))
     model.save_pretrained(copy)
     found = outline(write(copy, seconds=0))
-    assert "The model can't be run on the test pictures" in found.text
+    assert "The model can't be run on the test images" in found.text
     assert {"objective", "learning", "guarantees"} <= set(found.sections)
 
 
 def test_pictures_are_seen_as_in_training(run: Path, copy: Path) -> None:
-    """Training pictures may have changed since, and their colours; the network knows only those that it was given."""
+    """Training images may have changed since, and their colours; the network knows only those that it was given."""
     model, digits = models.from_pretrained(copy), data.load("digits")
     model.config["extra"] |= {"classes": list(digits.classes), "mean": [0.9], "std": [0.05]}
     model.save_pretrained(copy)
@@ -222,7 +222,7 @@ def test_pictures_are_seen_as_in_training(run: Path, copy: Path) -> None:
     with torch.no_grad():
         wrong = int((model(x).argmax(1) != labels).sum())
     text = outline(write(copy)).text
-    assert f"Of {len(labels)} test pictures, {wrong} were taken for another class" in text
+    assert f"Of {len(labels)} test images, {wrong} were misclassified" in text
     assert f"{wrong} were taken" not in outline(run / "report.html").text
 
 
@@ -232,7 +232,7 @@ def test_pictures_of_other_classes_are_not_shown(copy: Path) -> None:
     model.save_pretrained(copy)
     found = outline(write(copy))
     assert "The classes are not those that the model was trained on" in found.text
-    assert not {"mistakes", "pictures"} & set(found.sections)
+    assert not {"mistakes", "images"} & set(found.sections)
 
 
 def test_a_command_that_is_no_text_is_shown_as_far_as_it_is(copy: Path) -> None:
@@ -292,19 +292,19 @@ def test_names_of_classes_are_only_text(copy: Path, classes: int) -> None:
     assert "<script>alert" not in html.split("</script>", 1)[1]
 
 
-def invented(classes: int, pictures: int = 200) -> Findings:
+def invented(classes: int, count: int = 200) -> Findings:
     """What a model might have shown, without a model; class 0 has a hostile name."""
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(classes, (pictures,), generator=generator)
-    images = torch.randint(256, (pictures, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(classes, (count,), generator=generator)
+    images = torch.randint(256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     names = (HOSTILE, *(f"kind {index}" for index in range(1, classes)))
-    scores = torch.randn(pictures, classes, generator=generator)
-    scores[torch.arange(pictures), labels] += 1.5
+    scores = torch.randn(count, classes, generator=generator)
+    scores[torch.arange(count), labels] += 1.5
     probabilities = scores.softmax(1)
     predictions = probabilities.argmax(1)
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
     confusion.index_put_((labels, predictions), torch.tensor(1), accumulate=True)
-    looked = Examination(torch.arange(pictures), predictions, probabilities, confusion, [], pictures)
+    looked = Predictions(torch.arange(count), predictions, probabilities, confusion, [], count)
     top = probabilities.topk(3, dim=1)
     examples = [
         Example(
@@ -320,36 +320,36 @@ def invented(classes: int, pictures: int = 200) -> Findings:
         for row in choose(looked, labels)
     ]
     mean = (0.5, 0.5, 0.5)
-    return Findings(None, Pictures(images, labels, names, mean, mean), looked, examples)
+    return Findings(None, LabelledImages(images, labels, names, mean, mean), looked, examples)
 
 
 def test_chosen_pictures_are_wrong_and_right_and_of_different_classes() -> None:
     found = invented(10)
-    assert found.examination is not None
-    assert found.pictures is not None
-    labels = found.pictures.labels
-    rows = choose(found.examination, labels)
-    right = [bool(found.examination.predictions[row] == labels[row]) for row in rows]
+    assert found.predictions is not None
+    assert found.images is not None
+    labels = found.images.labels
+    rows = choose(found.predictions, labels)
+    right = [bool(found.predictions.predicted[row] == labels[row]) for row in rows]
     assert right == [False] * 3 + [True] * 3
     assert len({int(labels[row]) for row in rows[:3]}) == 3
-    sure = found.examination.probabilities.amax(1)
-    wrong = found.examination.predictions != labels
+    sure = found.predictions.probabilities.amax(1)
+    wrong = found.predictions.predicted != labels
     assert float(sure[rows[0]]) == float(sure[wrong].max())
     assert float(sure[rows[3]]) == float(sure[~wrong].min())
-    perfect = invented(10).examination
+    perfect = invented(10).predictions
     assert perfect is not None
-    assert len(choose(perfect, perfect.predictions)) == 6
+    assert len(choose(perfect, perfect.predicted)) == 6
 
 
 def test_solves_are_recorded_over_all_batches() -> None:
     torch.manual_seed(0)
     model = models.create("opteq-digits", in_channels=1, channels=4)
     digits = data.load("digits")
-    pictures = Pictures(digits.test.images[:100], digits.test.labels[:100], digits.classes, digits.mean, digits.std)
-    found = examine(model, pictures, seconds=100)
+    images = LabelledImages(digits.test.images[:100], digits.test.labels[:100], digits.classes, digits.mean, digits.std)
+    found = predict(model, images, seconds=100)
     (record,) = found.solves
     with torch.no_grad():
-        model.eval()(pictures.batch(torch.arange(100), torch.device("cpu")))
+        model.eval()(images.batch(torch.arange(100), torch.device("cpu")))
     last = dict(models.equilibria(model))["equilibrium"].last
     assert last is not None
     report = last[0]

@@ -95,7 +95,7 @@ class Browser:
         return found["result"].get("value")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as a picture."""
+        """The whole page as an image."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)

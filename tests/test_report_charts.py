@@ -17,9 +17,9 @@ from all_cases import CASES
 from cases import Case
 from opteq.problems.certificate import Certificate
 from opteq.problems.hidden import Hidden
-from opteq.report.charts.axes import linear_axis, log_axis, whole_ticks
+from opteq.report.charts.axes import integer_ticks, linear_axis, log_axis
 from opteq.report.charts.curves import Chart, Series, line_chart
-from opteq.report.charts.images import heat, matrix_picture, photograph
+from opteq.report.charts.images import heatmap, image_data_url, matrix_image
 from opteq.report.charts.matrix import class_accuracies, confused_pairs, confusion_matrix
 from opteq.report.charts.waterfall import style_of, terms_table, waterfall
 from opteq.report.formula import formulas
@@ -101,7 +101,7 @@ def test_axes_hold_their_values() -> None:
         assert all(axis.low <= value <= axis.high for value in values if math.isfinite(value))
     assert linear_axis([0.5, 0.99], 0, 1, ceiling=1.0).high == 1.0
     assert len(log_axis([1e-30, 1e5], 0, 1).ticks) <= 8
-    assert whole_ticks(0, 1000)[-1] == 1000
+    assert integer_ticks(0, 1000)[-1] == 1000
 
 
 def test_a_waterfall_falls_from_the_start_to_the_equilibrium() -> None:
@@ -150,8 +150,12 @@ def test_a_small_matrix_is_a_table() -> None:
 def test_frequent_mistakes_come_first() -> None:
     counts = torch.tensor([[8, 2, 0], [1, 5, 4], [0, 0, 9]])
     listed = ["".join(one.itertext()) for one in parsed(confused_pairs(counts, ["a", "b", "c"])).iter("li")]
-    assert [line.split(" time")[0] for line in listed] == ["b taken for c4", "a taken for b2", "b taken for a1"]
-    assert "No picture was taken for another" in confused_pairs(torch.eye(3, dtype=torch.int64), ["a", "b", "c"])
+    assert [line.split(" time")[0] for line in listed] == [
+        "b predicted as c4",
+        "a predicted as b2",
+        "b predicted as a1",
+    ]
+    assert "No image was misclassified" in confused_pairs(torch.eye(3, dtype=torch.int64), ["a", "b", "c"])
 
 
 def decoded(address: str) -> Image.Image:
@@ -161,11 +165,11 @@ def decoded(address: str) -> Image.Image:
 def test_a_large_matrix_is_a_picture() -> None:
     counts = torch.eye(100, dtype=torch.int64) * 9
     counts[3, 7] = 1
-    image = decoded(matrix_picture(counts))
+    image = decoded(matrix_image(counts))
     assert (image.size, image.mode) == ((100, 100), "RGBA")
     pixel = image.load()
     assert pixel is not None
-    assert pixel[3, 4] == (*pixel[3, 4][:3], 0)  # x is the column: row 4 was never taken for 3
+    assert pixel[3, 4] == (*pixel[3, 4][:3], 0)  # x is the column: row 4 was never predicted as 3
     assert pixel[5, 5][3] == 255
     assert pixel[7, 3][3] == 255  # the only mistake is the most frequent one
     assert pixel[7, 3][:3] != pixel[5, 5][:3]
@@ -179,13 +183,13 @@ def test_a_large_matrix_is_a_picture() -> None:
 
 def test_pictures_keep_their_pixels() -> None:
     grey = torch.arange(16, dtype=torch.uint8).reshape(1, 4, 4)
-    assert list(decoded(photograph(grey)).tobytes()) == list(range(16))
+    assert list(decoded(image_data_url(grey)).tobytes()) == list(range(16))
     colour = torch.randint(256, (3, 5, 4), dtype=torch.uint8)
-    image = decoded(photograph(colour))
+    image = decoded(image_data_url(colour))
     assert (image.size, image.getpixel((1, 2))) == ((4, 5), tuple(colour[:, 2, 1].tolist()))
-    large = decoded(photograph(torch.zeros(3, 224, 320, dtype=torch.uint8)))
+    large = decoded(image_data_url(torch.zeros(3, 224, 320, dtype=torch.uint8)))
     assert max(large.size) == 160
-    bright = decoded(heat(torch.tensor([[0.0, 1.0], [2.0, math.nan]]), 0.0, 1.0)).convert("L")
+    bright = decoded(heatmap(torch.tensor([[0.0, 1.0], [2.0, math.nan]]), 0.0, 1.0)).convert("L")
     assert bright.getpixel((0, 0)) == bright.getpixel((1, 1)) < bright.getpixel((1, 0)) == bright.getpixel((0, 1))
 
 
@@ -222,14 +226,16 @@ def test_certificates_are_told_in_words() -> None:
     reasons = {"exists": "because A", "unique": "because B", "contraction": "k <= 2 mu", "lipschitz": "no bound"}
     known = guarantees([("", Certificate(True, True, 0.5, 3.0, reasons))])
     assert "An equilibrium exists for every input." in known
-    assert "to at most 0.500 of their distance" in known
-    assert "at most 3.00 times as far" in known
+    assert "a contraction with factor at most 0.500" in known
+    assert "features is at most 3.00." in known
     assert "K ≤ 2 μ." in known
     assert "unknown" not in known
     unknown = guarantees([("", Certificate(reasons=reasons))])
     assert unknown.count('class="unknown"') == 4
     assert "No bound." in unknown
-    assert "A step may push two states apart, to at most 1.20 times" in guarantees([("", Certificate(contraction=1.2))])
+    assert "A step may increase distances, by a factor of at most 1.20" in guarantees(
+        [("", Certificate(contraction=1.2))]
+    )
     assert "No certificate could be computed: NaN" in guarantees([("", "NaN")])
     same = {"unique": "every part has only one. part 0: Banach; part 1: Banach"}
     assert "Each of the 2 parts: Banach." in guarantees([("", Certificate(unique=True, reasons=same))])

@@ -22,12 +22,12 @@ def classifier(problem: opteq.problems.Problem | None = None, outputs: int = 3) 
     return model
 
 
-def pictures(count: int = 2) -> Tensor:
+def make_images(count: int = 2) -> Tensor:
     return torch.rand(count, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
 def test_without_noise_it_is_the_length_of_the_scores_gradient() -> None:
-    model, x = classifier(), pictures()
+    model, x = classifier(), make_images()
     target = torch.tensor([2, 0])
     found = saliency_map(model, x, target, samples=1, noise=0, blur=0)
     eps = 1e-5
@@ -51,7 +51,7 @@ def test_channels_are_joined_by_their_length() -> None:
 
 
 def test_the_predicted_class_is_explained_unless_told_otherwise() -> None:
-    model, x = classifier(), pictures()
+    model, x = classifier(), make_images()
     predicted = model(x).argmax(1)
     torch.testing.assert_close(saliency_map(model, x, samples=2), saliency_map(model, x, predicted, samples=2))
     other = saliency_map(model, x, (predicted + 1) % 3, samples=2)
@@ -59,7 +59,7 @@ def test_the_predicted_class_is_explained_unless_told_otherwise() -> None:
 
 
 def test_the_same_seed_draws_the_same_map_and_pictures_do_not_see_each_other() -> None:
-    model, x = classifier(), pictures(2)
+    model, x = classifier(), make_images(2)
     first = saliency_map(model, x, samples=3)
     torch.testing.assert_close(first, saliency_map(model, x, samples=3), rtol=0, atol=0)
     assert not torch.allclose(first, saliency_map(model, x, samples=3, seed=1))
@@ -93,8 +93,8 @@ def test_the_model_keeps_its_mode_and_its_gradients() -> None:
     model = classifier()
     model.train()
     model[2].eval()
-    saliency_map(model, pictures(), samples=1)
-    objective_terms(model, pictures())
+    saliency_map(model, make_images(), samples=1)
+    objective_terms(model, make_images())
     assert model.training
     assert not model[2].training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -103,24 +103,24 @@ def test_the_model_keeps_its_mode_and_its_gradients() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 0}, "samples should be a whole number of at least 1; got 0"),
+        ({"samples": 0}, "samples should be a positive integer; got 0"),
         ({"noise": -1.0}, "noise should be a finite number of at least 0; got -1.0"),
         ({"blur": float("nan")}, "blur should be a finite number"),
-        ({"target": torch.zeros(3, dtype=torch.int64)}, r"target should have one class a picture, shape \(2,\)"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, r"target should have one class per image, shape \(2,\)"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        saliency_map(classifier(), pictures(), **options)  # type: ignore[arg-type]
+        saliency_map(classifier(), make_images(), **options)  # type: ignore[arg-type]
 
 
 def test_a_map_needs_pictures() -> None:
-    with pytest.raises(ValueError, match=r"needs pictures \(batch, channels, height, width\); got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"needs images \(batch, channels, height, width\); got \(2, 3\)"):
         saliency_map(nn.Linear(3, 2), torch.rand(2, 3))
 
 
 def test_terms_add_up_to_the_objective() -> None:
-    model, x = classifier(), pictures(3)
+    model, x = classifier(), make_images(3)
     (terms,) = objective_terms(model, x)
     layer = model[1]
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_several_equilibria_are_told_in_running_order_with_their_own_inputs() ->
 
 def test_branches_are_merged_by_name() -> None:
     parts = [opteq.Branch(op.Conv2d(2, 3, 3, bound=0.9), nn.Conv2d(2, 3, 1), scale) for scale in (1, 2)]
-    (terms,) = objective_terms(classifier(opteq.POptEq(parts, fuse="sum")), pictures())
+    (terms,) = objective_terms(classifier(opteq.POptEq(parts, fuse="sum")), make_images())
     assert "1.coupling" in terms.end
     merged = terms.merged()
     assert list(merged.end) == ["penalty", "quadratic", "coupling", "input"]
@@ -160,7 +160,7 @@ def test_a_problem_without_an_objective_says_why() -> None:
     (terms,) = objective_terms(opteq.Equilibrium(opteq.DeepOptEq(layers)), torch.randn(2, 3))
     assert terms.layer == ""
     assert "only one or two layers have a joint objective" in str(terms.reason)
-    with pytest.raises(ValueError, match="there are no terms to add up"):
+    with pytest.raises(ValueError, match="there are no terms"):
         terms.total_end()
     (terms,) = objective_terms(opteq.Equilibrium(opteq.DeepOptEq(layers[:2])), torch.randn(2, 3))
     assert list(terms.end) == ["objective"]

@@ -1,4 +1,4 @@
-"""Classes of pixels: Cityscapes folders, windows of pictures and maps alike, what is counted, and whole runs."""
+"""Classes of pixels: Cityscapes folders, windows of images and maps alike, what is counted, and whole runs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from opteq.data import Augmentation, Batches, Split
 from opteq.data.augmentation.windows import Windows
 from opteq.data.progress import progress
 from opteq.data.readers.cityscapes import CLASSES
-from opteq.report.charts.images import class_colour
-from opteq.report.examine import Pictures
-from opteq.report.segmentation import examine_maps, pixel_mistakes
+from opteq.report.charts.images import class_color
+from opteq.report.predictions import LabelledImages
+from opteq.report.segmentation import evaluate_segmentation, pixel_mistakes
 from opteq.training import Interrupted, Recipe, evaluate, load_recipe, train
-from opteq.training.metrics import Tally
+from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import cross_entropy
 from opteq.training.optim.schedules import schedule
 from opteq.training.recipe.sections import ScheduleSection
-from opteq.training.step import Stepper
+from opteq.training.step import StepRunner
 from training_cases import lines
 
 # ---- Cityscapes
@@ -69,10 +69,10 @@ def test_pictures_and_maps_are_read(streets: Path) -> None:
     assert len(loaded.classes) == 19
     places = {identifier: place for place, identifier in enumerate(CLASSES)}
     for split, held in (("train", loaded.train), ("val", loaded.test)):
-        for row, (picture, labels) in enumerate(
+        for row, (image, labels) in enumerate(
             zip(files(streets, split, "leftImg8bit"), files(streets, split, "gtFine"), strict=True)
         ):
-            assert np.array_equal(held.images[row].permute(1, 2, 0).numpy(), np.asarray(Image.open(picture)))
+            assert np.array_equal(held.images[row].permute(1, 2, 0).numpy(), np.asarray(Image.open(image)))
             identifiers = np.asarray(Image.open(labels))
             for identifier in (ROAD, SKY, CAR, EGO):
                 found = held.labels[row].numpy()[identifiers == identifier]
@@ -169,10 +169,10 @@ def no_pictures(root: Path) -> Path:
         (another_size_of_labels, "is 8x8 pixels but"),
         (coloured_labels, "its mode is RGB, not 8-bit grey); take *_gtFine_labelIds.png"),
         (unknown_identifier, "it has the identifier 77, and there are 0 to 33"),
-        (cut_labels, "not a map of label identifiers"),
-        (cut_picture, "cannot read this picture"),
+        (cut_labels, "not a label map"),
+        (cut_picture, "cannot read this image"),
         (no_val, "no such folder; expected leftImg8bit/train"),
-        (empty_train, "has no pictures <city>/*_leftImg8bit.png"),
+        (empty_train, "has no images <city>/*_leftImg8bit.png"),
         (no_pictures, "no folder leftImg8bit there"),
     ],
 )
@@ -219,24 +219,24 @@ def test_a_window_at_scale_one_is_a_slice(mirrored: float) -> None:
     pixels, labels = PICTURE[:, :, 3:9, 5:14].float(), MAP[:, 3:9, 5:14]
     if mirrored:
         pixels, labels = pixels.flip(3), labels.flip(2)
-    assert torch.equal(windows.of_pictures(PICTURE, None, BLACK), pixels)
+    assert torch.equal(windows.of_images(PICTURE, None, BLACK), pixels)
     assert torch.equal(windows.of_labels(MAP, 255), labels)
 
 
 @pytest.mark.parametrize("size", [(24, 40), (18, 25), (9, 13)])
 def test_a_window_of_the_enlarged_picture_is_interpolated(size: tuple[int, int]) -> None:
-    """Against torch, which makes the enlarged picture and cuts it."""
+    """Against torch, which makes the enlarged image and cuts it."""
     height, width = size
     windows = Windows(drawn(2, 3, height / 12, width / 20), 5, 7, PICTURE)
     enlarged = F.interpolate(PICTURE.float(), size=size, mode="bilinear", align_corners=False)
     nearest = F.interpolate(MAP[:, None].float(), size=size, mode="nearest-exact")[:, 0]
-    assert torch.allclose(windows.of_pictures(PICTURE, None, BLACK), enlarged[:, :, 2:7, 3:10], atol=1e-3)
+    assert torch.allclose(windows.of_images(PICTURE, None, BLACK), enlarged[:, :, 2:7, 3:10], atol=1e-3)
     assert torch.equal(windows.of_labels(MAP, 255).float(), nearest[:, 2:7, 3:10])
 
 
 def test_beside_the_picture_there_is_no_label() -> None:
     windows = Windows(drawn(-2, -3, 0.5, 0.5), 10, 16, PICTURE)
-    pixels, labels = windows.of_pictures(PICTURE, None, torch.full((1, 3, 1, 1), 7.0)), windows.of_labels(MAP, 255)
+    pixels, labels = windows.of_images(PICTURE, None, torch.full((1, 3, 1, 1), 7.0)), windows.of_labels(MAP, 255)
     inside = torch.zeros(10, 16, dtype=torch.bool)
     inside[2:8, 3:13] = True
     assert torch.equal(labels[0] != 255, inside)
@@ -247,7 +247,7 @@ def test_rows_are_chosen() -> None:
     many = torch.cat((PICTURE, PICTURE + 1, PICTURE + 2))
     two = drawn(0, 0).expand(2, -1)
     windows = Windows(two, 4, 4, many)
-    assert torch.equal(windows.of_pictures(many, torch.tensor([2, 0]), BLACK), many[[2, 0], :, :4, :4].float())
+    assert torch.equal(windows.of_images(many, torch.tensor([2, 0]), BLACK), many[[2, 0], :, :4, :4].float())
 
 
 # ---- batches
@@ -261,7 +261,7 @@ def batches(split: Split, **options: Any) -> Batches:
 
 
 def test_colours_and_labels_stay_together() -> None:
-    """Pictures whose colour is their label, so that after any window each pixel says what its label has to be."""
+    """Images whose colour is their label, so that after any window each pixel says what its label has to be."""
     labels = torch.randint(0, 19, (6, 4, 8), generator=torch.Generator().manual_seed(0)).repeat_interleave(8, 1)
     labels = labels.repeat_interleave(8, 2).to(torch.uint8)
     split = Split((labels * 10)[:, None].expand(-1, 3, -1, -1).contiguous(), labels)
@@ -316,7 +316,7 @@ def test_flips_take_the_labels_along(streets: Path) -> None:
     assert 0 < mirrored < len(images)
 
 
-def test_windows_serve_classes_of_pictures_too() -> None:
+def test_windows_serve_classes_of_images_too() -> None:
     digits = data.load("digits")
     changes = Augmentation(crop_height=6, crop_width=5, scale_max=1.5)
     images, labels = next(Batches(digits.train, digits.mean, digits.std, 8, augmentation=changes).epoch(0))
@@ -326,7 +326,7 @@ def test_windows_serve_classes_of_pictures_too() -> None:
 
 @pytest.mark.parametrize("option", ["crop_padding", "randaugment", "mixup", "cutmix"])
 def test_what_would_part_colours_and_labels_is_refused(streets: Path, option: str) -> None:
-    with pytest.raises(UserError, match=f"augment.{option} moves pictures without the labels of their pixels"):
+    with pytest.raises(UserError, match=f"augment.{option} would move images but not their label maps"):
         batches(load(streets).train, augmentation=Augmentation(**{option: 1}))
 
 
@@ -361,10 +361,10 @@ def test_counts_of_pixels() -> None:
     labels[torch.rand(labels.shape, generator=random) < 0.2] = 255
     logits = torch.randn(5, 5, 6, 7, generator=random)
     logits[:, 4] = -9.0
-    tally = Tally(torch.device("cpu"), classes=5)
+    metrics = RunningMetrics(torch.device("cpu"), classes=5)
     for part in (slice(0, 2), slice(2, 5)):
-        tally.add(cross_entropy(logits[part], labels[part]), logits[part], labels[part], [])
-    counts = tally.read()
+        metrics.update(cross_entropy(logits[part], labels[part]), logits[part], labels[part], [])
+    counts = metrics.compute()
     judged = labels != 255
     true, predicted = labels[judged].numpy(), logits.argmax(dim=1)[judged].numpy()
     assert counts.confusion is not None
@@ -385,14 +385,14 @@ def test_a_picture_without_labels_costs_nothing() -> None:
     assert loss == 0
     assert logits.grad is not None
     assert not logits.grad.any()
-    tally = Tally(torch.device("cpu"), classes=3)
-    tally.add(loss, logits, labels, [])
-    assert (tally.read().mean_iou, tally.read().accuracy) == (0.0, 0.0)
+    metrics = RunningMetrics(torch.device("cpu"), classes=3)
+    metrics.update(loss, logits, labels, [])
+    assert (metrics.compute().mean_iou, metrics.compute().accuracy) == (0.0, 0.0)
 
 
 def test_a_tally_without_classes_has_no_overlap() -> None:
     with pytest.raises(ValueError, match="no confusion matrix"):
-        _ = Tally(torch.device("cpu")).read().mean_iou
+        _ = RunningMetrics(torch.device("cpu")).compute().mean_iou
 
 
 def test_the_poly_schedule() -> None:
@@ -456,16 +456,16 @@ def test_a_run_goes_on_where_it_was(
 ) -> None:
     chosen = recipe(streets, "model.options.dropout=0.2", "train.threads=1")
     straight, broken = train(chosen, tmp_path / "straight"), tmp_path / "broken"
-    take, steps = Stepper.take, 0
+    take, steps = StepRunner.step, 0
 
-    def stopped(self: Stepper, *arguments: Any) -> None:
+    def stopped(self: StepRunner, *arguments: Any) -> None:
         nonlocal steps
         steps += 1
         take(self, *arguments)
         if steps == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Stepper, "take", stopped)
+    monkeypatch.setattr(StepRunner, "step", stopped)
     with pytest.raises(Interrupted, match=f"after step {stop_at}"):
         train(chosen, broken)
     monkeypatch.undo()
@@ -495,7 +495,7 @@ def test_a_run_from_the_command_line(run: Path, streets: Path) -> None:
     found = json.loads((run / "evaluation.json").read_text())
     assert found["test_iou"] == pytest.approx(last["test_iou"])
     assert "test_top5" not in found
-    # By hand: the saved model on all test pictures, whole.
+    # By hand: the saved model on all test images, whole.
     model, test = models.from_pretrained(run), load(streets).test
     extra = model.config["extra"]
     mean, std = (torch.tensor(extra[key])[:, None, None] for key in ("mean", "std"))
@@ -511,27 +511,27 @@ def test_the_page_shows_maps_beside_pictures(run: Path) -> None:
     found = evaluate(run)
     shown = f"{100 * found['test_iou']:.1f}\u00a0%"
     assert shown in page
-    for words in ("mean IoU", "predicted classes of its pixels", "Most frequent mistakes", "of its pixels are right"):
+    for words in ("mean IoU", "predicted label map", "Most frequent mistakes", "of its pixels are correct"):
         assert words in page
-    for words in ("Most probable classes", "can't be run", "taken for another class. A row"):
+    for words in ("Most probable classes", "can't be run", "misclassified. Rows"):
         assert words not in page
-    assert page.count('alt="true classes of its pixels"') == 2
+    assert page.count('alt="true label map"') == 2
 
 
 def test_time_is_limited_and_the_page_says_how_far_it_came(streets: Path) -> None:
     torch.manual_seed(0)
     loaded = load(streets)
-    pictures = Pictures(loaded.train.images, loaded.train.labels, loaded.classes, loaded.mean, loaded.std)
-    found = examine_maps(small(num_classes=19), pictures, seconds=0)
+    images = LabelledImages(loaded.train.images, loaded.train.labels, loaded.classes, loaded.mean, loaded.std)
+    found = evaluate_segmentation(small(num_classes=19), images, seconds=0)
     assert (found.seen, found.total, len(found.examples)) == (2, 6, 2)
-    assert "in 2 of 6 pictures" in pixel_mistakes(found, loaded.classes)
+    assert "in 2 of 6 images" in pixel_mistakes(found, loaded.classes)
     assert int(found.confusion.sum()) == sum(int((one.labels != 255).sum()) for one in found.examples)
     right = sum(one.accuracy for one in found.examples) / 2
     assert float(found.confusion.diagonal().sum() / found.confusion.sum()) == pytest.approx(right)
 
 
 def test_colours_of_classes_can_be_told_apart() -> None:
-    colours = torch.tensor([class_colour(place) for place in range(19)]).float()
+    colours = torch.tensor([class_color(place) for place in range(19)]).float()
     gaps = torch.cdist(colours, colours) + 1e9 * torch.eye(19)
     assert float(gaps.min()) > 20
 
@@ -542,15 +542,15 @@ def test_colours_of_classes_can_be_told_apart() -> None:
         (
             "digits",
             ["data.name=cityscapes"],
-            "'opteq-digits' names a class for every picture, but the data set 'citysc",
+            "is for segmentation, but the model 'opteq-digits' is for classification",
         ),
         (
             "opteq-cityscapes",
             ["data.name=digits", "data.root=none"],
-            "'opteq-cityscapes' names a class for every pixel",
+            "but the model 'opteq-cityscapes' is for segmentation",
         ),
-        ("opteq-cityscapes", ["adversary.epsilon=8/255"], "attacks are on classes of pictures"),
-        ("opteq-cityscapes", ["augment.randaugment=2"], "augment.randaugment moves pictures without the labels"),
+        ("opteq-cityscapes", ["adversary.epsilon=8/255"], "attacks need a classifier of images"),
+        ("opteq-cityscapes", ["augment.randaugment=2"], "augment.randaugment would move images but not"),
         ("opteq-cityscapes", ["loss.regularizer=ridge", "loss.weight=0.1"], "a head with a linear layer"),
     ],
 )
@@ -561,5 +561,5 @@ def test_what_does_not_fit_is_refused(streets: Path, tmp_path: Path, name: str, 
 
 
 def test_an_attack_on_pixels_is_refused(run: Path) -> None:
-    with pytest.raises(UserError, match="--attack: attacks are on the classes of pictures"):
+    with pytest.raises(UserError, match="--attack: attacks need a classifier of images"):
         evaluate(run, attack="8/255")

@@ -1,4 +1,4 @@
-"""Training on attacked pictures: the attacks are those of the recipe, whoever makes them and how often they start."""
+"""Training on attacked images: the attacks are those of the recipe, whoever makes them and how often they start."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from opteq.report.run import Run
 from opteq.report.sections import learning
 from opteq.training import devices, evaluate, load_recipe
 from opteq.training.adversary import Adversary
-from opteq.training.metrics import Tally
+from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import Loss
 from opteq.training.recipe.sections import AdversarySection, LossSection, TrainSection
-from opteq.training.step import Stepper
-from opteq.training.validation import measure, quiet
+from opteq.training.step import StepRunner
+from opteq.training.validation import validate, without_warnings
 from test_training_parallel import free_port
 from training_cases import in_process, lines, start, train_and_die, train_as_rank, train_here
 
@@ -77,19 +77,19 @@ def stepped(accumulate: int, adversary: Adversary | None, images: Tensor, begin:
     model = models.create("opteq-digits", in_channels=1, channels=4, hidden=[6], tol=1e-6, gradient_tol=1e-6)
     model.stem[0].norm = nn.Identity()
     model.head.norms[0] = nn.Identity()
-    engine = devices.engine("cpu", "no")
+    engine = devices.make_accelerator("cpu", "no")
     labels = torch.arange(len(images)) % 10
     if adversary is not None and accumulate == 0:  # attacked beforehand, by hand
         images = adversary(model, images, labels, begin)
         adversary = None
     options = TrainSection(epochs=1, batch_size=13, accumulate=max(accumulate, 1))
-    with quiet(model) as layers, Loss(LossSection(), 0.0, model) as loss:
+    with without_warnings(model) as layers, Loss(LossSection(), 0.0, model) as loss:
         wrapped, sgd = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        tally = Tally(engine.device)
-        stepper = Stepper(wrapped, sgd, loss, engine, options, adversary)
-        stepper.take(images, labels, len(images), 0.5, tally, layers, begin)
-    assert tally.read().samples == len(images)
-    assert tally.read().solves == len(images)  # those of the attack are not counted
+        metrics = RunningMetrics(engine.device)
+        step_runner = StepRunner(wrapped, sgd, loss, engine, options, adversary)
+        step_runner.step(images, labels, len(images), 0.5, metrics, layers, begin)
+    assert metrics.compute().samples == len(images)
+    assert metrics.compute().solves == len(images)  # those of the attack are not counted
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
@@ -187,9 +187,9 @@ def test_measuring_under_attack_leaves_chance_alone() -> None:
     before = torch.get_rng_state()
     counts = []
     for attack in (None, PGD(0.1, 2), PGD(0.1, 2)):
-        tally = Tally(torch.device("cpu"))
-        assert measure(model, batches, tally, attack=attack)
-        counts.append(tally.read())
+        metrics = RunningMetrics(torch.device("cpu"))
+        assert validate(model, batches, metrics, attack=attack)
+        counts.append(metrics.compute())
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     plain, once, again = counts
@@ -198,13 +198,13 @@ def test_measuring_under_attack_leaves_chance_alone() -> None:
     assert once.loss > plain.loss
 
 
-def test_the_page_tells_of_attacks_and_unseen_kinds() -> None:
+def test_the_report_shows_attacks_and_unseen_sub_classes() -> None:
     epochs = [{"epoch": 1.0, "train_loss": 1.0, "test_loss": 1.0, "train_accuracy": 0.5, "test_accuracy": 0.5}]
     assert "attack" not in learning(Run(Path("run"), epochs=epochs))
     later = {**epochs[0], "epoch": 2.0, "test_robust_accuracy": 0.25, "unseen_accuracy": 0.375}
     page = learning(Run(Path("run"), epochs=[*epochs, later]))
-    assert "under attack it came to 25" in page
-    assert "on unseen kinds it came to 37.5" in page
+    assert "under attack it was 25" in page
+    assert "on unseen sub-classes it was 37.5" in page
     assert "test accuracy under attack" in page
 
 
@@ -238,7 +238,7 @@ def test_what_a_recipe_makes_of_it() -> None:
     assert section.testing() == PGD(8 / 255, steps=20, step_size=1 / 255)
 
 
-# ---- pictures of unseen kinds
+# ---- unseen sub-classes
 
 
 def test_unseen_kinds_are_tested_too(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,4 +257,4 @@ def test_unseen_kinds_are_tested_too(root: Path, tmp_path: Path, monkeypatch: py
         assert (line["unseen_accuracy"], line["unseen_loss"]) == (line["test_accuracy"], line["test_loss"])
     found = evaluate(tmp_path / "run")
     assert (found["unseen_accuracy"], found["unseen_loss"]) == (found["test_accuracy"], found["test_loss"])
-    assert "accuracy on unseen kinds" in call("evaluate", tmp_path / "run").stdout
+    assert "accuracy on unseen sub-classes" in call("evaluate", tmp_path / "run").stdout

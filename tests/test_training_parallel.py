@@ -17,14 +17,14 @@ from torch import nn
 
 from opteq import models
 from opteq.training import devices
-from opteq.training.metrics import Tally
+from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import Loss
 from opteq.training.recipe.sections import LossSection, TrainSection
 from opteq.training.run.checkpoints import Checkpoints
 from opteq.training.run.signals import AGREE_EVERY
-from opteq.training.step import Stepper
-from opteq.training.validation import quiet
-from training_cases import in_process, lines, pictures, settings, start, train_as_rank, train_here
+from opteq.training.step import StepRunner
+from opteq.training.validation import without_warnings
+from training_cases import in_process, lines, make_images, settings, start, train_as_rank, train_here
 
 # No dropout: each process draws its own. Batch normalisation stays, since it is shared.
 EXACT = ["model.options.dropout=0.0", "train.epochs=2", "model.options.tol=1e-6", "model.options.gradient_tol=1e-6"]
@@ -32,7 +32,7 @@ EXACT = ["model.options.dropout=0.0", "train.epochs=2", "model.options.tol=1e-6"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("pictures"))
+    return make_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def close(run: Path, other: Path) -> None:
 
 
 def test_two_processes_give_the_single_process_loss(root: Path, alone: Path, tmp_path: Path) -> None:
-    """40 pictures in batches of 16: the last batch has 8, the test's last 3, so shares are of unequal size too."""
+    """40 images in batches of 16: the last batch has 8, the test's last 3, so shares are of unequal size too."""
     out, port = tmp_path / "run", free_port()
     ranks = [start(train_as_rank, rank, 2, port, str(root), str(out), EXACT) for rank in range(2)]
     for process in ranks:
@@ -80,13 +80,13 @@ def test_accumulated_parts_give_the_same_step(count: int) -> None:
         model.stem[0].norm = nn.Identity()
         model.head.norms[0] = nn.Identity()
         options = TrainSection(epochs=1, batch_size=13, accumulate=accumulate, clip=0.5)
-        engine = devices.engine("cpu", "no")
-        with quiet(model) as layers, Loss(LossSection(), 0.1, model) as loss:
+        engine = devices.make_accelerator("cpu", "no")
+        with without_warnings(model) as layers, Loss(LossSection(), 0.1, model) as loss:
             wrapped, sgd = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-            tally = Tally(engine.device)
-            stepper = Stepper(wrapped, sgd, loss, engine, options)
-            stepper.take(torch.randn(13, 1, 8, 8), torch.arange(13) % 10, 13, 0.5, tally, layers)
-        assert tally.read().samples == 13
+            metrics = RunningMetrics(engine.device)
+            step_runner = StepRunner(wrapped, sgd, loss, engine, options)
+            step_runner.step(torch.randn(13, 1, 8, 8), torch.arange(13) % 10, 13, 0.5, metrics, layers)
+        assert metrics.compute().samples == 13
         return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
     whole, parts = weights(1), weights(count)
@@ -95,7 +95,7 @@ def test_accumulated_parts_give_the_same_step(count: int) -> None:
 
 
 def test_a_process_without_a_test_picture(root: Path, tmp_path: Path) -> None:
-    """10 test pictures in batches of 3: the last one is nobody's but the second process's."""
+    """10 test images in batches of 3: the last one is nobody's but the second process's."""
     more = [*EXACT, "train.epochs=1", "train.test_batch_size=3"]
     assert in_process(train_here, str(root), str(tmp_path / "alone"), more) == 0
     out, port = tmp_path / "run", free_port()
@@ -110,7 +110,7 @@ def test_only_a_recipe_accumulates(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the number that a launcher leaves in the environment accelerate would divide every gradient."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     weight = torch.ones(1, requires_grad=True)
-    devices.engine("cpu", "no").backward(weight.sum())
+    devices.make_accelerator("cpu", "no").backward(weight.sum())
     assert weight.grad == 1
 
 

@@ -23,8 +23,8 @@ from opteq.common.files import draft, plain_errors, remove_drafts, write_atomica
 from opteq.couplings import diversity, heritage
 from opteq.solution import Report
 from opteq.training import CheckpointWarning, TrainingStopped
-from opteq.training.guard import judge
-from opteq.training.metrics import Counts, Tally
+from opteq.training.guard import check_progress
+from opteq.training.metrics import Metrics, RunningMetrics
 from opteq.training.optim.losses import Loss
 from opteq.training.optim.optimizers import optimizer
 from opteq.training.optim.schedules import schedule
@@ -114,15 +114,15 @@ def test_the_augmented_loss_needs_branches() -> None:
     with pytest.raises(UserError, match="needs a model with branches"):
         Loss(LossSection(augmented=0.2), 0.0, models.create("resnet18-cifar", width=4))
     fused = models.create("popteq-193k", channels=3, hidden=[4, 4], scales=[1, 1], fusion="sum")
-    with Loss(LossSection(augmented=0.2), 0.0, fused), pytest.raises(UserError, match="hands on one tensor"):
+    with Loss(LossSection(augmented=0.2), 0.0, fused), pytest.raises(UserError, match="returns one tensor"):
         fused(x)
 
 
 def test_soft_labels_are_counted_by_their_largest_share() -> None:
-    tally = Tally(torch.device("cpu"))
+    metrics = RunningMetrics(torch.device("cpu"))
     logits = torch.tensor([[2.0, 1.0], [0.0, 3.0]])
-    tally.add(torch.tensor(4.0), logits, torch.tensor([[0.9, 0.1], [0.6, 0.4]]), [])
-    counts = tally.read()
+    metrics.update(torch.tensor(4.0), logits, torch.tensor([[0.9, 0.1], [0.6, 0.4]]), [])
+    counts = metrics.compute()
     assert (counts.accuracy, counts.mean_loss, counts.solves, counts.converged_share) == (0.5, 2.0, 0, 1.0)
 
 
@@ -131,43 +131,43 @@ def report(residual: list[float], codes: list[int]) -> Report:
     return Report("test", torch.tensor(residual), steps, torch.tensor(codes), 1e-3)
 
 
-def test_a_tally_counts_solves() -> None:
-    tally = Tally(torch.device("cpu"), lost_above=0.1, with_top5=True)
+def test_metrics_count_solves() -> None:
+    metrics = RunningMetrics(torch.device("cpu"), lost_above=0.1, with_top5=True)
     logits, labels = torch.eye(3), torch.tensor([0, 1, 0])
     reports = [report([1e-4, 0.2, math.nan], [0, 1, 2]), report([1e-4, 1e-4, 1e-4], [0, 0, 0])]
-    tally.add(torch.tensor(3.0), logits, labels, reports)
-    counts = tally.read()
+    metrics.update(torch.tensor(3.0), logits, labels, reports)
+    counts = metrics.compute()
     assert (counts.solves, counts.mean_steps, counts.converged, counts.lost) == (6, 3.0, 4, 2)
     assert counts.worst == math.inf
     assert counts.accuracy == pytest.approx(2 / 3)
     assert counts.top5 == 3
-    again = Tally(torch.device("cpu"))
+    again = RunningMetrics(torch.device("cpu"))
     again.restore(counts)
-    assert again.read() == counts
+    assert again.compute() == counts
 
 
 @pytest.mark.parametrize("residual", [math.inf, math.nan])
 def test_a_residual_that_is_not_finite_is_told_as_such(residual: float) -> None:
-    tally = Tally(torch.device("cpu"))
-    tally.add(torch.tensor(1.0), torch.eye(2), torch.tensor([0, 1]), [report([1e-4, residual], [0, 2])])
-    assert (tally.read().worst, tally.read().residual, tally.read().lost) == (math.inf, math.inf, 1)
+    metrics = RunningMetrics(torch.device("cpu"))
+    metrics.update(torch.tensor(1.0), torch.eye(2), torch.tensor([0, 1]), [report([1e-4, residual], [0, 2])])
+    assert (metrics.compute().worst, metrics.compute().residual, metrics.compute().lost) == (math.inf, math.inf, 1)
 
 
-def counts(**changes: float) -> Counts:
+def counts(**changes: float) -> Metrics:
     usual = dict.fromkeys(("correct", "judged", "top5", "residual", "lost", "worst"), 0.0)
-    return Counts(**{**usual, "loss": 1.0, "samples": 10, "solves": 10, "steps": 50, "converged": 10, **changes})
+    return Metrics(**{**usual, "loss": 1.0, "samples": 10, "solves": 10, "steps": 50, "converged": 10, **changes})
 
 
 def test_the_guard() -> None:
-    judge(GuardSection(), counts(lost=5.0), "epoch 1")
-    judge(GuardSection(converged=0.5), counts(converged=5.0), "epoch 1")
-    judge(GuardSection(lost=0.0), counts(solves=0.0), "epoch 1")
+    check_progress(GuardSection(), counts(lost=5.0), "epoch 1")
+    check_progress(GuardSection(converged=0.5), counts(converged=5.0), "epoch 1")
+    check_progress(GuardSection(lost=0.0), counts(solves=0.0), "epoch 1")
     with pytest.raises(TrainingStopped, match=r"epoch 1: the loss is nan. Try a lower optimizer.lr"):
-        judge(GuardSection(), counts(loss=math.nan), "epoch 1")
+        check_progress(GuardSection(), counts(loss=math.nan), "epoch 1")
     with pytest.raises(TrainingStopped, match=r"60% of the equilibria have a relative residual above 0.1 \(mean 0.5"):
-        judge(GuardSection(), counts(lost=6.0, residual=5.0), "epoch 2")
+        check_progress(GuardSection(), counts(lost=6.0, residual=5.0), "epoch 2")
     with pytest.raises(TrainingStopped, match=r"only 40% of the equilibria reached .* asks for 50%"):
-        judge(GuardSection(converged=0.5), counts(converged=4.0), "epoch 2")
+        check_progress(GuardSection(converged=0.5), counts(converged=4.0), "epoch 2")
 
 
 def test_chance_returns_to_where_it_was() -> None:
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, place: int) -> None
     content = bytearray(path.read_bytes())
     content[place] ^= 0x10
     path.write_bytes(content)
-    with pytest.warns(CheckpointWarning, match="step-00000002.*is damaged.*passed over"):
+    with pytest.warns(CheckpointWarning, match="step-00000002.*is damaged.*one before it is used"):
         found = store.latest()
     assert found is not None
     assert found.step == 1
@@ -268,7 +268,7 @@ def test_where_no_checkpoint_can_be_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert f"{other.name} was written by another version of opteq (its format is 7, and this version reads 1)" in said
     assert f"{closed.name} could not be read (Is a directory)" in said
     assert "restore one of them from a copy, make it readable, or use the version of opteq that wrote it" in said
-    assert "to begin anew, give another --out, or remove them" in said
+    assert "to start over, give another --out, or remove them" in said
     assert [path.read_bytes() for path in (damaged, foreign, other)] == before
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
@@ -285,7 +285,7 @@ def test_an_older_checkpoint_is_taken_with_a_warning_that_says_why(
     assert found is not None
     assert found.step == 1
     unread, another = (str(warning.message) for warning in caught)
-    assert "step-00000003.safetensors could not be read (Is a directory) and is passed over" in unread
+    assert "step-00000003.safetensors could not be read (Is a directory); the one before it is used" in unread
     assert "step-00000002.safetensors was written by another version of opteq" in another
     assert "damaged" not in unread + another
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from opteq.training.metrics import Counts
+from opteq.training.metrics import Metrics
 from opteq.training.run import progress
 from opteq.training.run.progress import ProgressDisplay
 
@@ -25,14 +25,14 @@ LINE = {
 
 
 class Numbers:
-    """Counts how often the numbers are looked at: on a GPU each look waits."""
+    """Metrics how often the numbers are looked at: on a GPU each look waits."""
 
     def __init__(self) -> None:
         self.looks = 0
 
-    def __call__(self) -> Counts:
+    def __call__(self) -> Metrics:
         self.looks += 1
-        return Counts(80.0, 60, 100, 80, 100, 100, 800, 0.1, 100, 0, 2e-3)
+        return Metrics(80.0, 60, 100, 80, 100, 100, 800, 0.1, 100, 0, 2e-3)
 
 
 def shown(terminal: bool, interval: float, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:

@@ -18,18 +18,18 @@ from torch import nn
 
 from opteq.common.errors import UserError
 from opteq.training import TrainingStopped, train, trainer
-from opteq.training.devices import engine
+from opteq.training.devices import make_accelerator
 from opteq.training.run import state
 from opteq.training.run.checkpoints import Checkpoints
 from opteq.training.run.folder import RunFolder
-from training_cases import in_process, lines, pictures, start, tiny, train_and_die, train_here
+from training_cases import in_process, lines, make_images, start, tiny, train_and_die, train_here
 
 MORE = ["train.checkpoint_steps=2"]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("pictures"))
+    return make_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,9 @@ def test_a_folder_in_which_nothing_was_made_is_free(root: Path, tmp_path: Path, 
     """A run that stops itself in its first epoch has a recipe and no more; a better recipe may take its place."""
     out, silent = tmp_path / "run", Console(quiet=True)
     lost = ["model.options.max_steps=1", "model.options.tol=1e-6", "guard.residual=1e-5", "guard.lost=0"]
-    with pytest.raises(TrainingStopped, match=r"lets it go on\. No checkpoint had been made: .* begun anew$"):
+    with pytest.raises(
+        TrainingStopped, match=r"lets it go on\. No checkpoint was saved: a new run can start in the same folder$"
+    ):
         train(tiny(root, *lost), out, console=silent)
     assert (out / "recipe.toml").exists()
     assert (out / "metrics.jsonl").read_bytes() == b""
@@ -159,11 +161,11 @@ def test_a_folder_in_which_nothing_was_made_is_free(root: Path, tmp_path: Path, 
 def test_a_run_that_stops_itself_later_speaks_of_its_checkpoints(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def judge(options: object, counts: object, where: str) -> None:
+    def check(options: object, counts: object, where: str) -> None:
         if where == "epoch 2":
             raise TrainingStopped("the loss is nan")
 
-    monkeypatch.setattr(trainer, "judge", judge)
+    monkeypatch.setattr(trainer, "check_progress", check)
     with pytest.raises(TrainingStopped, match=r"^the loss is nan\. Checkpoints are from before this$"):
         train(tiny(root), tmp_path / "run", console=Console(quiet=True))
 
@@ -199,7 +201,7 @@ def test_a_fused_update_goes_on_where_weights_are_channels_last(
         model(x.contiguous(memory_format=torch.channels_last)).square().sum().backward()
         optimizer.step()
 
-    accelerator = engine("cpu", "no")  # of which packing asks for processes alone
+    accelerator = make_accelerator("cpu", "no")  # of which packing asks for processes alone
     model, optimizer = begun()
     step(model, optimizer)
     tensors, values = state.pack(model, optimizer, accelerator)

@@ -1,4 +1,4 @@
-"""Tiny runs for the tests of training: pictures that can be learned in a second, and processes that can be killed."""
+"""Tiny runs for the tests of training: images that can be learned in a second, and processes that can be killed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from PIL import Image
 from opteq.training import Recipe, load_recipe
 
 # The forkserver imports torch once and never computes, so that its children start quickly and can be killed at will.
+# torch's optimisers import torch._dynamo, which takes several seconds.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["opteq.training", "opteq.report", "torch.utils.tensorboard"])
+_PROCESSES.set_forkserver_preload(["opteq.training", "opteq.report", "torch.utils.tensorboard", "torch._dynamo"])
 
 # Dropout needs the random state, batch normalisation the buffers, momentum the optimiser's: a resumed run that
 # forgot one of them would end elsewhere.
@@ -39,8 +40,8 @@ TINY = [
 ]
 
 
-def pictures(root: Path, train: int = 20, test: int = 5) -> Path:
-    """An image folder with two classes of 8x8 pictures, bright above or bright below."""
+def make_images(root: Path, train: int = 20, test: int = 5) -> Path:
+    """An image folder with two classes of 8x8 images, bright above or bright below."""
     random = np.random.default_rng(0)
     for split, count in (("train", train), ("test", test)):
         for name, rows in (("above", slice(0, 4)), ("below", slice(4, 8))):
@@ -54,7 +55,7 @@ def pictures(root: Path, train: int = 20, test: int = 5) -> Path:
 
 
 def settings(root: Path, *more: str) -> list[str]:
-    """The overrides that make of the recipe `digits` a tiny one on :func:`pictures`."""
+    """The overrides that make of the recipe `digits` a tiny one on :func:`make_images`."""
     return [*TINY, f"data.root={root}", f"data.cache={root / 'cache'}", *more]
 
 
@@ -107,7 +108,7 @@ def train_here(root: str, out: str, more: list[str], resume: bool = True) -> Non
 def train_and_die(root: str, out: str, more: list[str], event: int, number: int = signal.SIGKILL) -> None:
     """A run that is sent a signal at its ``event``-th moment: around a step, a write, a sync to disk, a rename."""
     from opteq.common import files as _files
-    from opteq.training.step import Stepper
+    from opteq.training.step import StepRunner
 
     moments = 0
 
@@ -150,7 +151,7 @@ def train_and_die(root: str, out: str, more: list[str], event: int, number: int 
     _files.open = HalfWritten  # type: ignore[attr-defined]
     os.fsync = surrounded(os.fsync)
     os.replace = surrounded(os.replace)
-    Stepper.take = surrounded(Stepper.take)  # type: ignore[method-assign]
+    StepRunner.step = surrounded(StepRunner.step)  # type: ignore[method-assign]
     train_here(root, out, more)
 
 

@@ -1,4 +1,4 @@
-"""What a solver's step and a training step cost, beside the bare map, torchdeq and the floor."""
+"""The benchmark: time and memory of solver steps and training steps, beside the map, torchdeq and a lower bound."""
 
 from opteq_bench.command import run
 

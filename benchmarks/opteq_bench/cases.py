@@ -1,4 +1,4 @@
-"""What is measured: layers of four shapes and the equilibria of two models, each with its input bound."""
+"""The cases: layers of four shapes and the equilibria of two models, each with its input bound."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from opteq_bench.floor import Floor, layer_map
 
 MODELS = ("mopteq-0.48m", "geq-5m")
 PRECISIONS = ("float32", "tf32", "bf16")
-PICTURE = (3, 32, 32)
-ASKED = 1e-4
+IMAGE = (3, 32, 32)
+TOL = 1e-4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer: channels of the features z, of the state y, and the side of the picture."""
+    """A layer: channels of the features z, of the state y, and the side of the image."""
 
     channels: int
     hidden: int
@@ -77,21 +77,21 @@ class Precision:
 
     @property
     def width(self) -> int:
-        """Bytes of a number."""
+        """Bytes per element."""
         return self.dtype.itemsize
 
     @property
     def tol(self) -> float:
-        """The tolerance that a solver asked for :data:`ASKED` applies: never below the rounding of its map."""
-        return max(ASKED, torch.finfo(self.dtype).eps)
+        """The tolerance that a solver applies for :data:`TOL`: at least the rounding error of its map."""
+        return max(TOL, torch.finfo(self.dtype).eps)
 
     def autocast(self) -> torch.autocast:
         """The region in which the map is computed."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.name == "bf16")
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """TensorFloat-32 as this precision wants it, and as it was before afterwards."""
+    def applied(self) -> Iterator[None]:
+        """Set TensorFloat-32 for this precision inside the block."""
         before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.name != "float32"
         try:
@@ -111,9 +111,9 @@ class Case:
         step: the same map as plain PyTorch, without autocast regions to enter, for the map itself and for rivals.
         start: where ``step`` begins.
         state: the state of ``hidden`` that belongs to a point of ``step``.
-        entries: numbers in a point.
-        floor: the least that the map costs.
-        asked: the tolerance that solvers are asked for: a model's own, which its map can reach in TensorFloat-32.
+        entries: number of elements of a point.
+        floor: lower bound of the cost of the map.
+        asked: the tolerance of the solvers; for a model its own.
     """
 
     name: str
@@ -124,11 +124,11 @@ class Case:
     state: Callable[[State], State]
     entries: int
     floor: Floor
-    asked: float = ASKED
+    asked: float = TOL
 
     @property
     def tol(self) -> float:
-        """The tolerance that is applied: never below the rounding of the map."""
+        """The tolerance that is applied: at least the rounding error of the map."""
         return max(self.asked, torch.finfo(self.precision.dtype).eps)
 
     def residual(self, state: State) -> float:
@@ -147,15 +147,15 @@ def layer_problem(shape: Shape, device: torch.device) -> OptEq:
     return problem.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-def settled_weight(problem: OptEq) -> Tensor:
+def bounded_weight(problem: OptEq) -> Tensor:
     """The weight of W with its bound applied, on the tape if there is one."""
     linear = problem.W.prepare()
     assert isinstance(linear, ConvMap)
     return linear.weight
 
 
-def pictures(batch: int, size: Sequence[int], device: torch.device) -> Tensor:
-    """Random pictures ``(batch, *size)``, channels last, the same at every call."""
+def random_images(batch: int, size: Sequence[int], device: torch.device) -> Tensor:
+    """Random images ``(batch, *size)``, channels last, the same at every call."""
     generator = torch.Generator().manual_seed(1)
     made = torch.randn(batch, *size, generator=generator)
     return made.to(device).contiguous(memory_format=torch.channels_last)
@@ -173,12 +173,12 @@ def plain_map(weight: Tensor, c: Tensor) -> Callable[[State], State]:
 
 @torch.no_grad()
 def layer_case(shape: Shape, batch: int, precision: Precision) -> Case:
-    """A layer of a shape with random pictures bound."""
+    """A layer of a shape with random images bound."""
     problem = layer_problem(shape, precision.device)
-    x = pictures(batch, (shape.channels, shape.side, shape.side), precision.device)
+    x = random_images(batch, (shape.channels, shape.side, shape.side), precision.device)
     with precision.autocast():
         hidden = problem(x)
-    weight = settled_weight(problem).to(precision.dtype).contiguous(memory_format=torch.channels_last)
+    weight = bounded_weight(problem).to(precision.dtype).contiguous(memory_format=torch.channels_last)
     c = hidden.block.c.to(precision.dtype)
     return Case(
         name=str(shape),
@@ -194,12 +194,12 @@ def layer_case(shape: Shape, batch: int, precision: Precision) -> Case:
 
 @torch.no_grad()
 def model_case(name: str, batch: int, precision: Precision) -> Case:
-    """The equilibrium of a model, freshly initialised, with random pictures of 32x32 bound."""
+    """The equilibrium of a model, freshly initialised, with random images of 32x32 bound."""
     torch.manual_seed(0)
     model = models.create(name).to(precision.device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     layer = models.equilibria(model)[0][1]
     with precision.autocast():
-        hidden = layer.problem(model.stem(pictures(batch, PICTURE, precision.device)))
+        hidden = layer.problem(model.stem(random_images(batch, IMAGE, precision.device)))
 
     def step(y: State) -> State:
         with precision.autocast(), fast_paths(fused=False, graphs=False):

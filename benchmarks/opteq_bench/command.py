@@ -1,4 +1,4 @@
-"""All measurements in one run, tables on the terminal, and JSON."""
+"""Run all measurements, print tables, write JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from opteq_bench.timing import Clock
 _DEVICES = ("auto", "cpu", "cuda")
 
 Job = tuple[str, str, Callable[[], dict[str, Any]]]
-"""Which list of the record a measurement belongs to, what it is in words, and the measurement."""
+"""The list of the record that a measurement belongs to, its description, and the measurement."""
 
 
 def run(
@@ -35,17 +35,17 @@ def run(
     json: Path | None = None,
     console: Console | None = None,
 ) -> bool:
-    """Measure, print tables, and write JSON. Returns whether our own answers passed every check.
+    """Measure, print tables, and write JSON. Returns whether our results passed every check.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
-        batch: pictures at a time; None is 128 on a GPU and 8 on a CPU.
-        shapes: layers as ``"channels,hidden,side"``; none of them means the four that results are reported for.
-        precisions: of ``float32``, ``tf32``, ``bf16``; none of them means TF32 and bf16 on a GPU, float32 on a CPU.
+        batch: batch size; None is 128 on a GPU and 8 on a CPU.
+        shapes: layers as ``"channels,hidden,side"``; by default the four of the results.
+        precisions: of ``float32``, ``tf32``, ``bf16``; by default TF32 and bf16 on a GPU, float32 on a CPU.
         models: whether whole models are measured too.
-        repeats: turns that a median is taken of.
-        json: where every figure is written.
-        console: where tables are printed; the terminal by default.
+        repeats: repetitions, of which the median is taken.
+        json: file for all figures.
+        console: for the tables.
     """
     place = _device(device)
     on_gpu = place.type == "cuda"
@@ -85,18 +85,18 @@ def _introduce(console: Console, found: dict[str, Any]) -> None:
     machine, batch = found["machine"], found["options"]["batch"]
     console.print(f"{machine['device']}, torch {machine['torch']}, {machine['threads']} CPU threads, batch {batch}")
     if rivals.version() is None:
-        console.print("torchdeq is not installed, so there is nothing to compare with: pip install 'opteq[bench]'")
+        console.print("torchdeq is not installed, so there is no comparison: pip install 'opteq[bench]'")
 
 
 def _measure(jobs: Sequence[Job], clock: Clock, console: Console) -> dict[str, Any]:
-    """All measurements by the list they belong to, what went wrong, and whether all answers agree."""
+    """All measurements, the errors, and whether all results agree."""
     found: dict[str, Any] = {"steps": [], "training": [], "models": [], "errors": []}
     with _progress(console, len(jobs)) as tick, _quietly():
         for kind, words, job in jobs:
             tick(words)
             try:
                 found[kind].append(job())
-            except Exception as error:  # minutes of other figures should not be lost with this one
+            except Exception as error:  # the other figures should not be lost
                 found["errors"].append({"what": words, "error": f"{type(error).__name__}: {error}"})
             clock.clear()
     answers = [entry["answers"]["agree"] for entry in found["steps"]]
@@ -110,15 +110,15 @@ def _jobs(
     peak = peak_of(device)
 
     def steps(make: Callable[[Any, int, Precision], Any], what: Any, precision: Precision) -> dict[str, Any]:
-        with precision.entered():
+        with precision.applied():
             return stepping.measure(make(what, batch, precision), clock, peak)
 
     def train(shape: Shape, precision: Precision) -> dict[str, Any]:
-        with precision.entered():
+        with precision.applied():
             return training.measure(shape, batch, precision, clock, peak)
 
     def whole(precision: Precision) -> dict[str, Any]:
-        with precision.entered():
+        with precision.applied():
             return epoch.measure(batch, precision, clock)
 
     for shape, precision in itertools.product(shapes, precisions):
@@ -130,7 +130,7 @@ def _jobs(
     for name, precision in itertools.product(MODELS, precisions):
         words = f"{name} in {precision.name}: steps"
         yield "steps", words, lambda n=name, p=precision: steps(model_case, n, p)  # type: ignore[misc]
-    # Models are trained in the lowest precision asked for, as a person who is in a hurry would.
+    # Models are trained in the lowest precision.
     precision = min(precisions, key=lambda each: each.width)
     yield "models", f"models in {precision.name}: training", lambda: whole(precision)
 
@@ -144,7 +144,7 @@ def _device(name: str) -> torch.device:
 
 
 def _console() -> Console:
-    """The terminal; into a file, lines may be as long as tables want them."""
+    """The terminal; 160 columns in a file."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=160)
 
@@ -169,7 +169,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Solves that stop early are what is measured here, and rivals have warnings of their own."""
+    """Without warnings about solves that stop early, and without those of torchdeq."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         warnings.filterwarnings("ignore", module="torchdeq")
@@ -186,4 +186,4 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         console.print(tables.epoch_table(entry))
     for entry in found["errors"]:
         console.print(f"{entry['what']}: {entry['error']}", markup=False)
-    console.print("our answers pass every check" if found["agree"] else "OUR ANSWERS FAIL A CHECK, see above")
+    console.print("our results pass every check" if found["agree"] else "OUR RESULTS FAIL A CHECK, see above")

@@ -1,4 +1,4 @@
-"""One layer, trained by us and by torchdeq: the same weights, bound and input term, each library's own solvers."""
+"""One layer in opteq and in torchdeq: the same weights, bound and input term, each with its own solvers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from opteq.solution import Report
 from opteq.solvers import Anderson, Solver
 from opteq.states import single, working_dtype
 from opteq_bench import rivals
-from opteq_bench.cases import ASKED, Precision, plain_map, settled_weight
+from opteq_bench.cases import TOL, Precision, bounded_weight, plain_map
 
 MAX_STEPS = 50
 
-Said = dict[str, float | None]
-"""What solvers say of their own work: mean steps and worst relative residual, forward and backward."""
+SolverStats = dict[str, float | None]
+"""Mean steps and worst relative residual, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,20 @@ class Contender:
         problem: holds the parameters.
         precision: of the forward pass.
         features: the layer itself, with a gradient.
-        said: what its solvers say after a step.
-        arriving: the gradient that arrives at the features, once it is known.
+        solver_stats: steps and residuals of the latest solves.
+        arriving: the cotangent of the features, from the first step on.
     """
 
     problem: OptEq
     precision: Precision
     features: Callable[[Tensor], Tensor]
-    said: Callable[[], Said]
+    solver_stats: Callable[[], SolverStats]
     arriving: list[Tensor] = field(default_factory=list)
 
     def step(self, x: Tensor) -> Tensor:
         """Forward and backward; gradients are left in ``x`` and in the parameters. Returns the features.
 
-        With the same input as before. The loss is no part of either library, nor of what is timed: its gradient is that
-        of the first step.
+        The input is the same in every step. The loss is not timed: the cotangent is that of the first step.
         """
         self.problem.zero_grad(set_to_none=True)
         x.grad = None
@@ -60,9 +59,9 @@ class Contender:
         return features.detach()
 
     def gradients(self, x: Tensor, steps: int = 3) -> dict[str, Tensor]:
-        """Of the input and of every parameter, after the third step: the first two rehearse and capture."""
+        """Gradients of the input and of every parameter, after the third step: the second one is captured."""
         for _ in range(steps):
-            self.arriving.clear()  # so that it is that of these features, to the last digit
+            self.arriving.clear()  # so that it belongs to these features
             self.step(x)
         held = {"x": x.grad, **{name: part.grad for name, part in self.problem.named_parameters()}}
         return {name: grad.clone() for name, grad in held.items() if grad is not None}
@@ -71,31 +70,31 @@ class Contender:
 def ours(
     problem: OptEq, precision: Precision, solver: Solver | None = None, gradient: Gradient | None = None
 ) -> Contender:
-    """Our layer; to :data:`~opteq_bench.cases.ASKED` forward and backward unless told otherwise."""
-    solver = solver or Anderson(tol=ASKED, max_steps=MAX_STEPS)
-    gradient = gradient or Implicit(tol=ASKED, max_steps=MAX_STEPS)
+    """Our layer; to :data:`~opteq_bench.cases.TOL` forward and backward by default."""
+    solver = solver or Anderson(tol=TOL, max_steps=MAX_STEPS)
+    gradient = gradient or Implicit(tol=TOL, max_steps=MAX_STEPS)
     layer = Equilibrium(problem, solver, gradient, on_failure="ignore")
 
-    def said() -> Said:
+    def solver_stats() -> SolverStats:
         assert layer.last is not None
         forward, slot = layer.last
         return {**_read("forward", forward), **_read("backward", slot.report)}
 
-    return Contender(problem, precision, lambda x: single(layer(x)), said)
+    return Contender(problem, precision, lambda x: single(layer(x)), solver_stats)
 
 
 def torchdeq(problem: OptEq, precision: Precision, backward: str) -> Contender:
     """Torchdeq's layer, Anderson forward.
 
-    Its states are in float32, since its Anderson has no small solves in bfloat16; the map computes in the precision,
-    and it is asked for what our solvers settle for there, not for digits that the map does not have.
+    Its states are in float32, since its Anderson fails in bfloat16; the map computes in the precision, and the
+    tolerance is the one that our solvers apply there.
     """
     deq = rivals.Rival("anderson", backward, MAX_STEPS, precision.tol).build().train()
     last: dict[str, Mapping[str, Tensor]] = {}
 
     def features(x: Tensor) -> Tensor:
         assert problem.U is not None
-        weight, c = settled_weight(problem).to(precision.dtype), problem.U(x)
+        weight, c = bounded_weight(problem).to(precision.dtype), problem.U(x)
         step = plain_map(weight, c.to(precision.dtype))
         rows = rivals.Rows(x)
         with torch.autocast(precision.device.type, enabled=False):
@@ -106,28 +105,28 @@ def torchdeq(problem: OptEq, precision: Precision, backward: str) -> Contender:
             )
         return single(rows.state(points[-1]))
 
-    def said() -> Said:
-        told: Said = {}
+    def solver_stats() -> SolverStats:
+        stats: SolverStats = {}
         for way, info in last.items():
-            told[f"{way}_steps"] = float(info["nstep"].float().mean())
-            told[f"{way}_residual"] = float(info["rel_lowest"].max())
-        return told
+            stats[f"{way}_steps"] = float(info["nstep"].float().mean())
+            stats[f"{way}_residual"] = float(info["rel_lowest"].max())
+        return stats
 
-    return Contender(problem, precision, features, said)
+    return Contender(problem, precision, features, solver_stats)
 
 
 def shared(problem: OptEq, precision: Precision, x: Tensor) -> None:
-    """What both libraries pay for outside their solvers: W's bound and the input term, forward and backward."""
+    """Forward and backward of what both libraries share: W's bound and the input term."""
     assert problem.U is not None
     problem.zero_grad(set_to_none=True)
     x.grad = None
     with precision.autocast():
-        weight, c = settled_weight(problem), problem.U(x)
+        weight, c = bounded_weight(problem), problem.U(x)
     (weight.square().mean() + c.float().square().mean()).backward()
 
 
 def reference(problem: OptEq, precision: Precision, x: Tensor) -> dict[str, Tensor]:
-    """The gradients in float64, to ten digits."""
+    """The gradients in float64, solved to 1e-10."""
     double: OptEq = copy.deepcopy(problem).double()
     contender = ours(
         double,

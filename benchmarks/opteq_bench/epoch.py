@@ -1,4 +1,4 @@
-"""A training step of whole models, beside that of a residual network."""
+"""A training step of whole models, compared with a residual network."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq import models
-from opteq_bench.cases import MODELS, PICTURE, Precision, pictures
+from opteq_bench.cases import IMAGE, MODELS, Precision, random_images
 from opteq_bench.timing import Clock
 
 BASELINE = "resnet18-cifar"
-# Enough for the weights to move and too little to leave where they began: solves then stay as long as at the start.
+# Small, so that the weights stay near their initialisation and the number of solver steps does not change.
 _RATE = 1e-3
 
 
 class TrainingStep:
-    """Forward, cross-entropy, backward and a step of SGD, on pictures and labels that stay the same."""
+    """Forward, cross-entropy, backward and a step of SGD, on fixed images and labels."""
 
     def __init__(self, name: str, batch: int, precision: Precision) -> None:
         torch.manual_seed(0)
         self.model = models.create(name).to(precision.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_RATE, momentum=0.9)
         self.precision = precision
-        self.x: Tensor = pictures(batch, PICTURE, precision.device)
+        self.x: Tensor = random_images(batch, IMAGE, precision.device)
         self.labels = torch.arange(batch, device=precision.device) % 10
 
     def __call__(self) -> None:
@@ -35,7 +35,7 @@ class TrainingStep:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
-    def said(self) -> dict[str, Any]:
+    def solver_stats(self) -> dict[str, Any]:
         """Mean steps and worst residual of every equilibrium in the last step."""
         found: dict[str, Any] = {}
         for name, layer in models.equilibria(self.model):
@@ -50,9 +50,9 @@ class TrainingStep:
 
 
 def measure(batch: int, precision: Precision, clock: Clock) -> dict[str, Any]:
-    """Milliseconds a training step, and how many times that of the residual network."""
+    """Milliseconds per training step, and the ratio to the residual network."""
     steps = {name: TrainingStep(name, batch, precision) for name in (*MODELS, BASELINE)}
-    times = clock.in_turns(steps)
+    times = clock.interleaved(steps)
     baseline = times[BASELINE]
     figures: dict[str, Any] = {}
     for name, time in times.items():
@@ -66,6 +66,6 @@ def measure(batch: int, precision: Precision, clock: Clock) -> dict[str, Any]:
             "repeats": time.repeats,
             "ratio": None if isinstance(baseline, str) else time.median / baseline.median,
             "fails": None,
-            "solves": steps[name].said(),
+            "solves": steps[name].solver_stats(),
         }
     return {"precision": precision.name, "batch": batch, "baseline": BASELINE, "figures": figures}

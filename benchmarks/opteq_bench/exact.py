@@ -1,4 +1,4 @@
-"""Solvers that take all their steps, whatever the residual: the cost of a step needs a known number of them."""
+"""Solvers that take exactly ``max_steps`` steps, to measure the cost of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opteq.solvers import Anderson, Picard
 from opteq.solvers.linear import CG
 from opteq.solvers.loop import Rule
 
-# No residual is below zero, so no row ever counts as finished.
+# No residual is negative, so no sample converges.
 _NEVER = -1.0
 
 
@@ -35,5 +35,5 @@ class ExactCG(CG):
     """Conjugate gradients for exactly ``max_steps`` steps."""
 
     def rule(self, dtype: torch.dtype, device: torch.device, eps: float) -> Rule:
-        """As the parent's, without an end before the last step."""
+        """The parent's rule without convergence."""
         return replace(super().rule(dtype, device, eps), tol=_NEVER)

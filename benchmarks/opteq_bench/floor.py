@@ -1,4 +1,4 @@
-"""The least that a step can cost: bytes and operations, counted from shapes, and the time they take at peak speed."""
+"""Lower bounds of the cost of a step: bytes and operations from shapes, and the time they take at peak speed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Peak:
-    """What a device can do at most: bytes a second, and operations a second in TensorFloat-32 and in bfloat16."""
+    """Peak memory bandwidth, and peak operations per second in TensorFloat-32 and bfloat16."""
 
     bandwidth: float
     tf32: float
     bf16: float
 
     def operations(self, precision: str) -> float | None:
-        """Operations a second; None for a precision that the makers' table is not about."""
+        """Operations per second; None for other precisions."""
         return {"tf32": self.tf32, "bf16": self.bf16}.get(precision)
 
 
-# From the makers' data sheets, dense arithmetic; the first name that a device's name contains counts.
+# From data sheets, dense arithmetic; the first key that is part of the device's name counts.
 _PEAKS = {
     "H200": Peak(4.8e12, 495e12, 989e12),
     "H100 80GB HBM3": Peak(3.35e12, 495e12, 989e12),
@@ -57,7 +57,7 @@ class Floor:
 
 
 def convolution(channels: int, hidden: int, side: int, batch: int, width: int) -> Floor:
-    """One 3x3 convolution between ``channels`` and ``hidden``: both pictures and the weight once, ``width`` bytes each.
+    """One 3x3 convolution between ``channels`` and ``hidden``: both images and the weight once, ``width`` bytes each.
 
     Its transpose and its two gradients cost the same.
     """
@@ -79,7 +79,7 @@ def picard(step: Floor, entries: int, width: int) -> Floor:
 
 
 def anderson(step: Floor, entries: int, width: int, memory: int, column: int) -> Floor:
-    """An Anderson step: the map, 6 vectors of states, and ``2 memory + 2`` columns of ``column`` bytes an entry.
+    """An Anderson step: the map, 6 vectors of states, and ``2 memory + 2`` columns of ``column`` bytes per entry.
 
     Every stored change of the residual is read for its inner product and every stored move for the mix; one of each is
     written.

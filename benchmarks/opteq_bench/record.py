@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and its figures as JSON."""
+"""The machine of a benchmark, and its figures as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opteq_bench import rivals
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Enough to explain a number later, nothing that is private."""
+    """Versions and hardware, nothing private."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "processor": _processor(),
@@ -43,7 +43,7 @@ def stamp() -> dict[str, Any]:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Write a record so that ``path`` holds the old content or the new, never a part."""
+    """Write a record atomically."""
     try:
         write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
@@ -51,7 +51,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def writable(path: Path) -> None:
-    """Complain about a path before minutes are spent on what would go there."""
+    """Raise before the measurements if ``path`` cannot be written."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(f"--json should be a file in a folder that can be written to; got {path}")
 

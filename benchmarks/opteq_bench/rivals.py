@@ -1,4 +1,4 @@
-"""torchdeq, the library to be compared with, where it is installed."""
+"""torchdeq, for comparison, where it is installed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def version() -> str | None:
 class Rival:
     """torchdeq with one solver forward, one backward, and relative tolerances.
 
-    It flattens states row by row in the order of their dimensions, which would turn channels-last pictures around at
-    every step. Here it is given rows that are flat in memory order already, so that it pays for nothing but itself.
+    torchdeq flattens states in the order of their dimensions, which would transpose channels-last images at every step.
+    Here its states are matrices in memory order, which avoids these copies.
 
     Args:
         forward: one of :data:`SOLVERS`.
@@ -77,7 +77,7 @@ class Rival:
 
 
 class Rows:
-    """States as matrices with a row a sample, each in its own memory order: nothing is copied for a single picture."""
+    """States as matrices with one row per sample, in memory order."""
 
     def __init__(self, template: State) -> None:
         self.template = template

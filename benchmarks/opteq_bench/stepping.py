@@ -1,4 +1,4 @@
-"""What a solver's step costs beside the map it iterates, and whether all solvers find the same equilibrium."""
+"""The cost of a solver step compared with its map, and the residuals that all solvers reach."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from opteq_bench.timing import Clock, Timing, Work, later, reason
 STEPS = 20
 MEMORY = 5
 
-# A residual is measured anew by the plain map, whose last digits differ from those that the solver saw.
+# Residuals are measured by the plain map, whose rounding differs from the solver's.
 SLACK = 1.5
 _LONG = 300
 
 
 def measure(case: Case, clock: Clock, peak: floor.Peak | None) -> dict[str, Any]:
-    """Milliseconds a step of the map, of our solvers and of torchdeq's, with floors, ratios and a check of answers."""
+    """Milliseconds per step of the map, our solvers and torchdeq's, with lower bounds, ratios and residuals."""
     works: dict[str, Work] = {
         "map": later(lambda: captured(case)),
         "anderson": ours(case, ExactAnderson(memory=MEMORY, max_steps=STEPS, history="half")),
@@ -40,7 +40,7 @@ def measure(case: Case, clock: Clock, peak: floor.Peak | None) -> dict[str, Any]
                 case, rivals.Rival("anderson", max_steps=STEPS), wide=True
             )
     floors = _floors(case)
-    times = clock.in_turns(works)
+    times = clock.interleaved(works)
     own = times["map"]
     unit = own.median if isinstance(own, Timing) else None
     return {
@@ -88,7 +88,7 @@ def ours(case: Case, solver: Solver) -> Callable[[], State]:
     """Our solver as a layer calls it, in the case's precision."""
 
     def work() -> State:
-        case.hidden.frozen = None  # a layer binds its problem anew for every batch: nothing is known of this one
+        case.hidden.frozen = None  # as for a new batch
         with torch.no_grad(), case.precision.autocast():
             return find_without_tape(case.hidden, solver, None)[0]
 
@@ -107,9 +107,9 @@ def rival(case: Case, solver: rivals.Rival, wide: bool = False) -> Callable[[], 
 
 
 def answers(case: Case) -> dict[str, Any]:
-    """The residual that every way of solving to the same tolerance reaches, measured by the same plain map.
+    """The residual that every solver reaches for the same tolerance, measured by the plain map.
 
-    ``agree`` is about ours: the fast path, the plain path and plain iteration; rivals answer for themselves.
+    ``agree`` covers our solvers: the fast path, the plain path and plain iteration.
     """
     tol = case.tol
     wide = case.precision.name == "bf16"
@@ -119,7 +119,7 @@ def answers(case: Case) -> dict[str, Any]:
     def judge(name: str, answer: Callable[[], State]) -> None:
         try:
             residual = case.residual(answer())
-        except Exception as error:  # as for times: a rival that fails is reported, not fatal
+        except Exception as error:  # reported, not fatal
             found[name] = {"residual": None, "within": False, "fails": reason(error)}
         else:
             found[name] = {"residual": residual, "within": residual <= SLACK * tol, "fails": None}

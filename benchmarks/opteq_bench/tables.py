@@ -11,7 +11,7 @@ _WORDS = {"case", "step", "solver", "library", "model", ""}
 
 
 def steps_table(entries: Sequence[dict[str, Any]]) -> Table:
-    """What a solver step costs beside the map."""
+    """Cost of solver steps compared with the map."""
     table = _table("A step of the map and of solvers", "case", "step", "ms", "x map", "floor ms", "")
     for entry in entries:
         for name, figure in entry["figures"].items():
@@ -24,8 +24,8 @@ def steps_table(entries: Sequence[dict[str, Any]]) -> Table:
 
 
 def answers_table(entries: Sequence[dict[str, Any]]) -> Table:
-    """Whether all ways lead to the same equilibrium."""
-    table = _table("Relative residual of answers, worst sample", "case", "solver", "residual", "asked for", "")
+    """Residuals of the results."""
+    table = _table("Relative residual of the results, worst sample", "case", "solver", "residual", "tolerance", "")
     for entry in entries:
         answers = entry["answers"]
         for name, found in answers["found"].items():

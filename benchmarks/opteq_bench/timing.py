@@ -1,4 +1,4 @@
-"""Times and memory: medians of calls in turns, so that a change of clock meets every variant alike."""
+"""Times and memory: medians of interleaved repetitions, so that clock changes affect all variants alike."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from opteq.solvers import graphs
 
 Work = Callable[[], object]
 
-# A turn lasts at least this long, by as many calls as that takes: one short call would measure the looking. A GPU is
-# idle at the beginning of a turn, and waits for its first launches; in a short turn that would be a good part of it.
+# Least duration of a repetition. A GPU is idle at its start and waits for the first launches, which would be a large
+# part of a short one.
 _LEAST_SECONDS, _LEAST_SECONDS_ON_GPU = 0.005, 0.1
-# Warming up ends early once it has taken so long, but not before so many calls.
+# Warm-up ends after this time, but not before this number of calls.
 _MOST_SECONDS, _LEAST_CALLS = 0.3, 4
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: the median of ``repeats`` turns with ``calls`` calls each, and the fastest and slowest."""
+    """Milliseconds per call: median, fastest and slowest of ``repeats`` repetitions with ``calls`` calls each."""
 
     median: float
     low: float
@@ -35,7 +35,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes above what was held before: what tensors took at the peak, and what the allocator asked the device for."""
+    """Peak bytes allocated by tensors and reserved by the allocator, above those before."""
 
     allocated: int
     reserved: int
@@ -44,13 +44,13 @@ class Memory:
 class Clock:
     """Times work on one device.
 
-    Calls of a turn follow each other without waiting, as the steps of a training do; the device is waited for before a
-    turn and after it. Warming up is part of it: the first calls of a solve compile kernels and capture graphs.
+    Calls of a repetition follow each other without synchronisation, as the steps of a training do; the device is
+    synchronised before and after. Warm-up compiles kernels and captures graphs.
 
     Args:
         device: where the work runs.
-        repeats: turns a variant.
-        warm_up: calls before the first turn, fewer where they take long.
+        repeats: repetitions per variant.
+        warm_up: calls before the first repetition, fewer where they take long.
     """
 
     def __init__(self, device: torch.device, repeats: int, warm_up: int) -> None:
@@ -59,20 +59,20 @@ class Clock:
         self.warm_up = warm_up
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Synchronise the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def clear(self) -> None:
-        """Give back what earlier work held: captured solves, and memory kept for the next one."""
+        """Free captured solves and cached memory."""
         graphs.forget()
         gc.collect()
         if self.device.type == "cuda":
             self.wait()
             torch.cuda.empty_cache()
 
-    def in_turns(self, works: Mapping[str, Work]) -> dict[str, Timing | str]:
-        """Time all ``works`` side by side; one that raises is left out, with its reason instead of a time."""
+    def interleaved(self, works: Mapping[str, Work]) -> dict[str, Timing | str]:
+        """Time all ``works`` interleaved; for one that raises, the reason instead of a time."""
         found: dict[str, Timing | str] = {}
         ready: dict[str, tuple[Work, int]] = {}
         for name, work in works.items():
@@ -91,11 +91,7 @@ class Clock:
         return {name: found[name] for name in works}
 
     def memory(self, work: Work) -> Memory | None:
-        """What ``work`` takes from its very first call on, captured graphs and their buffers included; None on a CPU.
-
-        A replayed graph uses memory that was set aside when it was captured, so the peak of a later call alone would
-        say too little.
-        """
+        """Peak memory of ``work`` from its first call on, with captured graphs and their buffers; None on a CPU."""
         if self.device.type != "cuda":
             return None
         self.clear()
@@ -110,7 +106,7 @@ class Clock:
         )
 
     def _warmed(self, work: Work) -> int | str:
-        """Calls that fill a turn; or why there cannot be any."""
+        """Calls per repetition; or the reason of a failure."""
         try:
             begun = time.perf_counter()
             for call in range(self.warm_up):
@@ -118,7 +114,7 @@ class Clock:
                 if call + 1 >= _LEAST_CALLS and time.perf_counter() - begun > _MOST_SECONDS:
                     break
             spent = self._seconds(work, 1)
-        except Exception as error:  # a rival may fail in any way; the others are still worth timing
+        except Exception as error:  # the others are still timed
             return reason(error)
         least = _LEAST_SECONDS_ON_GPU if self.device.type == "cuda" else _LEAST_SECONDS
         return max(1, math.ceil(least / max(spent, 1e-6)))
@@ -133,7 +129,7 @@ class Clock:
 
 
 def later(build: Callable[[], Work]) -> Work:
-    """Work that is put together at its first call, where a failure is reported like any other."""
+    """Work that is built at its first call, where a failure is reported like any other."""
     made: list[Work] = []
 
     def work() -> object:
@@ -145,6 +141,6 @@ def later(build: Callable[[], Work]) -> Work:
 
 
 def reason(error: Exception) -> str:
-    """``fails:`` and what an exception says, in one short line."""
+    """``fails:`` and the message of an exception, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return f"fails: {text[:160]}"

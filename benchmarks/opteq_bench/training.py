@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.gradients import Implicit
 from opteq.problems import OptEq
 from opteq_bench import floor, rivals
-from opteq_bench.cases import Case, Precision, Shape, layer_case, layer_problem, pictures
+from opteq_bench.cases import Case, Precision, Shape, layer_case, layer_problem, random_images
 from opteq_bench.contenders import MAX_STEPS, Contender, ours, reference, shared, torchdeq
 from opteq_bench.exact import ExactAnderson, ExactCG
 from opteq_bench.stepping import SLACK
@@ -18,24 +18,24 @@ from opteq_bench.timing import Clock, Timing, Work
 
 
 def measure(shape: Shape, batch: int, precision: Precision, clock: Clock, peak: floor.Peak | None) -> dict[str, Any]:
-    """Our training step beside torchdeq's with the backward solver that suits it best."""
+    """Our training step and torchdeq's with its best backward solver."""
     problem = layer_problem(shape, precision.device)
     size = (shape.channels, shape.side, shape.side)
-    x = pictures(batch, size, precision.device).requires_grad_()
+    x = random_images(batch, size, precision.device).requires_grad_()
     case = layer_case(shape, batch, precision)
     contenders = {"opteq": ours(problem, precision)}
     best, tried = _best_rival(problem, precision, x, clock)
     if best is not None:
         contenders["torchdeq"] = torchdeq(problem, precision, best)
     works: dict[str, Work] = {name: _Step(each, x) for name, each in contenders.items()}
-    times = clock.in_turns(works | {"shared": lambda: shared(problem, precision, x)})
+    times = clock.interleaved(works | {"shared": lambda: shared(problem, precision, x)})
     figures = {name: _figure(each, times[name], x, case) for name, each in contenders.items()}
     true = reference(problem, precision, x)
     for name, each in contenders.items():
         if figures[name]["fails"] is None:
             memory = clock.memory(_Step(each, x))
             figures[name]["memory"] = None if memory is None else asdict(memory)
-            # With the pictures that are timed: which kernels are used depends on their number.
+            # On the batch that is timed: the choice of kernels depends on its size.
             figures[name]["gradient_error"] = _errors(each.gradients(x), true)
     own = figures["opteq"]
     if own["fails"] is None:
@@ -80,21 +80,21 @@ def _figure(contender: Contender, time: Timing | str, x: Tensor, case: Case) -> 
         "calls": time.calls,
         "fails": None,
         "residual": residual,
-        **contender.said(),
+        **contender.solver_stats(),
     }
 
 
 def _best_rival(problem: OptEq, precision: Precision, x: Tensor, clock: Clock) -> tuple[str | None, dict[str, Any]]:
-    """The fastest backward solver that reaches the tolerance; where none does, the one that comes nearest."""
+    """The fastest backward solver that reaches the tolerance, or else the one with the smallest residual."""
     tried: dict[str, Any] = {}
     if rivals.version() is None:
         return None, tried
     quick = Clock(clock.device, repeats=min(3, clock.repeats), warm_up=1)
     for name in rivals.SOLVERS:
         contender = torchdeq(problem, precision, name)
-        time = quick.in_turns({name: _Step(contender, x)})[name]
+        time = quick.interleaved({name: _Step(contender, x)})[name]
         if isinstance(time, Timing):
-            residual = contender.said()["backward_residual"]
+            residual = contender.solver_stats()["backward_residual"]
             assert residual is not None
             tried[name] = {"ms": time.median, "residual": residual, "reached": residual <= precision.tol, "fails": None}
         else:
@@ -107,7 +107,7 @@ def _best_rival(problem: OptEq, precision: Precision, x: Tensor, clock: Clock) -
 
 
 def _memory_by_steps(problem: OptEq, precision: Precision, x: Tensor, clock: Clock) -> dict[str, Any] | None:
-    """Our memory at two fixed numbers of steps, forward and backward: it should not grow."""
+    """Our memory at two fixed numbers of steps, forward and backward, which should be equal."""
     if precision.device.type != "cuda":
         return None
     found = {}

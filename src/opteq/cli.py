@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PATIENCE = 3.0
-"""Seconds that other processes leave the first one to say what is wrong."""
+"""Seconds that other processes wait for the first one to print an error."""
 
 app = typer.Typer(
     help="Networks whose output solves an optimisation problem that a person can read and edit.",
@@ -35,7 +35,7 @@ app = typer.Typer(
 def main(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
-    """Options that come before a command."""
+    """Global options."""
     if version:
         typer.echo(f"opteq {opteq.__version__}")
         raise typer.Exit
@@ -45,7 +45,7 @@ def main(
 def demo(
     samples: Annotated[int, typer.Option(min=4, max=1797, help="How many digits to solve for.")] = 256,
 ) -> None:
-    """Solve one equilibrium network on the embedded digits and explain what it did."""
+    """Solve one equilibrium layer on the digits of the package and print its objective, term by term."""
     from opteq.demo import run
 
     run(samples)
@@ -60,9 +60,9 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as train.epochs=20.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
 ) -> None:
-    """Train a model by a recipe and leave weights, metrics and a report in a folder."""
+    """Train a model by a recipe; weights, metrics and a report go to a folder."""
     with one_line_errors():
         from opteq import training
 
@@ -70,8 +70,8 @@ def train(
         if recipe is None and resume:
             look_into(stored.parent)
         if recipe is None and resume and out is not None and not stored.exists():
-            raise UserError(f"{out} holds no run to go on with; name a recipe to begin one there")
-        # A run that is resumed without a recipe goes on with its own, whatever was --set when it began.
+            raise UserError(f"{out} holds no run to resume; name a recipe to start one there")
+        # A run that is resumed without a recipe uses its own, with the overrides it was started with.
         own = recipe is None and resume and stored.exists()
         chosen = training.load_recipe(stored if own else recipe or "digits", set_ or ())
         folder = training.train(chosen, out or (stored.parent if own else Path("runs") / chosen.name), resume=resume)
@@ -82,23 +82,21 @@ def train(
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
-    tol: Annotated[
-        float | None, typer.Option(help="Solve to this relative residual, in full precision, not as trained.")
-    ] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Solver steps at most.")] = None,
+    tol: Annotated[float | None, typer.Option(help="Solve to this relative residual, in full precision.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Maximal number of solver steps.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16; as trained by default.")] = None,
-    root: Annotated[str | None, typer.Option(help="Where the pictures are, if not where the recipe says.")] = None,
+    root: Annotated[str | None, typer.Option(help="Folder of the images, if not the recipe's.")] = None,
     attack: Annotated[
         str | None,
-        typer.Option(metavar="EPSILON", help="Attack the pictures too, by up to this, such as 8/255; 0 for not."),
+        typer.Option(metavar="EPSILON", help="Also attack the images by up to this, such as 8/255; 0 for no attack."),
     ] = None,
-    attack_steps: Annotated[int | None, typer.Option(help="Gradients of the attack; 20 unless trained so.")] = None,
+    attack_steps: Annotated[int | None, typer.Option(help="Steps of the attack; the recipe's, or 20.")] = None,
     attack_step_size: Annotated[
-        str | None, typer.Option(help="How far a step of it goes; 2.5 EPSILON / steps by default.")
+        str | None, typer.Option(help="Length of a step; 2.5 EPSILON / steps by default.")
     ] = None,
 ) -> None:
-    """Test a trained model on all its test pictures; also writes RUN/evaluation.json."""
+    """Evaluate a trained model on its test images; also writes RUN/evaluation.json."""
     with one_line_errors():
         from opteq import training
 
@@ -121,7 +119,7 @@ def recipes() -> None:
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def bench() -> None:
-    """Say where the benchmark went."""
+    """Say how to run the benchmark."""
     with one_line_errors():
         raise UserError("the benchmark is not part of the installed package: in a clone of opteq run `make bench`")
 
@@ -171,8 +169,8 @@ def _one_line_warnings() -> Iterator[None]:
 def _stop(error: Exception, status: int) -> None:
     rank = _rank()
     if rank:
-        # Of several processes that meet the same error, the first speaks. A launcher ends them all as soon as one has
-        # left, so the others wait for its line; whoever is alone with an error lives long enough to tell it.
+        # Several processes may raise the same error. A launcher ends them all when one exits, so the others wait for
+        # the first one's message; an error of a single process is still printed.
         time.sleep(PATIENCE)
     _say(f"process {rank}: {error}" if rank else str(error))
     raise typer.Exit(status) from error
@@ -183,26 +181,26 @@ def _say(text: str) -> None:
 
 
 def _report(folder: Path) -> None:
-    """Write the page about a run. A run is worth keeping even where its page fails."""
+    """Write the report. If that fails, the run is still complete."""
     from opteq import report
 
     try:
         page = report.write(folder)
     except Exception as error:
-        _say(f"the report could not be written ({error}); the run itself is whole")
+        _say(f"the report could not be written ({error}); the run itself is complete")
         typer.echo(f"done: weights and metrics are in {folder}")
     else:
         typer.echo(f"done: weights and metrics are in {folder}; open {page} in a browser")
 
 
 def _rank() -> int:
-    """Which of the processes of a launcher this is; 0 without one."""
+    """The rank of this process; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def _console() -> Console:
     from rich.console import Console
 
-    # In a file or a pipe there is no edge to wrap at: a line for each entry can be searched.
+    # Do not wrap lines in a file or a pipe.
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=240 if piped else None)

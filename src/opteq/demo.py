@@ -18,7 +18,7 @@ from opteq.solvers import Anderson, Picard
 
 
 def run(samples: int = 256, console: Console | None = None) -> Solution:
-    """Solve one OptEq on the digits and print what it minimised, how it went and what is guaranteed."""
+    """Solve one OptEq on the digits; print its objective, convergence, gradients and certificate."""
     console = console or Console()
     torch.manual_seed(0)
     images, labels = map(torch.from_numpy, read_digits())
@@ -26,25 +26,25 @@ def run(samples: int = 256, console: Console | None = None) -> Solution:
     problem = OptEq(Dense(32, 128, bound=0.95), U=nn.Linear(64, 128), activation="relu")
     layer = Equilibrium(problem, Anderson(tol=1e-5), Implicit())
 
-    console.rule("[bold]A network that minimises something you can read")
+    console.rule("[bold]A network that minimises an objective you can read")
     console.print(
         "The state y of this layer is the minimiser of\n\n"
         "    G(y; x) = 1/2 |y|^2 - 1/2 |W'y|^2 - <U x + b, y>   over y >= 0\n\n"
         "so its activation is relu, the prox of 'y >= 0', and one step is  y <- relu(W W'y + U x + b).\n"
-        f"x: {samples} digits of 8x8 pixels; y: 128 units; features W'y: 32 numbers.\n"
+        f"x: {samples} digits of 8x8 pixels; y: 128 units; features W'y: 32 values.\n"
     )
-    console.print("[bold]What the weights guarantee[/bold] (before training, from |W| <= 0.95)")
+    console.print("[bold]Certificate from the weights[/bold] (before training, from |W| <= 0.95)")
     console.print(str(problem.certificate()), highlight=False)
 
     solution = layer.solve(x)
     plain = Equilibrium(problem, Picard(tol=1e-5, max_steps=500)).solve(x)
     console.print(
-        f"\n[bold]How the solve went[/bold]: {int(solution.converged.sum())} of {samples} samples converged; "
+        f"\n[bold]Convergence[/bold]: {int(solution.converged.sum())} of {samples} samples converged; "
         f"Anderson took {float(solution.steps.float().mean()):.1f} steps on average (plain iteration "
         f"{float(plain.steps.float().mean()):.1f}), worst relative residual {float(solution.residual.max()):.1e}."
     )
     console.print(_terms(layer, x, labels, solution))
-    console.print("[bold]How to train through it[/bold]: each gradient against the exact one, on these digits")
+    console.print("[bold]Gradients[/bold]: each method against the exact gradient, on these digits")
     compare_gradients(layer, x, console=console)
     return solution
 

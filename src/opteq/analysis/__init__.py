@@ -1,4 +1,4 @@
-"""Looking at equilibrium networks: gradients, guarantees, branches, explanations."""
+"""Analysis of equilibrium networks: gradients, bounds, branches, attacks, attention and saliency maps."""
 
 from opteq.analysis import attack, attention, bounds, branches, saliency, terms
 from opteq.analysis.attack import PGD

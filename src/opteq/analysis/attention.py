@@ -1,4 +1,4 @@
-"""Where GEQ looks: the weight of every patch at the equilibrium, as a picture over the input."""
+"""Attention maps of GEQ: the weight of every patch at the equilibrium, as an image."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def patch_weights(hidden: BoundMap, state: State) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def attention_map(layer: Equilibrium, x: State, size: tuple[int, int] | None = None) -> Tensor:
-    """The weights at the equilibrium of ``x`` as pictures ``(B, height, width)``, averaged over groups and branches.
+    """The weights at the equilibrium of ``x`` as images ``(B, height, width)``, averaged over groups and branches.
 
-    A patch whose state explains it has weight 1, one that is ignored has weight 0. Every pixel shows the weight of
-    the patch that covers it; where a branch sees a smaller picture than ``x``, its patches are enlarged.
+    A patch that the state matches has weight 1, one that is ignored has weight 0. Every pixel has the weight of its
+    patch; the maps of branches with a smaller input are upsampled.
 
     Args:
         layer: an :class:`~opteq.equilibrium.Equilibrium` of GEQ with a Gaussian kernel, or of several in parallel.
-        x: pictures ``(B, C, height, width)``, or a tuple with those of every branch.
+        x: images ``(B, C, height, width)``, or a tuple with those of every branch.
         size: height and width of the maps; those of ``x`` by default, of the largest where there are several.
 
     >>> import torch, opteq
@@ -57,15 +57,15 @@ def attention_map(layer: Equilibrium, x: State, size: tuple[int, int] | None = N
     >>> attention_map(opteq.Equilibrium(problem), torch.randn(2, 3, 6, 6)).shape
     torch.Size([2, 6, 6])
     """
-    pictures = blocks(x)
-    for given in pictures:
+    images = blocks(x)
+    for given in images:
         if given.ndim != 4:
             raise ValueError(
-                f"an attention map needs pictures (batch, channels, height, width); got {tuple(given.shape)}"
+                f"an attention map needs images (batch, channels, height, width); got {tuple(given.shape)}"
             )
     weights = patch_weights(layer.problem(x), layer.solve(x).state)
     if not weights:
-        raise TypeError(f"only GEQ with a Gaussian kernel weighs patches; got {type(layer.problem).__name__}")
-    size = size or max((given.shape[2], given.shape[3]) for given in pictures)
+        raise TypeError(f"only GEQ with a Gaussian kernel has patch weights; got {type(layer.problem).__name__}")
+    size = size or max((given.shape[2], given.shape[3]) for given in images)
     maps = [F.interpolate(one.mean(dim=1, keepdim=True), size=size, mode="nearest-exact") for one in weights]
     return torch.stack(maps).mean(dim=0).squeeze(1)

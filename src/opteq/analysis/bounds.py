@@ -1,4 +1,4 @@
-"""The propositions of the GEQ paper as numbers: what is proved, what is not, and where the paper differs.
+"""The propositions of the GEQ paper as functions: what is proved, what is not, and where the paper differs.
 
 Everything here is about the models as the paper analyses them, without patches: OptEq ``z = relu(W'W z + c)`` and GEQ
 ``z = relu(e W'(c - W z))`` with ``e = exp(-gamma |c - W z|^2)`` and ``c = U x + b``. Statements hold for every
@@ -29,7 +29,7 @@ Form = Literal["main", "appendix", "proved"]
 
 @dataclass(frozen=True)
 class Bound:
-    """A number, and whether it can be relied upon.
+    """A bound and its justification.
 
     Attributes:
         value: the bound; infinite where the statement does not apply.
@@ -50,7 +50,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Truncation:
-    """A truncated Gaussian kernel and a bound of what was left out, one number a row each."""
+    """A truncated Gaussian kernel and a bound of its error, one value per row."""
 
     value: Tensor
     error: Tensor
@@ -226,12 +226,12 @@ def geq_lipschitz_printed(mu: float, beta: float, gamma: float, radius: float, b
 
 
 def relu_similarity(x1: Tensor, x2: Tensor, variance: float, units: int) -> Tensor:
-    """``E <relu(U x1), relu(U x2)>`` for rows of U from ``N(0, variance I)``: exact, one number a row.
+    """``E <relu(U x1), relu(U x2)>`` for rows of U from ``N(0, variance I)``: exact, one value per row.
 
     The paper's Lemma 3 is for one unit; the expectation over n of them is n times as large.
     """
     sizes = _lengths(x1) * _lengths(x2)
-    # An input of zero has no angle, and a similarity of zero whatever is taken for it.
+    # The similarity with a zero input is zero, whatever its angle.
     angle = torch.arccos(((x1 * x2).sum(dim=1) / torch.where(sizes > 0, sizes, 1.0)).clamp(-1, 1))
     return units * variance * sizes * (angle.sin() + (math.pi - angle) * angle.cos()) / (2 * math.pi)
 
@@ -252,13 +252,13 @@ def opteq_similarity(x1: Tensor, x2: Tensor, variance: float, units: int, w: flo
 def opteq_similarity_diagonal(x1: Tensor, x2: Tensor, variance: float, diagonal: Tensor) -> Tensor:
     """``E <z1, z2>`` for OptEq with relu, no bias and ``W'W = diag(diagonal)``: the paper's bound, where it holds.
 
-    With entries below 1. Units then do not talk to each other, ``z_i = relu((U x)_i) / (1 - d_i)``: this is exact.
+    With entries below 1. The units are then independent, ``z_i = relu((U x)_i) / (1 - d_i)``: this is exact.
     """
     return relu_similarity(x1, x2, variance, 1) * (1 - diagonal).pow(-2).sum()
 
 
 def geq_similarity(c1: Tensor, c2: Tensor, e1: Tensor, e2: Tensor, w: float) -> Tensor:
-    """An upper bound of ``<z1, z2>`` for GEQ: ``w^2 e1 e2 |c1| |c2|``, one number a row.
+    """An upper bound of ``<z1, z2>`` for GEQ: ``w^2 e1 e2 |c1| |c2|``, one value per row.
 
     Proved, for every pair of inputs and not only on average, from ``|z| <= e |W| |c|``. The paper's bound of the
     expectation is false for the reason given in :func:`opteq_similarity`.

@@ -1,7 +1,7 @@
-"""Looking at branches: how alike and how different they are, and which inputs trouble them.
+"""Heritage and diversity of branches, and the effect of perturbations of the input.
 
-The pictures of the MOptEq paper: averages of heritage and diversity and channel correlations (its Figure 2), and the
-effect of reconstructed perturbations beside that of random ones (its Figure 3a).
+The figures of the MOptEq paper: averages of heritage and diversity and channel correlations (Figure 2), and the effect
+of reconstructed perturbations compared with random ones (Figure 3a).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Score = Callable[[State], float | Tensor]
 
 @dataclass(frozen=True)
 class BranchMeasures:
-    """How the branches of a network relate, sample by sample.
+    """Heritage, diversity and channel correlations of branches, per sample.
 
     Attributes:
         heritage: H summed over every branch's two neighbours, divided by ``L C``, ``(B,)``.
@@ -44,7 +44,7 @@ class BranchMeasures:
 
 @torch.no_grad()
 def measure_branches(features: Features) -> BranchMeasures:
-    """Measure the features of all branches, as :class:`~opteq.problems.mopteq.MOptEq` hands them on.
+    """Measure the features of all branches, as :class:`~opteq.problems.mopteq.MOptEq` returns them.
 
     >>> features = (torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -4.0]]))
     >>> measured = measure_branches(features)
@@ -53,7 +53,7 @@ def measure_branches(features: Features) -> BranchMeasures:
     """
     matrices = products(features)
     count, channels = len(features), features[0].shape[1]
-    # Each pair of neighbours is met twice, once from either side.
+    # Each pair of neighbours counts twice.
     alike = 2 * heritage(features).sum(dim=0) / (count * channels)
     apart = 2 * diversity(features).sum(dim=0) / max(count * (channels**2 - channels), 1)
     return BranchMeasures(alike, apart, tuple(matrix.abs() for matrix in matrices))
@@ -119,7 +119,7 @@ def compare_perturbations(
 
     Args:
         model: a layer or a problem.
-        x: its input: what comes before the equilibrium, not the raw picture, where something stands between.
+        x: the input of the equilibrium, which is not the image where a stem comes before it.
         score: from features to a number, the accuracy of a classifier for instance.
         sizes: of the perturbations.
         trials: random ones to average over; the paper has five.
@@ -144,7 +144,7 @@ def compare_perturbations(
 
 
 def plot_averages(measures: Mapping[str, BranchMeasures], axes: Axes | None = None) -> Axes:
-    """Average diversity against average heritage, a point a sample, a colour a network."""
+    """Average diversity against average heritage: one point per sample, one color per network."""
     axes = _axes(axes)
     for name, one in measures.items():
         axes.scatter(one.heritage.cpu().numpy(), one.diversity.cpu().numpy(), label=name, s=12)
@@ -165,7 +165,7 @@ def plot_correlation(measures: BranchMeasures, sample: int = 0, pair: int = 0, a
 
 
 def plot_perturbations(effects: Sequence[PerturbationEffect], axes: Axes | None = None) -> Axes:
-    """Scores against the size of the perturbation, a line a kind."""
+    """Scores against the size of the perturbation, one line per kind of perturbation."""
     axes = _axes(axes)
     sizes = [effect.size for effect in effects]
     for kind in ("reconstructed", "signs", "uniform"):
@@ -187,7 +187,7 @@ def _axes(axes: Axes | None) -> Axes:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every part then gets its own mode back."""
+    """Evaluation mode inside the block; then every module gets its mode back."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""How good and how dear each gradient is, measured on a user's own layer and batch."""
+"""Accuracy and cost of each gradient method, measured on a layer and a batch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class GradientCost:
     """One row of :func:`compare_gradients`.
 
     Attributes:
-        gradient: the gradient that was measured.
-        angle: degrees between it and the exact one, over all parameters and the input.
-        ratio: its length over the exact one's.
+        gradient: the method.
+        angle: angle to the exact gradient in degrees, over all parameters and the input.
+        ratio: norm divided by that of the exact gradient.
         forward_seconds: median time of the forward pass.
         backward_seconds: median time of the backward pass.
-        kept_bytes: what the forward pass leaves alive for the backward pass; parameters and input not counted.
+        kept_bytes: memory held between forward and backward pass, without parameters and input.
     """
 
     gradient: Gradient
@@ -60,17 +60,16 @@ def compare_gradients(
 ) -> list[GradientCost]:
     """Measure each gradient's angle to the exact one, its time and its memory, and print a table.
 
-    The exact gradient is the implicit one, solved as far as the dtype allows at the state that the layer's solver
-    finds with its tolerance lowered to match. SAM is refused: it ends where its steps end, which is no equilibrium, and
-    the gradient of those steps is :class:`~opteq.gradients.Unrolled`.
+    The exact gradient is the implicit one, solved to the precision of the dtype at a state solved to the same
+    precision. SAM is refused: it does not end at an equilibrium, and the gradient of its steps is
+    :class:`~opteq.gradients.Unrolled`.
 
     Args:
-        layer: the layer to measure; its solver is used for every row. It is left as it was, buffers (the statistics of
-            a batch normalisation, say) and random state included; every run sees the same random numbers.
+        layer: the layer to measure; its solver is used for every row. Its buffers, such as the statistics of batch
+            normalisation, and the random state are restored; every run uses the same random numbers.
         x: a batch; a tuple where each branch has its own.
-        loss: from the layer's features to one number; by default their inner product with fixed random numbers,
-            which favours no direction.
-        gradients: what to compare; by default one of each kind.
+        loss: from the layer's features to a scalar; by default their inner product with fixed random values.
+        gradients: the methods to compare; by default one of each class.
         repeats: timed runs, of which the median is shown.
         show: print the table, which needs rich.
         console: where to print it; standard output by default.
@@ -115,13 +114,13 @@ def _exact(layer: Equilibrium, x: State) -> Equilibrium:
 
 
 def _probe(layer: Equilibrium, solver: Solver, gradient: Gradient) -> Equilibrium:
-    """The layer with another solver and gradient. The problem is shared, in whatever mode its parts are."""
+    """A layer with another solver and gradient that shares the problem."""
     return Equilibrium(layer.problem, solver, gradient, on_failure="ignore")
 
 
 @contextmanager
 def _as_it_was(layer: Equilibrium, x: State) -> Iterator[Callable[[], None]]:
-    """Yields what puts buffers and random numbers back; on leaving they are put back as well."""
+    """Yield a function that restores buffers and random state; leaving the block restores them too."""
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     on_cpu = torch.get_rng_state()
     device = blocks(x)[0].device
@@ -161,7 +160,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _kept_bytes(layer: Equilibrium, x: State, loss: Loss, rewind: Callable[[], None]) -> int:
-    """The bytes that are alive between the two passes and were not before the first."""
+    """Bytes allocated by the forward pass that are alive before the backward pass."""
     rewind()
     x = map_state(_leaf, x)
     made = _Storages([*blocks(x), *layer.parameters(), *layer.buffers()])
@@ -174,9 +173,9 @@ def _kept_bytes(layer: Equilibrium, x: State, loss: Loss, rewind: Callable[[], N
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches which storages operations make, without keeping them alive.
+    """Records the storages that operations allocate, without keeping them alive.
 
-    Hooks on saved tensors would see less: an adjoint solve keeps its linearisation in a closure.
+    Hooks on saved tensors would miss the linearisation that an adjoint solve keeps in a closure.
     """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
@@ -196,7 +195,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def alive(self) -> int:
-        """The bytes of those that still exist."""
+        """Bytes of the storages that still exist."""
         return sum(size for seen, size in self.made.values() if not seen.expired())  # type: ignore[no-untyped-call, misc]
 
 

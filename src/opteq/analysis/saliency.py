@@ -1,4 +1,4 @@
-"""Which pixels a prediction hangs on: the gradient of a class's score, averaged over slightly noisy pictures."""
+"""Saliency maps: the gradient of a class score with respect to the pixels, averaged over noisy images."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ def saliency_map(
     blur: float | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """How strongly each pixel moves the score of a class, ``(B, height, width)``, not negative.
+    """The sensitivity of a class score to each pixel, ``(B, height, width)``, not negative.
 
-    The score is the class's logit minus the mean of all logits: adding one number to every logit changes no
-    prediction, so it should change no map. Its gradient is averaged over noisy copies of the picture (SmoothGrad),
-    since that of a single picture jumps from pixel to pixel wherever an activation has a kink, and its length over
-    channels is then blurred a little. Values are in score per unit of input; only their ratios matter for a picture.
+    The score is the class's logit minus the mean of all logits: a constant added to all logits changes neither the
+    prediction nor the map. Its gradient is averaged over noisy copies of the image (SmoothGrad), since the gradient at
+    a single image is discontinuous where activations have kinks. The norm over channels is then blurred.
 
     Args:
-        model: maps pictures ``(B, C, height, width)`` to logits ``(B, classes)``; it runs in evaluation mode.
-        x: the pictures as the model takes them.
-        target: the class to explain for each picture, ``(B,)``; the predicted ones by default.
+        model: maps images ``(B, C, height, width)`` to logits ``(B, classes)``; it runs in evaluation mode.
+        x: the images as the model takes them.
+        target: the class to explain for each image, ``(B,)``; the predicted ones by default.
         samples: noisy copies; 1 with ``noise=0`` is the plain gradient.
-        noise: standard deviation of the noise as a share of each picture's range of values. A tenth is small enough
-            to leave predictions as they are and large enough to average over kinks.
+        noise: standard deviation of the noise, relative to each image's range of values. 0.1 is small enough to leave
+            predictions unchanged and large enough to average over kinks.
         blur: standard deviation of the blur in pixels, 0 for none; 1/32 of the longer side by default, which leaves
-            small pictures as they are.
-        seed: of the noise, so that a map can be drawn again.
+            small images as they are.
+        seed: of the noise.
 
     >>> weight = torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False))
@@ -46,9 +45,9 @@ def saliency_map(
              [0.0000, 1.0000]]])
     """
     if x.ndim != 4:
-        raise ValueError(f"a saliency map needs pictures (batch, channels, height, width); got {tuple(x.shape)}")
+        raise ValueError(f"a saliency map needs images (batch, channels, height, width); got {tuple(x.shape)}")
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples should be a whole number of at least 1; got {samples!r}")
+        raise ValueError(f"samples should be a positive integer; got {samples!r}")
     for name, value in (("noise", noise), ("blur", blur)):
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} should be a finite number of at least 0; got {value!r}")
@@ -59,7 +58,7 @@ def saliency_map(
                 target = model(x).argmax(dim=1)
         elif target.shape != x.shape[:1]:
             raise ValueError(
-                f"target should have one class a picture, shape ({x.shape[0]},); got {tuple(target.shape)}"
+                f"target should have one class per image, shape ({x.shape[0]},); got {tuple(target.shape)}"
             )
         mean = _mean_gradient(model, x.detach(), target, samples, noise, seed)
     return _blurred(mean.square().sum(dim=1).sqrt(), sigma)
@@ -68,7 +67,7 @@ def saliency_map(
 def _mean_gradient(model: nn.Module, x: Tensor, target: Tensor, samples: int, noise: float, seed: int) -> Tensor:
     flat = x.flatten(1)
     spread = noise * (flat.amax(dim=1) - flat.amin(dim=1)).reshape(-1, 1, 1, 1)
-    # Drawn on the CPU in float32, one for all pictures: a map depends on no device, precision or batch mate.
+    # Drawn on the CPU in float32, the same for all images: independent of device, precision and batch.
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros_like(x)
     for _ in range(samples):
@@ -77,14 +76,14 @@ def _mean_gradient(model: nn.Module, x: Tensor, target: Tensor, samples: int, no
         with torch.enable_grad():
             logits = model(noisy)
             score = logits.gather(1, target[:, None]).squeeze(1) - logits.mean(dim=1)
-            # Pictures do not see each other in evaluation mode, so one gradient of the sum is that of each.
+            # Samples are independent in evaluation mode, so the gradient of the sum has each sample's gradient.
             (slope,) = torch.autograd.grad(score.sum(), noisy)
         total += slope
     return total / samples
 
 
 def _blurred(maps: Tensor, sigma: float) -> Tensor:
-    """A Gaussian blur, one direction after the other; at the border the weights that fall outside are left out."""
+    """A separable Gaussian blur; at the border the weights are renormalised."""
     radius = min(math.ceil(3 * sigma), min(maps.shape[1:]) - 1)
     if sigma < 0.3 or radius < 1:  # a neighbour's weight would be below half a percent
         return maps

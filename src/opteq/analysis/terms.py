@@ -1,4 +1,4 @@
-"""What a network minimised for each input, term by term, where the solver began and where it ended."""
+"""The objective of each sample, term by term, at the initial state and at the equilibrium."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from opteq.states import State
 
 @dataclass(frozen=True)
 class LayerTerms:
-    """The objective of one equilibrium layer, term by term, at the start and at the equilibrium.
+    """The objective of one equilibrium layer, term by term, at the initial state and at the equilibrium.
 
     Attributes:
         layer: the layer's name in the model; empty where the model is the layer.
-        start: for each term its value where the solver began, ``(B,)``. The names are the problem's own: ``penalty``,
+        start: the value of each term at the initial state, ``(B,)``. Names are those of the problem: ``penalty``,
             ``quadratic`` and the parts of the smooth term, with a branch's number before them where branches are
-            separate problems (``0.coupling``); ``objective`` alone where a problem tells only the sum.
+            separate problems (``0.coupling``); ``objective`` alone where a problem has only the sum.
         end: the same at the equilibrium.
         reason: why there are no terms, where there are none (more than two layers in a row minimise nothing).
     """
@@ -36,7 +36,7 @@ class LayerTerms:
     reason: str | None = None
 
     def total_start(self) -> Tensor:
-        """The objective where the solver began, ``(B,)``."""
+        """The objective at the initial state, ``(B,)``."""
         return _total(self.start)
 
     def total_end(self) -> Tensor:
@@ -49,14 +49,14 @@ class LayerTerms:
 
 
 def objective_terms(model: nn.Module, x: Tensor) -> list[LayerTerms]:
-    """The terms of every equilibrium layer in ``model`` for the pictures ``x``, in the order in which they ran.
+    """The terms of every equilibrium layer in ``model`` for the images ``x``, in the order in which they ran.
 
-    The model runs in evaluation mode, without gradients; its mode is put back afterwards. A model without equilibria
+    The model runs in evaluation mode, without gradients; its mode is restored. A model without equilibria
     gives an empty list.
 
     Args:
         model: a classifier, or any module with :class:`~opteq.equilibrium.Equilibrium` layers inside.
-        x: what the model takes, batch first.
+        x: the model's input, batch first.
 
     >>> import torch, opteq
     >>> W = opteq.operators.Dense(4, 8, bound=0.9)
@@ -79,7 +79,7 @@ def equilibrium_inputs(model: nn.Module, x: Tensor) -> list[tuple[str, Equilibri
     def remember(name: str, layer: Equilibrium) -> Any:
         return lambda _problem, arguments: calls.append((name, layer, arguments[0]))
 
-    # A layer binds its problem however it is called, so the problem is where every input comes past.
+    # A layer binds its problem however it is called, so a hook of the problem sees every input.
     handles = [
         layer.problem.register_forward_pre_hook(remember(name, layer))
         for name, layer in model.named_modules()
@@ -111,7 +111,7 @@ def _layer_terms(name: str, layer: Equilibrium, given: State) -> LayerTerms:
     state = layer.solve(given).state
     try:
         return LayerTerms(name, _terms(hidden, hidden.start()), _terms(hidden, state))
-    except (ValueError, NotImplementedError, ConvergenceError) as error:  # which says why there is no objective
+    except (ValueError, NotImplementedError, ConvergenceError) as error:  # there is no objective
         return LayerTerms(name, {}, {}, str(error))
 
 
@@ -120,7 +120,7 @@ def _terms(hidden: BoundMap, state: State) -> dict[str, Tensor]:
         return hidden.terms(state)
     objective = getattr(hidden, "objective", None)
     if objective is None:
-        raise ValueError(f"{type(hidden).__name__.removeprefix('Bound')} tells no objective")
+        raise ValueError(f"{type(hidden).__name__.removeprefix('Bound')} has no objective")
     return {"objective": objective(state)}
 
 
@@ -134,5 +134,5 @@ def _merge(terms: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _total(terms: dict[str, Tensor]) -> Tensor:
     if not terms:
-        raise ValueError("there are no terms to add up; .reason says why")
+        raise ValueError("there are no terms; .reason says why")
     return torch.stack(list(terms.values())).sum(dim=0)

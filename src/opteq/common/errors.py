@@ -21,7 +21,7 @@ class ConvergenceError(RuntimeError):
 
 
 class UserError(ValueError):
-    """What the person at the keyboard can mend: a name, a file, a value. Its message is one line that says how.
+    """An error that the user can correct: a name, a file, a value. Its message is one line that says how.
 
     The command line prints that line and stops with status ``exit_status``, without a traceback.
     """

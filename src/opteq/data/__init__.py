@@ -1,4 +1,4 @@
-"""Data sets as bytes, kept in a cache that processes share, and batches of them that do not depend on who asks."""
+"""Data sets of uint8 images in a memory-mapped cache, and batches that do not depend on the number of processes."""
 
 from opteq.data.augmentation.options import Augmentation
 from opteq.data.batches import Batches

@@ -1,4 +1,4 @@
-"""Batches of normalised floats from a split of bytes: the same ones however many processes share the work."""
+"""Batches of normalised float images from a uint8 split, the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from torch import Tensor
 from opteq.common.errors import UserError
 from opteq.common.options import NamedOptions
 from opteq.data.augmentation.options import Augmentation
-from opteq.data.augmentation.shard import Plan
-from opteq.data.augmentation.transform import Maker
+from opteq.data.augmentation.shard import Shard
+from opteq.data.augmentation.transform import BatchTransform
 from opteq.data.dataset import Split
-from opteq.data.prefetch import Keep, fetched, stays_on_device, to_device
+from opteq.data.prefetch import Residency, fits_on_device, prefetch, to_device
 
-_ORDER, _CHANGES, _NOISE = 0, 1, 2  # what random numbers are for; part of their seed
-_MISPLACING = ("crop_padding", "randaugment", "mixup", "cutmix")
+_ORDER, _AUGMENTATION, _NOISE = 0, 1, 2  # purposes of random numbers; part of their seed
+_BREAKS_LABEL_MAPS = ("crop_padding", "randaugment", "mixup", "cutmix")
 
 
 class Batches(metaclass=NamedOptions):
     """Epochs of batches: ``images`` float32 ``(B, C, H, W)``, normalised, and ``labels``, both on ``device``.
 
-    ``labels`` is int64 ``(B,)``; with mixup or cutmix float ``(B, K)``, K = ``num_classes``, rows that sum to one. Of a
-    split with labels for every pixel it is int64 ``(B, H, W)``, 255 where there is none.
+    ``labels`` is int64 ``(B,)``; with mixup or cutmix float ``(B, K)``, K = ``num_classes``, each row summing to one;
+    for segmentation int64 ``(B, H, W)``, with 255 for pixels without a class.
 
-    ``batch_size`` is that of all processes together: process ``rank`` of ``world`` gets its contiguous share of every
-    batch, and shares differ by at most one sample (:meth:`share`, :meth:`weight`). Order and augmentation depend on
-    ``seed``, the epoch's number and the batch's index alone. So all processes together see what one would see, and an
-    epoch that is entered in the middle (``skip``) goes on as it would have. Cropped, flipped, erased and mixed pictures
-    are equal bit by bit; RandAugment and jitter compute with floats and are equal up to their rounding.
+    ``batch_size`` counts all processes: process ``rank`` of ``world`` gets a contiguous share of every batch, and
+    shares differ by at most one sample (:meth:`share`, :meth:`weight`). Order and augmentation depend only on ``seed``,
+    the epoch and the batch index. So the processes together see the same batches as a single process, and an epoch that
+    is resumed in the middle (``skip``) continues unchanged. Cropped, flipped, erased and mixed images agree bit by bit;
+    RandAugment and color jitter agree up to float rounding.
 
     Args:
-        split: what to draw from.
-        mean, std: one number a channel, for pixels in 0..1; :class:`~opteq.data.Dataset` has them.
-        batch_size: samples in a batch, over all processes. The last batch of an epoch may be smaller.
-        augmentation: random changes; None for none, as for testing.
-        shuffle: a new order each epoch.
-        seed: another seed, another order and other changes.
-        device: where batches are made and handed out.
-        rank, world: which process this is, and of how many.
-        drop_last: leave a smaller last batch out.
-        empty_shares: let a process have nothing of a batch with fewer samples than processes, which is refused
-            otherwise: in training they wait for each other, in a test they need not.
-        channels_last: hand images out in that memory format.
-        keep: ``"device"`` holds all pictures on the device; ``"host"`` leaves them where they are and fetches batches
-            ahead of time through pinned memory; ``"auto"`` holds them if they take up to 40 % of the free memory.
-        num_classes: K of soft labels; by default the largest label plus one. A split with labels for every pixel needs
-            it: to find out would be to read them all.
+        split: the images and labels.
+        mean, std: one value per channel, for pixels in 0..1; see :class:`~opteq.data.Dataset`.
+        batch_size: samples per batch over all processes. The last batch of an epoch may be smaller.
+        augmentation: random changes; None for evaluation.
+        shuffle: draw a new order for each epoch.
+        seed: of the order and the augmentation.
+        device: where batches are computed and returned.
+        rank, world: the index of this process, and the number of processes.
+        drop_last: skip a smaller last batch.
+        empty_shares: allow an empty share of a batch with fewer samples than processes. An error otherwise: in training
+            every process takes part in every step.
+        channels_last: return images in that memory format.
+        keep: ``"device"`` keeps all images on the device; ``"host"`` prefetches batches through pinned memory;
+            ``"auto"`` chooses the device if the images take at most 40 % of its free memory.
+        num_classes: K of soft labels; by default the largest label plus one. Required for segmentation, where finding
+            it would read every label map.
 
     >>> import opteq.data
     >>> digits = opteq.data.load("digits")
@@ -76,7 +76,7 @@ class Batches(metaclass=NamedOptions):
         drop_last: bool = False,
         empty_shares: bool = False,
         channels_last: bool = False,
-        keep: Keep = "auto",
+        keep: Residency = "auto",
         num_classes: int | None = None,
     ) -> None:
         self.augmentation = Augmentation() if augmentation is None else augmentation
@@ -90,23 +90,25 @@ class Batches(metaclass=NamedOptions):
             self._check_shares()
         self.device = torch.device(device)
         if self.dense and num_classes is None:
-            raise ValueError("Batches.num_classes is needed for a split with labels for every pixel")
+            raise ValueError("Batches.num_classes is needed for a split with label maps")
         least = 1 if self.dense else int(split.labels.max()) + 1
         self.num_classes = least if num_classes is None else num_classes
         if self.num_classes < least:
-            raise ValueError(f"Batches.num_classes should be at least {least}, as labels go; got {num_classes!r}")
+            raise ValueError(
+                f"Batches.num_classes should be at least {least}, the largest label plus one; got {num_classes!r}"
+            )
         beside = split.labels.numel() if self.dense else 0
-        self.kept_on_device = stays_on_device(split.images, self.device, keep, beside)
+        self.kept_on_device = fits_on_device(split.images, self.device, keep, beside)
         self._images = split.images.to(self.device) if self.kept_on_device else split.images
-        # Classes of pictures are few numbers; maps of labels are as large as pictures, and stay with them.
+        # Classes of images are small; label maps are as large as the images, and stay beside them.
         self._labels = split.labels.to(self.device) if self.kept_on_device or not self.dense else split.labels
-        self._make = Maker(self.augmentation, mean, std, self.num_classes, self.device, channels_last)
+        self._make = BatchTransform(self.augmentation, mean, std, self.num_classes, self.device, channels_last)
 
-    def _check(self, channels: int, mean: Sequence[float], std: Sequence[float], keep: Keep) -> None:
+    def _check(self, channels: int, mean: Sequence[float], std: Sequence[float], keep: Residency) -> None:
         for option, least in (("batch_size", 1), ("seed", 0), ("rank", 0), ("world", 1)):
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Batches.{option} should be a whole number; got {value!r}")
+                raise TypeError(f"Batches.{option} should be an integer; got {value!r}")
             if value < least:
                 raise UserError(f"Batches.{option} should be at least {least}; got {value!r}")
         if self.rank >= self.world:
@@ -114,10 +116,10 @@ class Batches(metaclass=NamedOptions):
         if keep not in ("auto", "device", "host"):
             raise ValueError(f"Batches.keep should be 'auto', 'device' or 'host'; got {keep!r}")
         if self.samples == 0:
-            raise UserError("the split has no pictures; batches need at least one")
+            raise UserError("the split has no images; batches need at least one")
         if len(mean) != channels or len(std) != channels or not all(value > 0 for value in std):
             raise ValueError(
-                f"Batches.mean and std should have one number for each of {channels} channels, std above 0; "
+                f"Batches.mean and std should have one value for each of {channels} channels, std above 0; "
                 f"got {tuple(mean)} and {tuple(std)}"
             )
         if len(self) == 0:
@@ -125,10 +127,10 @@ class Batches(metaclass=NamedOptions):
                 f"batch_size {self.batch_size} is more than the {self.samples} samples and drop_last is on: "
                 f"there is no batch; take a batch_size of at most {self.samples}"
             )
-        misplaced = [name for name in _MISPLACING if self.dense and getattr(self.augmentation, name)]
+        misplaced = [name for name in _BREAKS_LABEL_MAPS if self.dense and getattr(self.augmentation, name)]
         if misplaced:
             raise UserError(
-                f"augment.{misplaced[0]} moves pictures without the labels of their pixels; "
+                f"augment.{misplaced[0]} would move images but not their label maps; "
                 "use crop_height and crop_width, scale_min and scale_max, flip, color_jitter or erase"
             )
         padding, side = self.augmentation.crop_padding, min(self.height, self.width)
@@ -144,7 +146,7 @@ class Batches(metaclass=NamedOptions):
             )
 
     def _remedy(self) -> str:
-        """The nearest batch size whose last batch has a sample for everyone."""
+        """The nearest batch size whose last batch has a sample for every process."""
         sizes = range(self.world, max(self.samples, self.world) + 1)
         good = [size for size in sizes if size <= self.samples and (self.samples % size or size) >= self.world]
         if not good:
@@ -158,20 +160,20 @@ class Batches(metaclass=NamedOptions):
         return whole + (rest > 0 and not self.drop_last)
 
     def global_size(self, index: int) -> int:
-        """How many samples batch ``index`` has over all processes."""
+        """Number of samples of batch ``index`` over all processes."""
         if not 0 <= index < len(self):
             raise IndexError(f"there are batches 0 to {len(self) - 1}; got {index}")
         return min(self.batch_size, self.samples - index * self.batch_size)
 
     def share(self, index: int) -> range:
-        """Which places of batch ``index`` are this process's."""
+        """The positions of batch ``index`` that belong to this process."""
         size = self.global_size(index)
         return range(self.rank * size // self.world, (self.rank + 1) * size // self.world)
 
     def weight(self, index: int) -> float:
-        """What to multiply this process's mean loss by, so that the mean over processes is the mean over the batch.
+        """The factor of this process's mean loss for which the mean over processes is the mean over the batch.
 
-        It is ``world`` times the share's size over the batch's: 1 where all shares are of one size.
+        It is ``world * share size / batch size``: 1 where all shares have the same size.
         """
         return len(self.share(index)) * self.world / self.global_size(index)
 
@@ -179,18 +181,18 @@ class Batches(metaclass=NamedOptions):
         """The batches of epoch ``number``, without the first ``skip``."""
         for option, value in (("number", number), ("skip", skip)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Batches.epoch's {option} should be a whole number; got {value!r}")
+                raise TypeError(f"Batches.epoch's {option} should be an integer; got {value!r}")
             if value < 0:
                 raise ValueError(f"Batches.epoch's {option} should be at least 0; got {value}")
         if skip > len(self):
-            raise ValueError(f"Batches.epoch's skip should be at most {len(self)}, the batches there are; got {skip}")
+            raise ValueError(f"Batches.epoch's skip should be at most {len(self)}, the number of batches; got {skip}")
         return self._run(number, skip)
 
     def noise(self, number: int, index: int) -> Tensor:
-        """Random numbers for this process's share of batch ``index`` of epoch ``number``: uniform in [-1, 1], float32.
+        """Uniform noise in [-1, 1], float32, in the shape of this process's images of batch ``index`` of an epoch.
 
-        They are shaped like the share's images and depend, as these do, on seed, epoch and batch alone, whoever asks
-        how often: where an attack on the pictures begins at random (:class:`opteq.analysis.PGD`), it can be repeated.
+        It depends only on seed, epoch and batch, as the images do, so that the random start of an attack
+        (:class:`opteq.analysis.PGD`) can be repeated.
         """
         own, size = self.share(index), self.global_size(index)
         drawn = self._random(_NOISE, number, index).random(
@@ -199,32 +201,32 @@ class Batches(metaclass=NamedOptions):
         return to_device(torch.from_numpy(drawn[own.start : own.stop]), self.device).mul(2).sub_(1)
 
     def _random(self, *numbers: int) -> np.random.Generator:
-        """Random numbers that depend on the seed and ``numbers`` alone."""
+        """A generator that depends only on the seed and ``numbers``."""
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, *numbers))))
 
     def _run(self, number: int, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.from_numpy(
             self._random(_ORDER, number).permutation(self.samples) if self.shuffle else np.arange(self.samples)
         )
-        on_device = to_device(order, self.device)  # once an epoch; batches take views of it
-        plans = (self._plan(number, index) for index in range(skip, len(self)))
+        on_device = to_device(order, self.device)  # once per epoch; batches index into it
+        shards = (self._shard(number, index) for index in range(skip, len(self)))
         if self.kept_on_device:
-            for plan in plans:
-                rows = plan.rows(on_device)
-                yield self._make(self._images, rows, self._labels[rows], plan)
+            for shard in shards:
+                rows = shard.rows(on_device)
+                yield self._make(self._images, rows, self._labels[rows], shard)
             return
-        ahead, plans_again = itertools.tee(plans)
+        ahead, shards_again = itertools.tee(shards)
         sources = (self._images, self._labels) if self.dense else (self._images,)
-        with closing(fetched(sources, (plan.rows(order) for plan in ahead), self.device)) as arriving:
-            for plan, (images, *maps) in zip(plans_again, arriving, strict=True):
-                labels = maps[0] if maps else self._labels[plan.rows(on_device)]
-                yield self._make(images, None, labels, plan)
+        with closing(prefetch(sources, (shard.rows(order) for shard in ahead), self.device)) as arriving:
+            for shard, (images, *maps) in zip(shards_again, arriving, strict=True):
+                labels = maps[0] if maps else self._labels[shard.rows(on_device)]
+                yield self._make(images, None, labels, shard)
 
-    def _plan(self, number: int, index: int) -> Plan:
-        """Which samples of the batch are needed here, and their random numbers."""
+    def _shard(self, number: int, index: int) -> Shard:
+        """The samples of the batch that this process needs, and the random numbers of the whole batch."""
         size, own = self.global_size(index), self.share(index)
-        draws = self.augmentation.draw(self._random(_CHANGES, number, index), size, self.height, self.width)
+        draws = self.augmentation.draw(self._random(_AUGMENTATION, number, index), size, self.height, self.width)
         if "partner" not in draws or self.world == 1:
-            return Plan(index * self.batch_size, own, None, draws)
-        # Partners come from the whole batch, so some belong to other processes: they are made here once more.
-        return Plan(index * self.batch_size, own, draws["partner"][own.start : own.stop], draws)
+            return Shard(index * self.batch_size, own, None, draws)
+        # Partners come from the whole batch: those of other processes are computed here as well.
+        return Shard(index * self.batch_size, own, draws["partner"][own.start : own.stop], draws)

@@ -1,4 +1,4 @@
-"""What a data set is: two splits of pictures held as bytes, names for the classes, and the colours' statistics."""
+"""A data set: two splits of uint8 images, the names of the classes, and mean and std of every channel."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch import Tensor
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 
-IGNORED = 255
-"""In a map of labels: a pixel without one, which is neither learned from nor judged."""
+IGNORE_INDEX = 255
+"""In a label map: a pixel without a class, which counts neither in the loss nor in any metric."""
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Pictures and their classes: ``images`` is uint8 ``(N, C, H, W)``, ``labels`` int64 ``(N,)``.
+    """Images and labels: ``images`` is uint8 ``(N, C, H, W)``, ``labels`` int64 ``(N,)``.
 
-    Where every pixel has a class of its own (``dense``), ``labels`` is uint8 ``(N, H, W)``, with 255 for pixels that
-    have none.
+    For segmentation (``dense``) ``labels`` is uint8 ``(N, H, W)``, with 255 for pixels without a class.
 
-    Bytes, not floats: a data set then fits into a quarter of the memory, on the host and on the device, and several
-    processes that map the same cache file share one copy. :class:`~opteq.data.Batches` makes floats, a batch at a time.
+    uint8 takes a quarter of the memory of float32, on the host and on the device, and processes that map the same cache
+    file share one copy. :class:`~opteq.data.Batches` converts one batch at a time to float32.
 
     >>> split = Split(torch.zeros(5, 3, 8, 8, dtype=torch.uint8), torch.arange(5))
     >>> len(split)
@@ -55,17 +54,16 @@ class Split:
 
     @property
     def dense(self) -> bool:
-        """Whether every pixel has a label."""
+        """Whether every pixel has a label (segmentation)."""
         return self.labels.ndim == 3
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set for the classification of pictures or of their pixels, as :func:`~opteq.data.load` returns it.
+    """A data set for classification or segmentation, as :func:`~opteq.data.load` returns it.
 
-    ``mean`` and ``std`` have one number a channel: of the training split's pixels in 0..1, each pixel counted once.
-    ``unseen`` is a second test split where a data set has one: pictures of the same classes, but of kinds that are not
-    among the training pictures.
+    ``mean`` and ``std`` have one value per channel, over all training pixels scaled to 0..1. ``unseen`` is a second
+    test split, where a data set has one: images of the same classes but of sub-classes that training does not contain.
     """
 
     name: str
@@ -77,23 +75,22 @@ class Dataset:
     unseen: Split | None = None
 
 
-class Colours:
+class ChannelStatistics:
     """Mean and standard deviation of each channel, from a histogram of its 256 values.
 
-    Counts are whole numbers, so the result is exact and does not depend on the order or the size of the pieces in
-    which the pictures come.
+    The counts are integers, so the result does not depend on the order or the size of the chunks that are added.
     """
 
     def __init__(self, channels: int) -> None:
         self.counts = np.zeros((channels, 256), dtype=np.int64)
 
     def add(self, images: Pixels) -> None:
-        """Count the pixels of ``(n, C, H, W)`` pictures."""
+        """Add the pixels of images ``(n, C, H, W)`` to the histogram."""
         for channel, counts in enumerate(self.counts):
             counts += np.bincount(images[:, channel].reshape(-1), minlength=256)
 
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """``(mean, std)`` of values in 0..1; a channel that never changes gets std 1, so that division is safe."""
+        """``(mean, std)`` of values in 0..1; std is 1 for a constant channel, so that division is safe."""
         values = np.arange(256) / 255
         share = self.counts / self.counts.sum(axis=1, keepdims=True)
         mean = share @ values
@@ -102,9 +99,9 @@ class Colours:
         return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def colours(pieces: Iterable[Pixels], channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation a channel of all pictures in ``pieces``."""
-    tally = Colours(channels)
+def channel_statistics(pieces: Iterable[Pixels], channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel over all images in ``pieces``."""
+    found = ChannelStatistics(channels)
     for piece in pieces:
-        tally.add(piece)
-    return tally.statistics()
+        found.add(piece)
+    return found.statistics()

@@ -1,4 +1,4 @@
-"""One function for every data set."""
+"""``load``: every data set by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from opteq.common.errors import UserError, unknown_name
 from opteq.data.cache import cached
-from opteq.data.dataset import Dataset, Pixels, Split, colours
+from opteq.data.dataset import Dataset, Pixels, Split, channel_statistics
 from opteq.data.paths import cache_folder
 from opteq.data.readers.cifar import find_cifar
 from opteq.data.readers.cityscapes import find_cityscapes
@@ -42,23 +42,23 @@ def load(
     cache: str | os.PathLike[str] | None = None,
     image_size: int | None = None,
 ) -> Dataset:
-    """A data set by name, decoded into bytes once and from then on mapped from a cache.
+    """Load a data set by name. Images are decoded once into a cache, which is then memory-mapped.
 
-    - ``digits``: 1797 grey 8x8 images inside this package; a fixed, stratified fifth is held out. No file is needed.
+    - ``digits``: 1797 grey 8x8 images inside this package; a fixed, stratified fifth is the test split. No file is
+      needed.
     - ``fashion-mnist``: the four idx files (``.gz`` or not), in ``root`` or where Debian's package puts them.
-    - ``cifar10``, ``cifar100``: ``root`` is the official archive, its unpacked folder, or the folder that either is in.
-      The python version's pickles are read without running anything in them.
-    - ``cifar100-superclasses``: the same archive with its 20 super-classes for labels. Of the five classes of each, the
-      last is left out of training and test; its test pictures are ``unseen``.
-    - ``folder``: ``root`` has ``train/<class>/*`` and ``test/<class>/*`` (or ``val``). All pictures become RGB.
+    - ``cifar10``, ``cifar100``: ``root`` is the official archive, its unpacked folder, or the folder that contains
+      either. The pickles of the python version are read without executing anything in them.
+    - ``cifar100-superclasses``: the same archive with its 20 super-classes as labels. The last of the five classes of
+      each is left out of training and test; its test images are ``unseen``.
+    - ``folder``: ``root`` has ``train/<class>/*`` and ``test/<class>/*`` (or ``val``). All images become RGB.
     - ``cityscapes``: ``root`` has ``leftImg8bit`` and ``gtFine``, of which ``train`` and ``val`` are used. Labels are
-      maps: the class of every pixel among 19, or 255 for none.
+      label maps with 19 classes, and 255 for pixels without one.
 
-    ``image_size`` brings pictures to that size: the shorter side is resized, the middle square is kept (of Cityscapes
-    all is kept). A folder of pictures of several sizes needs it. ``cache`` is the folder for decoded pictures: by
-    default ``OPTEQ_CACHE``, or ``opteq`` among the platform's caches. It can be deleted at any time. A file that is
-    missing, damaged or something else raises :class:`~opteq.common.errors.UserError`, which says where it is and what
-    to do.
+    ``image_size`` resizes the shorter side to that size and crops the centre square (Cityscapes is not cropped). A
+    folder with images of several sizes needs it. ``cache`` is the folder of decoded images: by default ``OPTEQ_CACHE``,
+    or ``opteq`` in the platform's folder for caches. It can be deleted at any time. A missing, damaged or unexpected
+    file raises :class:`~opteq.common.errors.UserError` with its path and what to do.
 
     >>> digits = load("digits")
     >>> len(digits.train), len(digits.test), tuple(digits.train.images.shape[1:])
@@ -67,7 +67,7 @@ def load(
     if name not in names():
         raise unknown_name("data set", name, names())
     if image_size is not None and (isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1):
-        raise UserError(f"image_size should be a whole number of pixels, at least 1; got {image_size!r}")
+        raise UserError(f"image_size should be a positive integer; got {image_size!r}")
     place = None if root is None else Path(root).expanduser()
     if name == "digits":
         if place is not None:
@@ -76,8 +76,10 @@ def load(
     folder = (cache_folder() if cache is None else Path(cache).expanduser()) / "data"
     try:
         return cached(name, _find(name, place, image_size), folder, image_size)
-    except OSError as error:  # a folder that may not be listed, a file that went away meanwhile
-        raise UserError(f"{error.filename or place}: cannot be read ({error.strerror or error}); mend that") from error
+    except OSError as error:  # a folder without read permission, a file that was removed meanwhile
+        raise UserError(
+            f"{error.filename or place}: cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
 
 
 def _find(name: str, root: Path | None, image_size: int | None) -> Found:
@@ -99,7 +101,7 @@ def _resized_digits(size: int | None) -> Dataset:
         Split(torch.from_numpy(resized(split.images.numpy(), size)), split.labels)
         for split in (dataset.train, dataset.test)
     )
-    mean, std = colours([train.images.numpy()], channels=1)
+    mean, std = channel_statistics([train.images.numpy()], channels=1)
     return replace(dataset, train=train, test=test, mean=mean, std=std)
 
 
@@ -112,11 +114,11 @@ def _resized_source(read: Callable[[], Source], size: int) -> Source:
     return Source(source.classes, **{split: resized_stream(stream) for split, stream in source.splits().items()})
 
 
-def resized(images: Pixels, size: int, at_once: int = 4096) -> Pixels:
-    """Square pictures ``(N, C, H, H)`` brought to ``size`` (bilinear, antialiased), rounded to bytes."""
+def resized(images: Pixels, size: int, chunk: int = 4096) -> Pixels:
+    """Square images ``(N, C, H, H)`` resized to ``size`` (bilinear, antialiased), rounded to uint8."""
     result = np.empty((*images.shape[:2], size, size), dtype=np.uint8)
-    for start in range(0, len(images), at_once):  # in floats a piece at a time
-        piece = torch.tensor(images[start : start + at_once]).float()
+    for start in range(0, len(images), chunk):  # float32, one chunk at a time
+        piece = torch.tensor(images[start : start + chunk]).float()
         larger = F.interpolate(piece, size=(size, size), mode="bilinear", antialias=True)
-        result[start : start + at_once] = larger.round_().clamp_(0, 255).to(torch.uint8).numpy()
+        result[start : start + chunk] = larger.round_().clamp_(0, 255).to(torch.uint8).numpy()
     return result

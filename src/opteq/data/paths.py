@@ -1,4 +1,4 @@
-"""Where data and the cache are, unless the caller says otherwise."""
+"""Default folders of data sets and of the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``OPTEQ_CACHE``; or ``opteq`` in the folder that this platform keeps for a user's caches."""
+    """``OPTEQ_CACHE``, or ``opteq`` in the platform's folder for caches."""
     if chosen := os.environ.get("OPTEQ_CACHE"):
         return Path(chosen).expanduser()
     if chosen := os.environ.get("XDG_CACHE_HOME"):
@@ -22,10 +22,10 @@ def cache_folder() -> Path:
 
 
 def data_folders(name: str) -> list[Path]:
-    """Where to look for the data set ``name`` when no root is given, in this order.
+    """The folders in which the data set ``name`` is searched when no root is given, in order.
 
-    ``OPTEQ_DATA`` first; then ``data`` and ``datasets`` here and at home; last where Debian's packages put data sets.
-    In each, a folder called after the data set comes before the place itself.
+    ``OPTEQ_DATA``; ``data`` and ``datasets`` in the working directory and in the home directory; Debian's folder for
+    data sets. In each, a sub-folder with the data set's name comes before the folder itself.
     """
     places = [Path("data"), Path("datasets"), Path.home() / "data", Path.home() / "datasets"]
     if chosen := os.environ.get("OPTEQ_DATA"):

@@ -1,4 +1,4 @@
-"""Where pictures live while a network trains: on the device if they fit, else on the host and fetched ahead of time."""
+"""Where images are kept during training: on the device if they fit, else on the host with prefetching."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Keep = Literal["auto", "device", "host"]
+Residency = Literal["auto", "device", "host"]
 SHARE = 0.4  # of the free memory; the network, its gradients and the solver's history need the rest
 
 
-def stays_on_device(images: Tensor, device: torch.device, keep: Keep, beside: int = 0) -> bool:
-    """Whether the pictures, and so many bytes beside them, are to be held on ``device``.
-
-    ``"auto"`` asks how much memory is free.
-    """
+def fits_on_device(images: Tensor, device: torch.device, keep: Residency, beside: int = 0) -> bool:
+    """Whether the images and ``beside`` bytes more should stay on ``device``; ``"auto"`` looks at its free memory."""
     if keep != "auto":
         return keep == "device"
     if device.type == "cpu":
@@ -31,20 +28,19 @@ def stays_on_device(images: Tensor, device: torch.device, keep: Keep, beside: in
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move without waiting. From pageable memory the host would wait for the copy, so the way leads through pinned."""
+    """Copy asynchronously, through pinned memory: a copy from pageable memory would block the host."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
-def fetched(
+def prefetch(
     sources: Sequence[Tensor], rows: Iterator[Tensor], device: torch.device
 ) -> Generator[list[Tensor], None, None]:
-    """For each batch of row numbers (on the host) these rows of every source on ``device``; the next are fetched
-    meanwhile.
+    """Yield, for each batch of row indices, these rows of every source on ``device``, one batch ahead.
 
-    A thread picks the rows into pinned memory and starts the copy on a stream of its own; the stream that computes
-    waits for the copy's event, the host waits for nothing but the thread.
+    A thread gathers the rows into pinned memory and starts the copy on a side stream; the current stream waits for the
+    copy's event. The host waits for the thread only.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -68,6 +64,6 @@ def _arrived(batch: list[Tensor], copied: torch.cuda.Event | None) -> list[Tenso
     if copied is not None:
         current = torch.cuda.current_stream(batch[0].device)
         current.wait_event(copied)
-        for part in batch:  # its memory was taken on the other stream: not to be reused before we are done
+        for part in batch:  # allocated on the side stream: not to be reused before this stream is done
             part.record_stream(current)
     return batch

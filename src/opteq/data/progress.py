@@ -1,4 +1,4 @@
-"""A bar for work that takes long, where somebody is looking."""
+"""A progress bar for long work, on a terminal only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-SHORT = 5000  # fewer small pictures are decoded before a bar could be read
-LARGE = 1 << 16  # bytes from which on decoding a picture, not opening it, takes the time
+SHORT = 5000  # images; fewer are decoded before a bar could be read
+LARGE = 1 << 16  # bytes; above, decoding an image takes longer than opening it
 
 
 @contextmanager
 def progress(what: str, total: int, size: int = 0) -> Iterator[Callable[[int], None]]:
-    """A function that takes how many more are done, each of ``size`` bytes.
+    """Yield a function that advances the bar by a number of items of ``size`` bytes each.
 
-    It draws only on a terminal (standard error), only where there is time to read it, and only with rich.
+    The bar is drawn on standard error if that is a terminal, if the work is long enough, and if rich is installed.
     """
     drawn = total * max(size / LARGE, 1) >= SHORT and sys.stderr.isatty() and find_spec("rich") is not None
     if not drawn:

@@ -1,4 +1,4 @@
-"""The networks that equilibria are compared with: residual networks in their usual form for small pictures."""
+"""Baselines: residual networks in their usual form for small images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ResNetOptions(Options):
     """Options of a residual network."""
 
     blocks: tuple[int, ...] = option(
-        (2, 2, 2, 2), wholes(), "blocks a stage; from the second on, a stage halves pictures"
+        (2, 2, 2, 2), wholes(), "blocks per stage; from the second on, a stage halves the image"
     )
     width: int = option(64, whole(), "channels of the first stage; each stage doubles them")
     bottleneck: bool = option(False, flag(), "blocks of 1x1, 3x3, 1x1 with four times the channels at the end")
@@ -26,7 +26,7 @@ class ResNetOptions(Options):
 
 
 class Bottleneck(nn.Module):
-    """1x1 to ``widen width``, 3x3, 1x1 to ``4 width``, and past them the input."""
+    """1x1 to ``widen width``, 3x3, 1x1 to ``4 width``, with a skip connection."""
 
     def __init__(self, inputs: int, width: int, stride: int, widen: int = 1) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class PooledHead(nn.Module):
         self.linear = nn.Linear(channels, num_classes)
 
     def embed(self, features: Tensor) -> Tensor:
-        """What the linear layer sees, ``(B, channels)``."""
+        """The input of the linear layer, ``(B, channels)``."""
         return features.mean(dim=(2, 3))
 
     def forward(self, features: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class PooledHead(nn.Module):
 
 
 def build_resnet(in_channels: int, num_classes: int, options: ResNetOptions) -> Parts:
-    """A residual network for pictures of 32 x 32: a 3x3 convolution first, and no pooling before the stages."""
+    """A residual network for images of 32 x 32: a 3x3 convolution first, and no pooling before the stages."""
     inputs, stages = options.width, []
     for index, count in enumerate(options.blocks):
         width = options.width * 2**index

@@ -1,4 +1,4 @@
-"""A classifier with an equilibrium in its middle."""
+"""A classifier with an equilibrium layer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from opteq.models import pretrained
 
 
 class Classifier(nn.Module, metaclass=NamedOptions):
-    """``head(equilibrium(stem(x)))``: from pictures to class scores.
+    """``head(equilibrium(stem(x)))``: from images to logits.
 
-    The three parts are ordinary attributes: any of them can be replaced by another module that takes and gives the
-    same shapes. Between stem and equilibrium are pictures ``(B, channels, h, w)``; the equilibrium hands on its
-    features, pictures or a tuple with the pictures of every branch.
+    The three parts are ordinary attributes: each can be replaced by another module with the same shapes. The stem
+    returns ``(B, channels, h, w)``; the equilibrium returns its features, a tensor or a tuple with one per branch.
 
     Args:
-        stem: what carries pictures into the equilibrium's input.
+        stem: from images to the equilibrium's input.
         equilibrium: an :class:`opteq.Equilibrium` or a module that contains some; in a baseline, its residual stages.
-        head: from features to scores. ``features`` needs a head with a method ``embed``, which gives what its last
-            linear layer sees.
-        config: what the model is made from, JSON-able, with the keys ``name``, ``num_classes``, ``in_channels`` and
-            ``options``, and ``extra`` for whatever training wants to keep beside the weights (class names, mean and
-            standard deviation of pixels).
+        head: from features to logits. :meth:`features` needs a head with a method ``embed``, which returns the input of
+            its last linear layer.
+        config: JSON-able, with the keys ``name``, ``num_classes``, ``in_channels`` and ``options``, and ``extra`` for
+            metadata of training (class names, mean and std of pixels).
 
     >>> import torch, opteq.models
     >>> model = opteq.models.create("opteq-digits", in_channels=1)
@@ -43,16 +41,16 @@ class Classifier(nn.Module, metaclass=NamedOptions):
         self.config = config
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``(B, num_classes)`` of pictures ``(B, in_channels, h, w)``."""
+        """Logits ``(B, num_classes)`` of images ``(B, in_channels, h, w)``."""
         scores: Tensor = self.head(self._before_head(x))
         return scores
 
     def features(self, x: Tensor) -> Tensor:
-        """What the last linear layer sees, ``(B, F)``."""
+        """The input of the last linear layer, ``(B, F)``."""
         embed: Callable[[Any], Tensor] | None = getattr(self.head, "embed", None)
         if embed is None:
             raise TypeError(
-                f"features(x) needs a head with a method embed(features) that gives what its last layer sees; "
+                f"features(x) needs a head with a method embed(features) that returns the input of its last layer; "
                 f"{type(self.head).__name__} has none"
             )
         return embed(self._before_head(x))
@@ -60,20 +58,20 @@ class Classifier(nn.Module, metaclass=NamedOptions):
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write ``config.json`` and ``model.safetensors`` into ``folder``, for :func:`opteq.models.from_pretrained`.
 
-        Each file is written beside the old one and then put in its place, so a write that fails loses nothing.
+        Files are replaced atomically, so a write that fails leaves the old ones.
         """
         return pretrained.save(self, self.config, folder)
 
     def _before_head(self, x: Tensor) -> Any:
         if x.ndim != 4:
-            raise ValueError(f"the input should be pictures (batch, channels, height, width); got {tuple(x.shape)}")
+            raise ValueError(f"the input should be images (batch, channels, height, width); got {tuple(x.shape)}")
         return self.equilibrium(self.stem(x))
 
 
 def equilibria(model: nn.Module) -> list[tuple[str, Equilibrium]]:
-    """All equilibrium layers of a model with their names in it; none for a baseline.
+    """All equilibrium layers of a model with their names; empty for a baseline.
 
-    ``layer.last`` then holds the reports of its latest call.
+    ``layer.last`` holds the reports of a layer's latest call.
 
     >>> import opteq.models
     >>> [name for name, layer in equilibria(opteq.models.create("opteq-digits", in_channels=1))]

@@ -1,4 +1,4 @@
-"""OptEq behind an explicit feature extractor: the first stages of a residual network, as for large pictures."""
+"""OptEq after a feature extractor, the first stages of a residual network, for large images."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from opteq.problems.base import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractedOptions(LayerOptions):
-    """What OptEq models with an extractor share."""
+    """Options shared by OptEq models with an extractor."""
 
     extractor_blocks: tuple[int, ...] = option((3, 4, 6), wholes(), "bottleneck blocks of each stage of the extractor")
-    extractor_strides: tuple[int, ...] = option((1, 2, 1), wholes(), "2 for a stage that halves pictures, 1 for others")
-    extractor_width: int = option(
-        64, whole(), "channels of its first convolution; a stage puts out 4, 8, 16 times that"
+    extractor_strides: tuple[int, ...] = option(
+        (1, 2, 1), wholes(), "2 for a stage that halves the image, 1 for others"
     )
+    extractor_width: int = option(64, whole(), "channels of its first convolution; the stages have 4, 8, 16 times that")
     widen: int = option(1, whole(), "factor of the channels inside its blocks; 2 is the wide residual network")
     channels: int = option(512, whole(), "channels of the features, where the layers' W begin and end")
     separable: bool = option(
@@ -37,7 +37,7 @@ class ExtractedOptions(LayerOptions):
         super().__post_init__()
         if len(self.extractor_strides) != len(self.extractor_blocks):
             raise UserError(
-                "extractor_blocks and extractor_strides should have one number a stage; "
+                "extractor_blocks and extractor_strides should have one value per stage; "
                 f"got {len(self.extractor_blocks)} and {len(self.extractor_strides)}"
             )
 
@@ -47,15 +47,15 @@ class ExtractedClassifierOptions(ExtractedOptions):
     """Options of a classifier with an extractor."""
 
     head_widths: tuple[int, ...] = option(
-        (1024, 2048), wholes(), "channels of the head's 1x1 convolutions, each of which is followed by a halving"
+        (1024, 2048), wholes(), "channels of the head's 1x1 convolutions, each followed by max-pooling by 2"
     )
 
 
 class SeparableInjection(SeparableConv2d):
     """U as a separable convolution, with the bias b: ``U x + b``. Adjoint and norm are those of its linear part.
 
-    The output has variance one for a rectified input, as with :func:`~opteq.models.parts.make_injection`: nothing has
-    to contract here, so nothing is bounded.
+    The output has variance one for a rectified input, as with :func:`~opteq.models.parts.make_injection`: U need not
+    be a contraction, so it has no bound.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
@@ -80,7 +80,7 @@ class DeepHead(nn.Module):
         super().__init__()
         parts: list[nn.Module] = []
         for width in options.head_widths:
-            # Rounded up, so that a picture of one pixel stays one.
+            # Rounded up, so that an image of one pixel keeps it.
             parts += [normalised_conv(channels, width, 1), nn.MaxPool2d(2, ceil_mode=True)]
             channels = width
         self.convolutions = nn.Sequential(*parts)
@@ -88,7 +88,7 @@ class DeepHead(nn.Module):
         self.linear = nn.Linear(channels, num_classes)
 
     def embed(self, features: Tensor) -> Tensor:
-        """What the linear layer sees, ``(B, F)``."""
+        """The input of the linear layer, ``(B, F)``."""
         mixed: Tensor = self.convolutions(features)
         return mixed.mean(dim=(2, 3))
 
@@ -99,7 +99,7 @@ class DeepHead(nn.Module):
 
 
 def build_classifier(in_channels: int, num_classes: int, options: ExtractedClassifierOptions) -> Parts:
-    """Extractor, Deep OptEq and head of a classifier for large pictures."""
+    """Extractor, Deep OptEq and head of a classifier for large images."""
     extractor = make_extractor(in_channels, options)
     layer = options.layer(extracted_problem(options))
     return Parts(extractor, layer, DeepHead(options.channels, num_classes, options))
@@ -122,7 +122,7 @@ def make_extractor(in_channels: int, options: ExtractedOptions) -> nn.Sequential
 
 
 def extracted_problem(options: ExtractedOptions) -> Problem:
-    """The layers of OptEq that read what :func:`make_extractor` puts out."""
+    """The OptEq layers on the output of :func:`make_extractor`."""
     inputs = 4 * options.extractor_width * 2 ** (len(options.extractor_blocks) - 1)
     layers = [
         (_operator(size, options), _injection(inputs, size, options) if options.sees_input(index) else None)

@@ -27,25 +27,25 @@ class GEQOptions(BranchOptions):
     gamma: float | str = option(
         "auto",
         either(Check("'auto'", lambda value: value == "auto"), number()),
-        "sharpness of the Gaussian kernel; auto is 0.2 / M a sample, frozen when the input is bound",
+        "sharpness of the Gaussian kernel; auto is 0.2 / M per sample, constant while an input is solved",
     )
-    learn_gamma: bool = option(False, flag(), "learn gamma, one a branch, beginning at the number given")
-    patch: int | None = option(2, optional(whole()), "side of a patch in pixels; none compares whole pictures")
+    learn_gamma: bool = option(False, flag(), "learn one gamma per branch, initialised at the value given")
+    patch: int | None = option(2, optional(whole()), "side of a patch in pixels; none compares whole images")
     split: int = option(8, whole(), "channels in a patch")
-    projection: int | None = option(64, optional(whole()), "size to which patches are projected by W_h; none for none")
+    projection: int | None = option(64, optional(whole()), "size to which W_h projects patches; none for no projection")
     projection_bound: float | None = option(1.0, optional(number()), "largest norm of W_h")
     degree: int = option(2, whole(2), "of the polynomial kernel")
     input_length: float | None = option(
-        None, optional(number()), "length that U x + b of each sample is brought to; none leaves it as it is"
+        None, optional(number()), "norm to which U x + b of each sample is normalised; none for no normalisation"
     )
 
 
 class OfLength(nn.Module):
-    """``length * U x / |U x|``, sample by sample.
+    """``length * U x / |U x|``, per sample.
 
-    Kernels that look at the input through ``<c, y>``, one number for the whole picture, need it: entries of c of about
-    1 make ``|c|^2`` as large as the number of pixels, where tanh is flat and a power overflows. With a length of about
-    1 the sigmoid kernel bends, and the quadratic one has, with a bounded activation, an equilibrium apart from zero.
+    Kernels of ``<c, y>`` over the whole image need it: with entries of c of about 1, ``|c|^2`` is as large as the
+    number of pixels, where tanh saturates and a power overflows. With a norm of about 1 the sigmoid kernel is not
+    saturated, and the quadratic one has, with a bounded activation, an equilibrium other than zero.
 
     Args:
         inner: ``U``, with its normalisation where it has one.
@@ -60,7 +60,7 @@ class OfLength(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Each sample of ``inner(x)`` at the length; one that is zero stays zero."""
         c: Tensor = self.inner(x)
-        wide = c.to(working_dtype(c.dtype))  # a sum over a picture is too much for half precision
+        wide = c.to(working_dtype(c.dtype))  # a sum over an image is too much for half precision
         size = torch.linalg.vector_norm(wide.flatten(1), dim=1).clamp_min(torch.finfo(wide.dtype).tiny ** 0.5)
         scaled: Tensor = wide * (self.length / size).reshape(-1, *[1] * (c.ndim - 1))
         return scaled.to(c.dtype)

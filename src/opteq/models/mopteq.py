@@ -1,4 +1,4 @@
-"""The MOptEq family: branches on several scales, tied by heritage and diversity, or not tied at all (POptEq)."""
+"""The MOptEq family: branches on several scales, coupled by heritage and diversity, or independent (POptEq)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ class MOptEqOptions(BranchOptions):
     """Options of MOptEq."""
 
     diversity: float = option(0.001, number(open_below=False), "lambda, the weight of D in the objective")
-    smoothing: float = option(1.0, number(open_below=False), "tau, the width of D's kinks; 0 keeps them, and cycles")
-    heritage: bool = option(True, flag(), "whether neighbours are tied by H; without it each branch has its own")
-    perturbation: float = option(
-        0.0, number(open_below=False), "largest entry of what branches add to the next one's input in training"
+    smoothing: float = option(
+        1.0, number(open_below=False), "tau, the width to which D's kinks are smoothed; 0 keeps them, which may cycle"
     )
-    settle: int = option(8, whole(), "steps after which perturbations are frozen")
+    heritage: bool = option(
+        True, flag(), "whether neighbours are coupled by H; without it each branch has its own coupling"
+    )
+    perturbation: float = option(
+        0.0, number(open_below=False), "largest entry of the perturbation of the next branch's input in training"
+    )
+    settle: int = option(8, whole(), "steps after which perturbations stay constant")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.heritage and self.bound is not None and self.bound >= 1:
-            # With H, resampling between scales damps the feedback, and bounds above 1 still contract. Without it every
-            # branch feeds back on itself, undamped.
+            # With H, resampling between scales damps the feedback, so bounds above 1 still give a contraction.
             raise UserError(f"heritage=false needs a bound below 1, such as bound=0.95; got bound={self.bound:g}")
         if self.perturbation and self.injection_norm == "batch":
             raise UserError(
-                "perturbation needs the adjoint of U, which batch normalisation has not; "
+                "perturbation needs the adjoint of U, which batch normalisation does not have; "
                 "use injection_norm='none' or 'group'"
             )
 
@@ -41,7 +44,7 @@ class MOptEqOptions(BranchOptions):
 class POptEqOptions(BranchOptions):
     """Options of POptEq."""
 
-    fusion: str = option("none", one_of(("none", "sum", "conv")), "what is made of the branches before the head")
+    fusion: str = option("none", one_of(("none", "sum", "conv")), "how the branches are combined before the head")
 
 
 def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> Parts:
@@ -50,7 +53,7 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
     stem = make_stem(in_channels, options, options.scales)
     if options.perturbation and len(set(stem.channels)) > 1:
         raise UserError(
-            "perturbation hands on what one branch adds to the input of the next, so all should see inputs with the "
+            "perturbation passes what one branch adds to its input to the next, so all branches need inputs with the "
             f"same number of channels; got {list(stem.channels)}"
         )
     problem = MOptEq(

@@ -1,4 +1,4 @@
-"""The options that all models with an equilibrium share, and the solver and gradient that they stand for."""
+"""Options shared by all models with an equilibrium, and the solver and gradient that they select."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Given = TypeVar("Given", bound="Options")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a model: typed, checked, and all of them things that JSON and TOML can hold."""
+    """Options of a model: typed, validated, JSON-able and TOML-able."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -42,7 +42,7 @@ class Options:
         return {field.name: field.metadata["help"] for field in dataclasses.fields(cls)}
 
     def changed(self: Given, changes: Mapping[str, Any]) -> Given:
-        """These options with some of them changed; an unknown one is refused with the nearest."""
+        """A copy with some options changed; an unknown name is an error with the nearest one."""
         for name in changes:
             if name not in self.names():
                 raise unknown_name("option", name, self.names())
@@ -57,37 +57,35 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierOptions(Options):
-    """What is before and behind the equilibrium."""
+    """Options of stem and head."""
 
     channels: int = option(64, whole(), "channels of the stem's output and of the features of every branch")
     stem: str = option(
         "plain",
         one_of(("plain", "residual", "pyramid")),
-        "what comes before: plain convolutions, residual blocks, or residual blocks on smaller and smaller pictures",
+        "plain convolutions, residual blocks, or residual blocks on smaller and smaller images",
     )
     stem_depth: int | tuple[int, ...] = option(
         0,
         either(whole(0), wholes(0)),
-        "plain: convolutions after the first; else blocks, in a pyramid on each level (or a list: one a level)",
+        "plain: convolutions after the first; else blocks, in a pyramid per level (or a list with one value per level)",
     )
     stem_block: str | tuple[str, ...] = option(
         "basic",
         each_of(BLOCKS),
         "kind of residual blocks: basic (two convolutions) or inverted (each channel by itself, then all of a pixel); "
-        "in a pyramid also a list of one a level",
+        "in a pyramid also a list with one value per level",
     )
     stem_width: int | None = option(None, optional(whole()), "channels inside a residual stem; none means `channels`")
     stem_widths: tuple[int, ...] | None = option(
         None, optional(wholes()), "channels of a pyramid's levels, each half as large as the one before"
     )
-    stem_attention: bool = option(
-        False, flag(), "residual blocks weigh their channels by what the whole picture shows, as SENet's do"
-    )
+    stem_attention: bool = option(False, flag(), "squeeze-and-excitation in the residual blocks")
     stem_kernel: int = option(3, whole(), "size of the first convolution's kernel, an odd number")
-    downsample: int = option(0, whole(0), "how many of the stem's convolutions halve the picture, from the first on")
-    readout: str = option("concat", one_of(("concat", "mean")), "what is made of the branches' pooled features")
+    downsample: int = option(0, whole(0), "number of the stem's convolutions with stride 2, from the first on")
+    readout: str = option("concat", one_of(("concat", "mean")), "how the branches' pooled features are combined")
     head_width: int | None = option(
-        None, optional(whole()), "units of a hidden layer before the last; none for no such"
+        None, optional(whole()), "units of a hidden layer before the last; none for no hidden layer"
     )
     pool: int = option(1, whole(), "height and width to which features are averaged before the last linear layer")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
@@ -95,21 +93,23 @@ class ClassifierOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SolvingOptions(Options):
-    """How the equilibrium is made, found and differentiated."""
+    """Options of the equilibrium, its solver and its gradient."""
 
-    hidden: tuple[int, ...] = option((64,), wholes(), "channels of the state, one number a branch (or layer)")
+    hidden: tuple[int, ...] = option((64,), wholes(), "channels of the state, one value per branch (or layer)")
     activation: str = option("relu", one_of(penalties.names()), "the prox of the penalty in the objective")
-    bound: float | None = option(0.95, optional(number()), "largest norm of every W; none lets it grow")
-    weight_kernel: int = option(3, whole(), "size of the kernels of W, an odd number; 1 mixes channels alone")
+    bound: float | None = option(0.95, optional(number()), "bound of the norm of every W; none for no bound")
+    weight_kernel: int = option(3, whole(), "size of the kernels of W, an odd number")
     injection_kernel: int = option(3, whole(), "size of the kernels of U, an odd number")
     injection_norm: str = option(
         "none", one_of(("none", "batch", "group")), "normalisation of U x: none, over the batch, or over each sample"
     )
     solver: str = option("anderson", one_of(("anderson", "picard", "broyden", "sam")), "how the equilibrium is found")
     tol: float = option(1e-3, number(), "relative residual at which a sample is finished")
-    max_steps: int = option(40, whole(), "steps of the solver at most")
-    memory: int | None = option(None, optional(whole()), "steps that Anderson or Broyden remember; none for their own")
-    damping: float | None = option(None, optional(number(0, 1)), "share of a new step; none for what the problem says")
+    max_steps: int = option(40, whole(), "maximal number of solver steps")
+    memory: int | None = option(None, optional(whole()), "memory of Anderson or Broyden; none for their default")
+    damping: float | None = option(
+        None, optional(number(0, 1)), "damping of the solver's steps; none for the problem's"
+    )
     gradient: str = option(
         "implicit",
         one_of(("implicit", "phantom", "one-step", "unrolled", "shine")),
@@ -117,9 +117,9 @@ class SolvingOptions(Options):
     )
     gradient_tol: float = option(1e-3, number(), "residual of the implicit gradient's system, relative to the gradient")
     gradient_steps: int | None = option(
-        None, optional(whole()), "steps of the gradient at most; none for its own number"
+        None, optional(whole()), "maximal number of steps of the gradient; none for its default"
     )
-    gradient_damping: float = option(0.8, number(0, 1), "share of a new step in the phantom gradient")
+    gradient_damping: float = option(0.8, number(0, 1), "damping of the phantom gradient's steps")
     on_failure: str = option("warn", one_of(("warn", "raise", "ignore")), "what happens when samples do not converge")
     regularizer: str = option("none", one_of(REGULARIZERS), "a prior on features, in the objective or in SAM")
     regularizer_weight: float = option(0.01, number(), "its weight in the objective, or its step in SAM")
@@ -128,7 +128,7 @@ class SolvingOptions(Options):
         super().__post_init__()
         for name in ("weight_kernel", "injection_kernel"):
             if getattr(self, name) % 2 == 0:
-                raise UserError(f"{name} should be odd, so that a picture keeps its size; got {getattr(self, name)}")
+                raise UserError(f"{name} should be odd, so that an image keeps its size; got {getattr(self, name)}")
 
     def layer(self, problem: Problem) -> Equilibrium:
         """The equilibrium layer of ``problem`` with this solver and gradient."""
@@ -139,7 +139,7 @@ class SolvingOptions(Options):
         return None if self.regularizer == "none" else regularizers.get(self.regularizer)
 
     def prior_in_objective(self, takes_one: bool) -> Regularizer | None:
-        """The regulariser that goes into the objective; an error where it would have no effect."""
+        """The regulariser in the objective; an error where it would have no effect."""
         prior = self.prior()
         if prior is None or self.solver == "sam":
             return None
@@ -153,7 +153,9 @@ class SolvingOptions(Options):
     def _solver(self) -> Solver:
         tol, steps = self.tol, self.max_steps
         if self.memory is not None and self.solver not in ("anderson", "broyden"):
-            raise UserError(f"memory has no effect with solver={self.solver!r}; only anderson and broyden remember")
+            raise UserError(
+                f"memory has no effect with solver={self.solver!r}; only anderson and broyden have a memory"
+            )
         if self.solver == "anderson":
             return Anderson(tol=tol, max_steps=steps, memory=self.memory or Anderson.memory, damping=self.damping)
         if self.solver == "broyden":
@@ -167,7 +169,7 @@ class SolvingOptions(Options):
             )
         if self.damping is not None:
             raise UserError("damping has no effect with solver='sam'")
-        # The last steps are plain ones, so that what is handed on is close to an equilibrium.
+        # The last steps are plain ones, so that the result is close to an equilibrium.
         return SAM(
             tol=tol, max_steps=steps, regularizer=prior, gamma=self.regularizer_weight, eta=0.5, polish=steps // 2
         )
@@ -187,20 +189,20 @@ class SolvingOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EquilibriumOptions(SolvingOptions, ClassifierOptions):
-    """What is before and behind the equilibrium, and the equilibrium itself."""
+    """Options of stem, equilibrium and head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BranchOptions(EquilibriumOptions):
-    """What models with branches add."""
+    """Options of models with branches."""
 
-    scales: tuple[int, ...] = option((1,), wholes(), "factor by which each branch sees a smaller picture")
+    scales: tuple[int, ...] = option((1,), wholes(), "downsampling factor of each branch's input")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.scales) != len(self.hidden):
             raise UserError(
-                f"hidden and scales should have one number a branch; got {len(self.hidden)} and {len(self.scales)}"
+                f"hidden and scales should have one value per branch; got {len(self.hidden)} and {len(self.scales)}"
             )
 
 

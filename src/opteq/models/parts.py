@@ -1,4 +1,4 @@
-"""What is before and behind an equilibrium: stems, injections and heads."""
+"""Stems, injections and heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opteq.models.residual import BLOCKS, normalised_conv
 
 
 class Parts(NamedTuple):
-    """The three parts of a classifier, in the order in which data passes them."""
+    """The three parts of a classifier, in the order of the forward pass."""
 
     stem: nn.Module
     equilibrium: nn.Module
@@ -24,25 +24,25 @@ class Parts(NamedTuple):
 
 
 class Stem(NamedTuple):
-    """What comes before an equilibrium, and how many channels each of its branches gets to see (one, without any)."""
+    """A stem, and the number of channels of each branch's input (one entry without branches)."""
 
     module: nn.Module
     channels: tuple[int, ...]
 
 
 def make_stem(in_channels: int, options: ClassifierOptions, scales: Sequence[int] | None = None) -> Stem:
-    """From pictures to the input of the equilibrium, ``(B, in_channels, h, w) -> (B, channels, h', w')``.
+    """From images to the input of the equilibrium, ``(B, in_channels, h, w) -> (B, channels, h', w')``.
 
     Every convolution is followed by batch normalisation and ReLU, the last one too: the branches' injections are
     linear, so without it two linear maps would follow each other. Levels of a pyramid that are made of inverted blocks
-    are the exception: what they hand on is not rectified.
+    are the exception: their output is not rectified.
 
     ``plain`` is a convolution to ``channels`` and ``stem_depth`` more. ``residual`` is one to ``stem_width``,
     ``stem_depth`` residual blocks and a convolution to ``channels``: deeper for the same number of parameters.
     ``pyramid`` is a :class:`~opteq.models.pyramid.Pyramid`, whose levels go to the branches of their ``scales``.
     """
     if options.stem_kernel % 2 == 0:
-        raise UserError(f"stem_kernel should be odd, so that a picture keeps its size; got {options.stem_kernel}")
+        raise UserError(f"stem_kernel should be odd, so that an image keeps its size; got {options.stem_kernel}")
     _check_blocks(options)
     if options.stem == "pyramid":
         return _pyramid(in_channels, options, scales)
@@ -57,7 +57,7 @@ def _pyramid(in_channels: int, options: ClassifierOptions, scales: Sequence[int]
         raise UserError("stem='pyramid' needs stem_widths, the channels of its levels, such as stem_widths=(32, 64)")
     if options.stem_width is not None or options.downsample:
         raise UserError(
-            "stem='pyramid' halves pictures from level to level, with the channels of stem_widths; stem_width and "
+            "stem='pyramid' halves the image from level to level, with the channels of stem_widths; stem_width and "
             "downsample have no effect with it"
         )
     factors = [2**level for level in range(len(widths))]
@@ -67,7 +67,7 @@ def _pyramid(in_channels: int, options: ClassifierOptions, scales: Sequence[int]
     levels = None if scales is None else tuple(factors.index(scale) for scale in scales)
     if levels is not None and max(levels) + 1 < len(widths):
         raise UserError(
-            f"no branch sees the last of {len(widths)} levels of the pyramid, whose weights would learn nothing; the "
+            f"no branch uses the last of {len(widths)} levels of the pyramid; the "
             f"coarsest branch has scale {max(scales or ())}, so stem_widths should have {max(levels) + 1} numbers"
         )
     for name in ("stem_depth", "stem_block"):
@@ -92,7 +92,7 @@ def _one_size(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
     channels, depth, block = options.channels, options.stem_depth, options.stem_block
     if isinstance(depth, tuple) or isinstance(block, tuple):
         raise UserError(
-            "stem_depth and stem_block may be lists, of one value a level, with stem='pyramid' only; "
+            "stem_depth and stem_block may be lists, with one value per level, with stem='pyramid' only; "
             f"got stem_depth={depth!r} and stem_block={block!r} with stem={options.stem!r}"
         )
     if options.stem == "plain":
@@ -119,8 +119,8 @@ def _one_size(in_channels: int, options: ClassifierOptions) -> nn.Sequential:
 def make_injection(inputs: int, outputs: int, options: SolvingOptions) -> nn.Module:
     """U: a convolution whose output has variance one for a rectified input, and its normalisation.
 
-    ``batch`` and ``group`` put the scale of ``U x`` into the hands of a normalisation, over the batch or over each
-    sample. With either, the Lipschitz constant of the certificate is unknown, for a norm of U is.
+    ``batch`` and ``group`` normalise ``U x`` over the batch or over each sample. With either, the norm of U and so the
+    Lipschitz constant of the certificate are unknown.
     """
     norm, kernel = options.injection_norm, options.injection_kernel
     conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=norm == "none")
@@ -132,15 +132,15 @@ def make_injection(inputs: int, outputs: int, options: SolvingOptions) -> nn.Mod
 
 
 class Head(nn.Module):
-    """From the features of an equilibrium to class scores.
+    """From the features of an equilibrium to logits.
 
-    Features are pictures, or a tuple with the pictures of every branch. Each is batch-normalised, rectified and
+    Features are images, or a tuple with the images of every branch. Each is batch-normalised, rectified and
     averaged to ``pool x pool`` pixels; then branches are concatenated or averaged, a hidden layer follows where there
     is one, and a linear layer. Normalising every branch by itself puts coarse and fine ones on one scale.
 
     Args:
         channels: of each branch.
-        num_classes: how many scores.
+        num_classes: number of logits.
         options: ``readout``, ``head_width``, ``pool`` and ``dropout``.
     """
 
@@ -157,7 +157,7 @@ class Head(nn.Module):
         self.linear = nn.Linear(options.head_width or width, num_classes)
 
     def embed(self, features: Tensor | tuple[Tensor, ...]) -> Tensor:
-        """What the linear layer sees, ``(B, F)``."""
+        """The input of the linear layer, ``(B, F)``."""
         branches = features if isinstance(features, tuple) else (features,)
         if len(branches) != len(self.norms):
             raise ValueError(f"this head reads {len(self.norms)} branches; the equilibrium gave {len(branches)}")
@@ -173,7 +173,7 @@ class Head(nn.Module):
 
 
 def _hidden(inputs: int, outputs: int) -> nn.Sequential:
-    # Normalised over each sample: over the batch it would refuse a batch of one in training.
+    # LayerNorm: BatchNorm does not accept a batch of one in training.
     return nn.Sequential(nn.Linear(inputs, outputs, bias=False), nn.LayerNorm(outputs), nn.ReLU())
 
 

@@ -1,4 +1,4 @@
-"""A stem that gives every branch a view of its own size."""
+"""A stem with one output per scale."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from opteq.states import State
 
 
 class Pyramid(nn.Module):
-    """Residual blocks on smaller and smaller pictures; each branch of an equilibrium sees the level of its scale.
+    """Residual blocks on smaller and smaller images; each branch of an equilibrium gets the level of its scale.
 
-    A branch that sees the finest level averaged over 8 x 8 pixels is blind for what averages out. Here level i is made
-    from the one before by learned convolutions, so coarse branches see deeper features instead of blurred ones.
+    Level i is computed from the one before by learned convolutions, so coarse branches see deeper features and not
+    averages of the finest level.
 
     Args:
-        in_channels: of pictures.
+        in_channels: of images.
         widths: channels of the levels; each but the first is half as large as the one before.
-        depth: residual blocks on each level, one number for all or one a level; with 0, a level is one convolution.
+        depth: residual blocks per level, one value for all or one per level; with 0, a level is one convolution.
         kernel: size of the first convolution.
-        levels: which level each branch sees; None gives the last one alone, as a tensor.
-        attention: weigh the channels of every block by what the whole picture shows.
-        block: kind of blocks, a name in :data:`~opteq.models.residual.BLOCKS` for all or one a level.
+        levels: the level of each branch; None returns the last level as a tensor.
+        attention: squeeze-and-excitation in every block.
+        block: kind of blocks, a name in :data:`~opteq.models.residual.BLOCKS` for all or one per level.
 
     >>> import torch
     >>> stem = Pyramid(3, (8, 16), depth=1, levels=(0, 1, 1))

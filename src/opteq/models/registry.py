@@ -1,4 +1,4 @@
-"""The models by name: what they are, what they reproduce, and how to make them."""
+"""The registry of models: names, options, and the published results that they reproduce."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from opteq.models.parts import Parts
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is known about a model before it is made.
+    """Description of a model.
 
     Attributes:
         name: for :func:`create`.
-        parameters: how many it has for ``classes`` classes of colour pictures, everything counted.
-        classes: how many the published result has; ten where there is none.
+        parameters: number of parameters for ``classes`` classes of color images.
+        classes: number of classes of the published result; ten where there is none.
         family: opteq, mopteq, popteq, geq or baseline.
-        dense: whether it gives scores for every pixel, not for the picture.
+        dense: whether it is for segmentation.
         summary: one line.
-        reproduces: the published result that it stands for; empty where there is none.
+        reproduces: the published result; empty where there is none.
         options: all options with their defaults.
         explanations: one line about each option.
     """
@@ -109,19 +109,19 @@ _MODELS: dict[str, _Entry] = {
         channels=64, hidden=(64, 128, 256, 256, 512),
     ),
     "opteq-small-imagenet": _extracted(
-        "Deep OptEq of five separable layers behind three stages of ResNet-50; 17.2M parameters, of which 4.0M are "
-        "OptEq's, where the paper prints 18M and 7M without a layout that has so many",
+        "Deep OptEq of five separable layers after three stages of ResNet-50; 17.2M parameters, of which 4.0M are "
+        "OptEq's, where the paper prints 18M and 7M without a layout that has them",
         "OptEq paper, ImageNet, OptEq-small",
         classes=1000, hidden=(512,) * 5,
     ),
     "opteq-middle-imagenet": _extracted(
-        "Deep OptEq of three separable layers behind three stages of Wide-ResNet-50; 32.0M parameters, of which 2.5M "
-        "are OptEq's, where the paper prints 40M and 13M without a layout that has so many",
+        "Deep OptEq of three separable layers after three stages of Wide-ResNet-50; 32.0M parameters, of which 2.5M "
+        "are OptEq's, where the paper prints 40M and 13M without a layout that has them",
         "OptEq paper, ImageNet, OptEq-Mid.",
         classes=1000, hidden=(512,) * 3, widen=2, injection_kernel=5,
     ),
     "opteq-cityscapes": _segmenter(
-        "Deep OptEq of three layers behind two stages of ResNet-50, scores for every pixel",
+        "Deep OptEq of three layers after two stages of ResNet-50, for segmentation",
         "OptEq paper, Cityscapes (of its layout only the layers' channels are printed)",
         classes=19, extractor_blocks=(3, 4), extractor_strides=(1, 2), channels=256, hidden=(256, 512, 512),
         separable=False, dropout=0.1,
@@ -152,12 +152,12 @@ _MODELS: dict[str, _Entry] = {
         channels=448, hidden=(112, 224, 224, 224), bound=1.2, **_FOUR_SCALES,
     ),
     "mopteq-10m-imagenette": _mopteq(
-        "MOptEq of four scales for pictures of 256x256, which its stem halves twice",
+        "MOptEq of four scales for images of 256x256, downsampled twice by its stem",
         "MOptEq paper, ImageNette, 10M parameters",
         channels=448, hidden=(112, 224, 224, 224), bound=1.2, downsample=2, **(_FOUR_SCALES | {"stem_depth": 2}),
     ),
     "mopteq-13m-imagenet": _mopteq(
-        "MOptEq of four scales for pictures of 256x256, which its stem halves twice",
+        "MOptEq of four scales for images of 256x256, downsampled twice by its stem",
         "MOptEq paper, ImageNet, 13M parameters",
         classes=1000, channels=512, hidden=(64, 128, 128, 256), bound=1.2, stem_kernel=7, downsample=2, readout="mean",
         **(_FOUR_SCALES | {"stem_depth": 3}),
@@ -173,20 +173,20 @@ _MODELS: dict[str, _Entry] = {
         channels=320, hidden=(80, 160, 160, 160, 320, 320), stem_depth=1, **_SIX_SCALES,
     ),
     "geq-6m-imagenet": _geq(
-        "GEQ of six branches for pictures of 256x256, which its stem halves twice",
+        "GEQ of six branches for images of 256x256, downsampled twice by its stem",
         "GEQ paper, ImageNette and ImageNet-100, 6M parameters",
         channels=256, hidden=(32, 64, 128, 128, 256, 256), projection=128, stem_depth=3, stem_kernel=7, downsample=2,
         readout="mean", head_width=256, **_SIX_SCALES,
     ),
     "geq-13m-imagenet": _geq(
-        "GEQ of six branches for pictures of 256x256, which its stem halves twice",
+        "GEQ of six branches for images of 256x256, downsampled twice by its stem",
         "GEQ paper, ImageNette and ImageNet-100, 13M parameters",
         channels=384, hidden=(48, 96, 192, 192, 384, 384), projection=128, stem_depth=3, stem_kernel=7, downsample=2,
         readout="mean", head_width=384, **_SIX_SCALES,
     ),
-    "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 pictures, 11.17M parameters"),
+    "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 images, 11.17M parameters"),
     "resnet50-cifar": _resnet(
-        "ResNet-50 in its usual form for 32x32 pictures, 23.5M parameters", blocks=(3, 4, 6, 3), bottleneck=True
+        "ResNet-50 in its usual form for 32x32 images, 23.5M parameters", blocks=(3, 4, 6, 3), bottleneck=True
     ),
 }  # fmt: skip
 
@@ -197,7 +197,7 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> ModelCard:
-    """What is known about a model.
+    """The description of a model.
 
     >>> card = describe("mopteq-0.48m")
     >>> card.family, card.options["scales"]
@@ -222,9 +222,9 @@ def create(name: str, num_classes: int = 10, in_channels: int = 3, **options: An
 
     Args:
         name: one of :func:`names`.
-        num_classes: how many scores it gives.
-        in_channels: channels of its pictures.
-        options: what differs from the model's defaults; ``describe(name).options`` lists them.
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        options: changes of the model's defaults; ``describe(name).options`` lists them.
 
     >>> model = create("mopteq-193k", num_classes=100, diversity=0.0)
     >>> model.config["options"]["diversity"], model.head.linear.out_features
@@ -233,7 +233,7 @@ def create(name: str, num_classes: int = 10, in_channels: int = 3, **options: An
     entry = _entry(name)
     for what, value in (("num_classes", num_classes), ("in_channels", in_channels)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{what} should be a whole number of at least 1; got {value!r}")
+            raise UserError(f"{what} should be a positive integer; got {value!r}")
     try:
         chosen = entry.options.changed(options)
         parts = entry.build(in_channels, num_classes, chosen)
@@ -274,7 +274,7 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
 
 @cache
 def _parameters(name: str) -> int:
-    with torch.device("meta"):  # shapes without numbers: counting costs no memory and draws nothing at random
+    with torch.device("meta"):  # no memory and no random numbers
         return sum(parameter.numel() for parameter in create(name, _entry(name).classes).parameters())
 
 

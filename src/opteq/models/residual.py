@@ -1,4 +1,4 @@
-"""Residual blocks: what stems and baselines are made of."""
+"""Residual blocks of stems and baselines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 class ResidualBlock(nn.Module):
-    """``relu(x + BN(conv(relu(BN(conv(x))))))``, with a 1x1 convolution on the way past where shapes change.
+    """``relu(x + BN(conv(relu(BN(conv(x))))))``, with a 1x1 convolution in the skip connection where shapes change.
 
-    With ``attention``, what the convolutions add is weighed by :class:`ChannelWeights`.
+    With ``attention``, :class:`ChannelWeights` scale the output of the convolutions.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, attention: bool = False) -> None:
@@ -28,12 +28,11 @@ class ResidualBlock(nn.Module):
 
 
 class InvertedBlock(nn.Module):
-    """``x + BN(mix(relu(BN(mix(BN(spread(x)))))))``: pixels are mixed channel by channel, channels pixel by pixel.
+    """``x + BN(mix(relu(BN(mix(BN(spread(x)))))))``: a depthwise convolution, then an inverted bottleneck.
 
-    ``spread`` is a 5x5 convolution of every channel by itself, the first ``mix`` a 1x1 convolution to four times as
-    many channels, the second one back. That is ``8 C^2`` parameters for two convolutions' worth of features and a wider
-    view, where a :class:`ResidualBlock` has ``18 C^2``. Nothing is rectified on the way past, which a narrow block can
-    not afford. Where shapes change, the way past averages pixels and mixes channels.
+    ``spread`` is a depthwise 5x5 convolution, the first ``mix`` a 1x1 convolution to four times as many channels, the
+    second one back. That is ``8 C^2`` parameters, where a :class:`ResidualBlock` has ``18 C^2``. The output is not
+    rectified. Where shapes change, the skip connection averages pixels and mixes channels.
 
     >>> InvertedBlock(8, 12, stride=2)(torch.rand(2, 8, 6, 6)).shape
     torch.Size([2, 12, 3, 3])
@@ -47,7 +46,7 @@ class InvertedBlock(nn.Module):
         self.weights = ChannelWeights(outputs) if attention else nn.Identity()
         self.past: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            # Rounded up, as a convolution with a stride does for a picture of odd size.
+            # Rounded up, as a strided convolution does for an odd size.
             self.past = nn.Sequential(
                 nn.AvgPool2d(stride, ceil_mode=True), normalised_conv(inputs, outputs, 1, activate=False)
             )
@@ -62,9 +61,9 @@ BLOCKS: dict[str, type[ResidualBlock] | type[InvertedBlock]] = {"basic": Residua
 
 
 class ChannelWeights(nn.Module):
-    """Every channel times a number between 0 and 1, which two small layers make from the means of all channels.
+    """Squeeze-and-excitation: every channel times a weight in [0, 1] from the means of all channels.
 
-    That is squeeze and excitation: a block sees the whole picture at the price of ``C^2 / 4`` parameters.
+    It has ``C^2 / 4`` parameters.
 
     >>> ChannelWeights(16)(torch.rand(2, 16, 4, 4)).shape
     torch.Size([2, 16, 4, 4])
@@ -90,7 +89,7 @@ class ChannelWeights(nn.Module):
 def normalised_conv(
     inputs: int, outputs: int, kernel: int = 3, stride: int = 1, activate: bool = True, groups: int = 1
 ) -> nn.Sequential:
-    """Convolution without bias, batch normalisation and, unless told otherwise, ReLU."""
+    """Convolution without bias, batch normalisation and, by default, ReLU."""
     conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     parts: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, norm=nn.BatchNorm2d(outputs))

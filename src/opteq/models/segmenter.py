@@ -1,4 +1,4 @@
-"""A classifier of pixels: OptEq behind an extractor, scores for every place, brought to the picture's size."""
+"""Semantic segmentation: OptEq after an extractor, with logits upsampled to the size of the image."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from opteq.models.residual import normalised_conv
 
 
 class Segmenter(Classifier):
-    """``head(equilibrium(stem(x)))``, enlarged: from pictures to class scores of every pixel.
+    """``head(equilibrium(stem(x)))``, upsampled: from images to the logits of every pixel.
 
-    Parts and files are those of a :class:`Classifier`. The head gives scores ``(B, num_classes, h', w')`` of whatever
-    size its features have; bilinear interpolation brings them to the picture's. Pictures may be of any size.
+    Parts and files are those of a :class:`Classifier`. The head returns logits ``(B, num_classes, h', w')``;
+    bilinear interpolation brings them to the size of the image, which may be any.
 
     >>> import torch, opteq.models
     >>> small = {"extractor_width": 4, "extractor_blocks": [1, 1], "channels": 8, "hidden": [8, 8], "head_width": 8}
@@ -28,11 +28,11 @@ class Segmenter(Classifier):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``(B, num_classes, h, w)`` of pictures ``(B, in_channels, h, w)``."""
+        """Scores ``(B, num_classes, h, w)`` of images ``(B, in_channels, h, w)``."""
         return F.interpolate(super().forward(x), size=x.shape[2:], mode="bilinear", align_corners=False)
 
     def features(self, x: Tensor) -> Tensor:
-        """What the last convolution sees, ``(B, F, h', w')``."""
+        """The input of the last convolution, ``(B, F, h', w')``."""
         return super().features(x)
 
 
@@ -53,7 +53,7 @@ class PixelHead(nn.Module):
         self.scores = nn.Conv2d(options.head_width, num_classes, 1)
 
     def embed(self, features: Tensor) -> Tensor:
-        """What the last layer sees, ``(B, F, h', w')``."""
+        """The input of the last layer, ``(B, F, h', w')``."""
         embedded: Tensor = self.convolution(features)
         return embedded
 

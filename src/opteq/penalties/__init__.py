@@ -1,4 +1,4 @@
-"""Penalties f and activations sigma = prox_f: two names of one object.
+"""Penalties f and activations sigma = prox_f, as one object.
 
 The prox of a penalty maps t to the minimiser of ``f(y) + (y - t)^2 / 2``. Read from the left it is an
 activation; read from the right, every non-decreasing activation is the prox of a penalty,

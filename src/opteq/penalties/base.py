@@ -62,7 +62,7 @@ class Penalty(metaclass=NamedOptions):
 
     @abstractmethod
     def potential(self, t: Tensor) -> Tensor:
-        """The function whose gradient is sigma and that is 0 at 0, one number a sample; in float32 or better."""
+        """The function whose gradient is sigma and that is 0 at 0, one value per sample; in float32 or better."""
 
     @abstractmethod
     def linearise(self, t: Tensor) -> Linearised:
@@ -70,12 +70,12 @@ class Penalty(metaclass=NamedOptions):
 
     @property
     def tells_slope(self) -> bool:
-        """Whether the image of the prox tells its derivative: :meth:`linearise_at_image`."""
+        """Whether ``prox(t)`` determines the derivative at t: :meth:`linearise_at_image`."""
         return False
 
     def linearise_at_image(self, y: Tensor) -> Linearised:
         """The same from ``y = prox(t)``."""
-        raise NotImplementedError(f"the image of {type(self).__name__} does not tell the derivative")
+        raise NotImplementedError(f"prox(t) of {type(self).__name__} does not determine the derivative at t")
 
     def project(self, y: Tensor) -> Tensor:
         """The nearest point at which the penalty is finite; y itself where it is finite everywhere."""

@@ -1,4 +1,4 @@
-"""Penalties whose activations are made of straight pieces."""
+"""Penalties with piecewise linear activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties whose activations bend."""
+"""Penalties with smooth activations."""
 
 from __future__ import annotations
 

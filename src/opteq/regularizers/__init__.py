@@ -1,4 +1,4 @@
-"""Priors on features: what a hidden problem prefers before it sees an input."""
+"""Regularisers: priors on features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prior on features has to answer, and the arithmetic that all of them share."""
+"""The interface of regularisers, and arithmetic that they share."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from opteq.common.autocast import has_autocast
 from opteq.common.options import NamedOptions
 
-# How many numbers the largest temporary of a batch-coupled regulariser may hold: 64 MiB in float32, enough to
-# keep a GPU busy and little beside the activations of a network.
+# Elements of the largest temporary of a batch-coupled regulariser: 64 MiB in float32, enough to keep a GPU busy and
+# little compared with the activations of a network.
 CHUNK = 2**24
 
 
 class Regularizer(metaclass=NamedOptions):
-    """A prior R on features z: it says which features are preferred, before any input is seen.
+    """A prior R on features z.
 
     A hidden problem ``phi`` becomes ``phi + weight * R`` with the layer ``T(z - weight * grad R(z))``. Where R is
-    not smooth there is ``T(prox_{weight R}(z))``, which minimises something slightly different:
-    :class:`~opteq.regularizers.Envelope` says what. The weight is given where R is used, never here.
+    not smooth there is ``T(prox_{weight R}(z))``, which minimises a slightly different
+    objective, see :class:`~opteq.regularizers.Envelope`. The weight is an option of the problem, not of R.
 
-    ``z`` has any shape; its first dimension is the batch. Half-precision features are computed with in
-    float32: ``value`` is float32 or better, all other answers come back in the dtype of ``z``.
+    ``z`` has any shape; its first dimension is the batch. Low-precision features are converted to
+    float32: ``value`` is float32 or better, all other results have the dtype of ``z``.
 
     To write your own, give the four flags and ``value``; the derivatives then follow by automatic
     differentiation:
@@ -48,7 +48,7 @@ class Regularizer(metaclass=NamedOptions):
     smooth: ClassVar[bool]
     """Whether R has a gradient, so that the layer ``I - weight * grad R`` makes sense; else use ``prox``."""
     couples_batch: ClassVar[bool]
-    """Whether a sample's share of R depends on its batch mates (correlations do, norms do not)."""
+    """Whether a sample's share of R depends on the other samples of the batch (correlations do, norms do not)."""
 
     @abstractmethod
     def value(self, z: Tensor) -> Tensor:
@@ -146,9 +146,9 @@ def check_number(owner: str, option: str, value: object, *, zero_allowed: bool =
 
 
 def check_whole_number(owner: str, option: str, value: object, *, least: int) -> None:
-    """Refuse a value of ``option`` that is not a whole number of at least ``least``."""
+    """Raise unless ``option`` is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}: {option} must be a whole number, not {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{owner}: {option} must be an integer, not {value!r} ({type(value).__name__}).")
     if value < least:
         raise ValueError(f"{owner}: {option} must be at least {least}, not {value!r}.")
 

@@ -26,7 +26,7 @@ class Envelope(Regularizer):
 
     >>> import torch
     >>> from opteq.regularizers import Ridge
-    >>> Envelope(Ridge(), weight=1.0).value(torch.tensor([[3.0, 4.0]]))  # half of what Ridge itself says
+    >>> Envelope(Ridge(), weight=1.0).value(torch.tensor([[3.0, 4.0]]))  # half the value of Ridge
     tensor([6.2500])
     """
 
@@ -36,7 +36,7 @@ class Envelope(Regularizer):
     name: ClassVar[str] = "envelope"
     convex: ClassVar[bool] = True
     smooth: ClassVar[bool] = True
-    couples_batch: ClassVar[bool] = False  # an instance says what its own regulariser says
+    couples_batch: ClassVar[bool] = False  # an instance has the value of its regulariser
 
     def __post_init__(self) -> None:
         R = self.regularizer

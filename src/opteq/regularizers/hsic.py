@@ -27,7 +27,7 @@ class HSIC(Regularizer):
     """``R(Z) = sum_{i<j} HSIC(Z_i, Z_j)``: features that are independent, not only uncorrelated.
 
     ``HSIC(X, Y) = tr(K_X H K_Y H) / (B - 1)^2`` with the Gaussian kernel ``exp(-|x_b - x_c|^2 / (2 s^2))``
-    between samples and ``H = I - 11'/B``. Feature i is ``z[:, i]``: a number a sample, or, for images, a
+    between samples and ``H = I - 11'/B``. Feature i is ``z[:, i]``: one value per sample, or, for images, a
     vector of all its pixels. With ``K~_i = H K_i H`` and ``S = sum_i K~_i`` all pairs come at once, in time
     O(m B^2) instead of O(m^2 B^2)::
 

@@ -19,7 +19,7 @@ from opteq.regularizers.base import (
 
 @dataclass(frozen=True)
 class Incay(Regularizer):
-    """``R(z) = 2 / (|z|^2 + 2 eps)``, one term a sample: the opposite of decay, features of large norm.
+    """``R(z) = 2 / (|z|^2 + 2 eps)``, one term per sample: the opposite of decay, features of large norm.
 
     Its gradient is ``-4 z / (|z|^2 + 2 eps)^2``, so the layer ``I - w grad R`` expands: it is
     ``(1 + 4 w / (|z|^2 + 2 eps)^2) z``. (Table 2 of OptEq prints a minus there, which would shrink the

@@ -1,4 +1,4 @@
-"""The page that a run leaves behind."""
+"""The HTML report of a run."""
 
 from opteq.report.page import write
 

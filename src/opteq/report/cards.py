@@ -1,4 +1,4 @@
-"""A few test pictures as cards, and what a run was made with, at the end of the page."""
+"""Test images as cards, and the appendix with recipe and environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from opteq.report.charts.images import heat, photograph
+from opteq.report.charts.images import heatmap, image_data_url
 from opteq.report.charts.waterfall import terms_table, waterfall
 from opteq.report.examples import Example
 from opteq.report.html.markup import Html, join, tag
@@ -19,19 +19,19 @@ from opteq.report.sections import section
 
 
 def cards(examples: Sequence[Example], classes: Sequence[str]) -> Html:
-    """Every example with its prediction, the fall of its objective and where the model looked."""
+    """One card per example: prediction, objective term by term, and attention or saliency map."""
     kind = examples[0].kind
     views = {
-        "attention": "The second picture shows how much weight each patch has at the equilibrium.",
-        "saliency": "The second picture shows how strongly each pixel moves the score of the predicted class.",
+        "attention": "The second image shows the weight of each patch at the equilibrium.",
+        "saliency": "The second image shows the sensitivity of the predicted class's score to each pixel.",
     }
-    lead = f"Mistakes first, the surest of them. {views[kind]}"
+    lead = f"Mistakes first, the most confident ones. {views[kind]}"
     if examples[0].terms:
-        lead += " The bars lead from the objective where the solver began, term by term, down to where it ended."
+        lead += " The bars show the change of the objective from the initial state to the equilibrium, term by term."
     for layer, why in examples[0].reasons.items():
-        lead += f" There is no objective to draw for {layer or 'this layer'}: {why}."
+        lead += f" There is no objective for {layer or 'this layer'}: {why}."
     every = tag("div", *(_card(one, classes) for one in examples), class_="cards")
-    return section("pictures", "A few pictures, explained", every, lead=lead)
+    return section("images", "Example images", every, lead=lead)
 
 
 def _card(example: Example, classes: Sequence[str]) -> Html:
@@ -65,37 +65,37 @@ def _card(example: Example, classes: Sequence[str]) -> Html:
     return tag(
         "article",
         tag("header", verdict),
-        _pictures(example, true),
+        _images(example, true),
         tag("ol", *likely, class_="likely", aria_label="Most probable classes"),
         *falls,
         class_="card",
     )
 
 
-def _pictures(example: Example, true: str) -> Html:
+def _images(example: Example, true: str) -> Html:
     values = example.view[torch.isfinite(example.view)].float()
     if example.kind == "attention":
         low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 1.0)
         caption = f"attention, {decimal(low, 2)} to {decimal(high, 2)}"
     else:
-        # One pixel in a hundred may lie above the brightest colour, so that a single one does not darken all others.
+        # The 99th percentile is the brightest color, so that single pixels do not darken the others.
         low, high = 0.0, float(torch.quantile(values, 0.99)) if values.numel() else 1.0
         caption = "saliency"
-    alternative = f"{example.kind} map: bright where the prediction looks"
+    alternative = f"{example.kind} map"
     return tag(
         "div",
         tag(
             "figure",
-            tag("img", src=photograph(example.pixels), alt=f"test picture: {true}"),
-            tag("figcaption", "picture"),
+            tag("img", src=image_data_url(example.pixels), alt=f"test image: {true}"),
+            tag("figcaption", "image"),
         ),
-        tag("figure", tag("img", src=heat(example.view, low, high), alt=alternative), tag("figcaption", caption)),
+        tag("figure", tag("img", src=heatmap(example.view, low, high), alt=alternative), tag("figcaption", caption)),
         class_="views",
     )
 
 
 def appendix(run: Run) -> Html:
-    """Recipe, environment and command, folded away."""
+    """Command, recipe, environment and model configuration, collapsed."""
     command = run.environment.get("command")
     shown = shlex.join(str(word) for word in command) if isinstance(command, list) else command
     pieces = []
@@ -111,7 +111,7 @@ def appendix(run: Run) -> Html:
         pieces.append(_folded("Model", tag("pre", tag("code", json.dumps(run.config, indent=2, ensure_ascii=False)))))
     if not pieces:
         pieces.append(tag("p", "The folder holds neither recipe nor environment.", class_="note"))
-    return section("details", "How it was made", *pieces)
+    return section("details", "Details", *pieces)
 
 
 def _folded(title: str, content: Html) -> Html:

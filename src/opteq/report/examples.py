@@ -1,4 +1,4 @@
-"""A few test pictures, explained: what was predicted, what was minimised for them, and where the model looked."""
+"""Example images with prediction, objective terms, and attention or saliency map."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opteq.analysis.attention import attention_map, patch_weights
 from opteq.analysis.saliency import saliency_map
 from opteq.analysis.terms import equilibrium_inputs, objective_terms
 from opteq.common.errors import ConvergenceWarning
-from opteq.report.examine import Examination, Pictures
+from opteq.report.predictions import LabelledImages, Predictions
 from opteq.states import blocks
 
 _WRONG, _ALL = 3, 6
@@ -20,15 +20,15 @@ _WRONG, _ALL = 3, 6
 
 @dataclass(frozen=True)
 class Example:
-    """One picture.
+    """One image.
 
     Attributes:
         pixels: uint8 ``(C, H, W)``.
         label, predicted: classes.
-        likely: the most probable classes with their probabilities, best first.
-        terms: one entry a layer: its name, and the terms at the start and at the equilibrium.
+        likely: the most probable classes with their probabilities.
+        terms: one entry per layer: its name, and the terms at the initial state and at the equilibrium.
         reasons: why a layer has no terms, by its name.
-        view: a map ``(height, width)``: weights of patches, or how strongly pixels move the score.
+        view: an attention or saliency map ``(height, width)``.
         kind: ``"attention"`` or ``"saliency"``.
     """
 
@@ -43,28 +43,28 @@ class Example:
 
     @property
     def right(self) -> bool:
-        """Whether the prediction is."""
+        """Whether the prediction is correct."""
         return self.label == self.predicted
 
 
-def explain(model: nn.Module, pictures: Pictures, found: Examination) -> list[Example]:
-    """Up to three mistakes and as many right ones as make six."""
-    rows = choose(found, pictures.labels[found.order])
+def explain(model: nn.Module, images: LabelledImages, found: Predictions) -> list[Example]:
+    """Up to three mistakes, and correct predictions up to six in total."""
+    rows = choose(found, images.labels[found.order])
     if not rows:
         return []
     device = next(model.parameters()).device
     indices = found.order[rows]
-    x = pictures.batch(indices, device)
+    x = images.batch(indices, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         layers = [terms.merged() for terms in objective_terms(model, x)]
-        views, kind = look(model, x, found.predictions[rows].to(device))
+        views, kind = look(model, x, found.predicted[rows].to(device))
     top = found.probabilities[rows].topk(min(3, found.probabilities.shape[1]), dim=1)
     return [
         Example(
-            pixels=pictures.images[indices[place]],
-            label=int(pictures.labels[indices[place]]),
-            predicted=int(found.predictions[row]),
+            pixels=images.images[indices[place]],
+            label=int(images.labels[indices[place]]),
+            predicted=int(found.predicted[row]),
             likely=list(zip(top.indices[place].tolist(), top.values[place].tolist(), strict=True)),
             terms=[(one.layer, _numbers(one.start, place), _numbers(one.end, place)) for one in layers if one.end],
             reasons={one.layer: one.reason for one in layers if one.reason is not None},
@@ -75,15 +75,15 @@ def explain(model: nn.Module, pictures: Pictures, found: Examination) -> list[Ex
     ]
 
 
-def choose(found: Examination, labels: Tensor) -> list[int]:
-    """Rows of the examination: the surest mistakes, the least sure right one, then sure ones; new classes first."""
-    sureness = found.probabilities.gather(1, found.predictions[:, None]).squeeze(1)
-    sureness = sureness.nan_to_num(nan=0.0)
-    right = found.predictions == labels
-    order = sureness.argsort(descending=True, stable=True).tolist()
+def choose(found: Predictions, labels: Tensor) -> list[int]:
+    """Rows: the most confident mistakes, the least confident correct one, then average correct ones, over classes."""
+    confidence = found.probabilities.gather(1, found.predicted[:, None]).squeeze(1)
+    confidence = confidence.nan_to_num(nan=0.0)
+    right = found.predicted == labels
+    order = confidence.argsort(descending=True, stable=True).tolist()
     wrong = _spread_over_classes([row for row in order if not right[row]], labels, _WRONG)
     good = [row for row in order if right[row]]
-    # From the middle of the right ones: neither the easiest of all nor the narrowest escape, which comes first.
+    # Average confidence: from the middle of the correct ones.
     ordinary = good[len(good) // 2 :] + good[: len(good) // 2]
     narrow = good[-1:]
     rest = [row for row in ordinary if row not in narrow]
@@ -92,7 +92,7 @@ def choose(found: Examination, labels: Tensor) -> list[int]:
 
 
 def look(model: nn.Module, x: Tensor, predicted: Tensor) -> tuple[Tensor, str]:
-    """Attention where the equilibria weigh patches (GEQ), saliency of the predicted class elsewhere."""
+    """Attention maps for GEQ, saliency maps of the predicted class otherwise."""
     size = (x.shape[2], x.shape[3])
     maps = []
     for _, layer, given in equilibrium_inputs(model, x):
@@ -107,7 +107,7 @@ def look(model: nn.Module, x: Tensor, predicted: Tensor) -> tuple[Tensor, str]:
 
 
 def _spread_over_classes(rows: list[int], labels: Tensor, most: int) -> list[int]:
-    """The first rows, one a class before a class comes twice."""
+    """The first rows, preferring classes that have not occurred."""
     seen: set[int] = set()
     first: list[int] = []
     later: list[int] = []

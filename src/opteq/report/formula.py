@@ -1,4 +1,4 @@
-"""What a network minimises, as a formula to read: every term with its meaning below and its colour in the charts."""
+"""The objective of a problem as a formula: every term with its meaning and its color in the charts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opteq.report.html.typeset import typeset
 
 @dataclass(frozen=True)
 class Term:
-    """A summand: its name in the problem, its sign and formula, and what it wants."""
+    """A term: its name in the problem, its sign and formula, and its effect."""
 
     name: str
     sign: str
@@ -29,12 +29,12 @@ class Formula:
     """An objective.
 
     Attributes:
-        over: what it is minimised over, with its constraint.
-        terms: the summands; empty where nothing is minimised.
-        step: what one step of the solver's map is.
-        symbols: what the letters mean.
-        remark: a sentence below, or nothing.
-        before: what stands in front of all terms: a sum over branches.
+        over: the variable, with its constraint.
+        terms: the terms; empty where nothing is minimised.
+        step: one step of the fixed-point map.
+        symbols: the meaning of the symbols.
+        remark: a sentence below, or None.
+        before: a sum over branches in front of all terms.
     """
 
     over: Html
@@ -46,23 +46,23 @@ class Formula:
 
 
 def formulas(problem: Problem) -> list[Formula]:
-    """The formulas that tell a problem: one, or one a part where parts of several kinds are in parallel."""
+    """The formulas of a problem: one, or one per part where parts of several kinds are in parallel."""
     parts = problem.parts() if isinstance(problem, Parallel) else []
     found = [formula(part) for part, _scale in parts]
     if len({one.terms for one in found}) <= 1:
         return [formula(problem)]
     return [
-        replace(one, remark=f"Part {index}: a {type(part).__name__} on the picture at 1/{scale} of its size.")
+        replace(one, remark=f"Part {index}: a {type(part).__name__} on the image at 1/{scale} of its size.")
         for index, (one, (part, scale)) in enumerate(zip(found, parts, strict=True))
     ]
 
 
 @singledispatch
 def formula(problem: Problem) -> Formula:
-    """The formula of a problem; one that is not known here is told in general terms."""
+    """The formula of a problem; a general one for types without their own."""
     given = getattr(problem, "penalty", None)
     over, term, act = _penalty(penalties.get(given) if isinstance(given, str | Penalty) else None)
-    rest = Term("smooth", "+", typeset("g(y; x)"), "what ties the state to the input")
+    rest = Term("smooth", "+", typeset("g(y; x)"), "couples the state to the input")
     return Formula(
         over,
         (*term, _quadratic(), rest),
@@ -83,7 +83,7 @@ def _(problem: OptEq) -> Formula:
         *term,
         _quadratic(),
         Term("coupling", "−", typeset(f"½‖W'y‖^2{mu}"), "features should be strong"),
-        Term("input", "−", typeset("⟨Ux + b, y⟩"), "the state should follow the picture"),
+        Term("input", "−", typeset("⟨Ux + b, y⟩"), "the state should follow the image"),
     ]
     if problem.regularizer is not None:
         weight = _short(problem.mu * problem.gamma)
@@ -91,11 +91,11 @@ def _(problem: OptEq) -> Formula:
     prior = "" if problem.regularizer is None else f" − {_short(problem.gamma)}∇R(z)"
     step = join(typeset("y ← "), act, typeset(f"(W(z{prior}) + Ux + b)" if prior else "(Wz + Ux + b)"))
     symbols = (
-        (typeset("x"), "what the stem makes of the picture"),
+        (typeset("x"), "the output of the stem"),
         (typeset("y"), "the state"),
         (typeset(f"z = W'y{mu}"), "the features that the head reads"),
-        (typeset("W"), f"ties features to the state: {problem.W!r}"),
-        (typeset("Ux + b"), "what the picture asks of the state"),
+        (typeset("W"), f"couples features and state: {problem.W!r}"),
+        (typeset("Ux + b"), "the input term"),
     )
     return Formula(over, tuple(terms), step, symbols)
 
@@ -105,20 +105,20 @@ def _(problem: GEQ) -> Formula:
     over, term, act = _penalty(problem.penalty)
     kernel = problem.kernel
     symbols = [
-        (typeset("x"), "what the stem makes of the picture"),
+        (typeset("x"), "the output of the stem"),
         (typeset("y"), "the state, which is what the head reads"),
         (typeset("W"), f"carries the state to where it is compared: {problem.W!r}"),
-        (typeset("Ux + b"), "what it is compared with: the view of the picture"),
+        (typeset("Ux + b"), "what it is compared with: the view of the image"),
     ]
     if isinstance(kernel, kernels.Gaussian):
         body = typeset("Σ_p e_p / 2γ")
-        parts = [Term("gaussian", "−", body, "the state should explain the picture, patch by patch")]
+        parts = [Term("gaussian", "−", body, "the state should explain the image, patch by patch")]
         step = join(typeset("y ← "), act, typeset("(W'Σ_p e_p q_p)"))
         whole = "the whole of" if kernel.patches is None else "patch p of"
         shown = "projected" if kernel.projection is not None else "as it is"
         gamma = kernel.gamma
         how = (
-            "chosen for each picture, then fixed"
+            "chosen for each image, then fixed"
             if isinstance(gamma, str)
             else _short(float(torch.as_tensor(gamma).detach()))
         )
@@ -131,7 +131,7 @@ def _(problem: GEQ) -> Formula:
         name = type(kernel).__name__.lower()
         parts = [
             Term("coupling", "−", typeset("½‖Wy‖^2"), "the state should be strong"),
-            Term("input", "−", typeset("k(⟨Ux + b, y⟩)"), "the state should resemble the picture"),
+            Term("input", "−", typeset("k(⟨Ux + b, y⟩)"), "the state should resemble the image"),
         ]
         step = join(typeset("y ← "), act, typeset("(∇s(y))"))
         symbols.append((typeset("k"), f"the {name} kernel; s is minus the two last terms"))
@@ -145,7 +145,7 @@ def _(problem: MOptEq) -> Formula:
     terms = [
         *(replace(one, body=typeset("Σf(y_i)")) if "f" in one.body else one for one in term),
         Term("quadratic", "+", typeset("½‖y_i‖^2"), "states should be small"),
-        Term("input", "−", typeset("⟨U_i x_i + b_i, y_i⟩"), "each should follow the picture"),
+        Term("input", "−", typeset("⟨U_i x_i + b_i, y_i⟩"), "each should follow the image"),
     ]
     if coupling.heritage:
         terms.append(Term("heritage", "−", typeset("½⟨z_i, z_i+1⟩"), "neighbours should agree"))
@@ -155,9 +155,9 @@ def _(problem: MOptEq) -> Formula:
         weight = _short(coupling.diversity / 2)
         terms.append(Term("diversity", "+", typeset(f"{weight} D(z_i, z_i+1)"), "different channels should differ"))
     symbols = [
-        (typeset("x_i"), "what the stem makes of the picture, at the scale of branch i"),
+        (typeset("x_i"), "what the stem makes of the image, at the scale of branch i"),
         (typeset("y_i"), "the state of branch i"),
-        (typeset("U_i x_i + b_i"), "what the picture asks of it"),
+        (typeset("U_i x_i + b_i"), "what the image asks of it"),
         (typeset("z_i = W_i'y_i"), "features of branch i; the last branch is beside the first"),
         (typeset("h_i"), "minus the slope of the terms that tie branches, in branch i"),
     ]
@@ -233,7 +233,7 @@ def _sum(count: int) -> Html:
 
 
 def _penalty(penalty: Penalty | None) -> tuple[Html, tuple[Term, ...], Html]:
-    """What the state is constrained to, the penalty's term, and the activation's name."""
+    """The constraint of the state, the penalty's term, and the activation's name."""
     if isinstance(penalty, ReLU):
         return typeset("y ≥ 0"), (), join("relu")
     if isinstance(penalty, HardTanh):

@@ -1,4 +1,4 @@
-"""The certificate in words: what the weights guarantee, and which statement says so."""
+"""The certificate as sentences, with the statements that justify them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from opteq.problems.certificate import Certificate
 from opteq.report.html.markup import Html, join, tag
-from opteq.report.html.numbers import decimal, readable
+from opteq.report.html.numbers import decimal, with_symbols
 from opteq.report.sections import section
 
 _PART = re.compile(r"(?:^|\. |; )part (\d+): ")
 
 
 def guarantees(certificates: Sequence[tuple[str, Certificate | str]]) -> Html:
-    """The certificate in words."""
-    lead = "Computed from the weights as they are now, not measured on pictures: it holds for every input."
+    """The section with the certificates."""
+    lead = "Computed from the current weights: it holds for every input."
     blocks = []
     for layer, certificate in certificates:
         title = tag("h3", tag("code", layer)) if len(certificates) > 1 else None
@@ -23,7 +23,7 @@ def guarantees(certificates: Sequence[tuple[str, Certificate | str]]) -> Html:
             blocks.append(join(title, tag("p", f"No certificate could be computed: {certificate}", class_="note")))
         else:
             blocks.append(join(title, tag("ul", *_statements(certificate), class_="certificate")))
-    return section("guarantees", "What is guaranteed", *blocks, lead=lead)
+    return section("guarantees", "Guarantees", *blocks, lead=lead)
 
 
 def _statements(certificate: Certificate) -> list[Html]:
@@ -33,21 +33,21 @@ def _statements(certificate: Certificate) -> list[Html]:
         None: "Whether an equilibrium exists for every input is unknown.",
     }[certificate.exists]
     unique = {
-        True: "It is the only one, wherever the solver begins.",
-        False: "There may be several, and where the solver begins decides.",
-        None: "Whether it is the only one is unknown.",
+        True: "It is unique, wherever the solver starts.",
+        False: "There may be several, and the start of the solver decides.",
+        None: "Whether it is unique is unknown.",
     }[certificate.unique]
     factor, slope = certificate.contraction, certificate.lipschitz
     if factor is None:
-        contraction = "How far a step can stretch distances is unknown."
+        contraction = "The contraction factor of a step is unknown."
     elif factor < 1:
-        contraction = f"Every step brings two states together, to at most {decimal(factor)} of their distance."
+        contraction = f"Every step is a contraction with factor at most {decimal(factor)}."
     else:
-        contraction = f"A step may push two states apart, to at most {decimal(factor)} times their distance."
+        contraction = f"A step may increase distances, by a factor of at most {decimal(factor)}."
     lipschitz = (
-        "How far the features can move with the input is unknown."
+        "The Lipschitz constant from input to features is unknown."
         if slope is None
-        else f"The features move at most {decimal(slope)} times as far as the layer's input does."
+        else f"The Lipschitz constant from the layer's input to its features is at most {decimal(slope)}."
     )
     states = [
         ("exists", exists, certificate.exists),
@@ -68,18 +68,17 @@ def _statements(certificate: Certificate) -> list[Html]:
 
 
 def _reason(words: str, unknown: bool) -> Html:
-    """A reason. Those of several parts, which are long, are folded away, and told once where they are the same.
+    """A reason. Those of several parts are collapsed, or shown once where they are equal.
 
-    What is unknown of all parts together is unknown of one of them: the rule that joins them then explains nothing, and
-    the first part's reason stands in its place.
+    A property of all parts is unknown if it is unknown for one of them; the first part's reason is shown then.
     """
     head, *rest = _PART.split(words)
     if not rest:
-        return tag("p", readable(words))
+        return tag("p", with_symbols(words))
     parts = list(zip(rest[::2], rest[1::2], strict=True))
     if len({reason for _, reason in parts}) == 1:
-        told = f"Each of the {len(parts)} parts: {readable(parts[0][1])}"
-        return tag("p", told if unknown else f"{readable(head)} {told}")
-    first = tag("p", f"The first of {len(parts)} parts: {readable(parts[0][1])}" if unknown else readable(head))
-    listed = tag("ol", *(tag("li", readable(reason)) for _, reason in parts), start="0")
+        told = f"Each of the {len(parts)} parts: {with_symbols(parts[0][1])}"
+        return tag("p", told if unknown else f"{with_symbols(head)} {told}")
+    first = tag("p", f"The first of {len(parts)} parts: {with_symbols(parts[0][1])}" if unknown else with_symbols(head))
+    listed = tag("ol", *(tag("li", with_symbols(reason)) for _, reason in parts), start="0")
     return join(first, tag("details", tag("summary", f"All {len(parts)} parts"), listed))

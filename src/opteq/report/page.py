@@ -1,4 +1,4 @@
-"""Gather what a run folder holds, make the page of it, and put it there in one piece."""
+"""Read a run folder, evaluate its model, and write the report."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from opteq.equilibrium import Equilibrium
 from opteq.problems.certificate import Certificate
 from opteq.report import sections
 from opteq.report.cards import appendix, cards
-from opteq.report.examine import Examination, Pictures, SolveRecord, examine
 from opteq.report.examples import Example, explain
 from opteq.report.formula import formulas
 from opteq.report.guarantees import guarantees
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.numbers import count, decimal, duration, percent, plural, scientific, short_count
+from opteq.report.predictions import LabelledImages, Predictions, SolveRecord, predict
 from opteq.report.run import Run, read_run
-from opteq.report.segmentation import MapExamination, examine_maps, map_cards, pixel_mistakes
+from opteq.report.segmentation import SegmentationResult, evaluate_segmentation, pixel_mistakes, segmentation_cards
 
 
 @dataclass
 class Findings:
-    """What the saved model showed. Every piece may be missing; the run's notes then say why."""
+    """Results of the saved model. Each may be missing; the run's notes then say why."""
 
     model: nn.Module | None = None
-    pictures: Pictures | None = None
-    examination: Examination | None = None
+    images: LabelledImages | None = None
+    predictions: Predictions | None = None
     examples: list[Example] | None = None
-    maps: MapExamination | None = None
+    maps: SegmentationResult | None = None
 
     @property
     def solves(self) -> list[SolveRecord]:
-        """How the solves went; empty where nothing was looked at."""
-        looked = self.examination if self.examination is not None else self.maps
+        """Statistics of the solves; empty where nothing was evaluated."""
+        looked = self.predictions if self.predictions is not None else self.maps
         return [] if looked is None else looked.solves
 
     def layers(self) -> list[tuple[str, Equilibrium]]:
-        """The equilibrium layers; none without a model."""
+        """The equilibrium layers of the model."""
         if self.model is None:
             return []
         return [(name, layer) for name, layer in self.model.named_modules() if isinstance(layer, Equilibrium)]
@@ -54,14 +54,12 @@ class Findings:
 def write(run_dir: str | Path, seconds: float = 120.0) -> Path:
     """Write ``report.html`` into a run folder and return its path.
 
-    The page is one file that needs nothing else: learning curves, what the network minimises, how its solves go, what
-    is guaranteed, where it errs, and some test pictures explained. A run that is not finished, or a folder with pieces
-    missing, gives a page that says so. The file appears whole or not at all.
+    One self-contained HTML file: learning curves, the objective, convergence, certificates, confusions and example
+    images. For an unfinished run, or a folder with missing files, the report says so. The file is written atomically.
 
     Args:
         run_dir: the folder that ``opteq train`` wrote.
-        seconds: time after which no further test pictures are looked at. The page says how many were; large models on
-            a CPU would otherwise take longer over their report than a reader waits.
+        seconds: time limit for the evaluation of test images; the report says how many were evaluated.
 
     Raises:
         UserError: ``run_dir`` is not a run folder, or can't be written to.
@@ -71,14 +69,14 @@ def write(run_dir: str | Path, seconds: float = 120.0) -> Path:
     found = _findings(run, seconds)
     html = render(run, found)
     target = folder / "report.html"
-    with plain_errors("writing the report", "free some space or mend the permissions"):
-        # Names of files, as in the command, are bytes and need not be text.
+    with plain_errors("writing the report", "free some space or check the permissions"):
+        # File names in the command may not be valid Unicode.
         write_atomically(target, html.encode(errors="replace"))
     return target
 
 
 def render(run: Run, found: Findings) -> str:
-    """The whole page as text."""
+    """The report as HTML."""
     layers = found.layers()
     parts: list[Html] = []
     if found.model is not None:
@@ -88,14 +86,14 @@ def render(run: Run, found: Findings) -> str:
         parts.append(sections.solving(found.solves))
     if layers:
         parts.append(guarantees([(name, _certificate(layer)) for name, layer in layers]))
-    if found.examination is not None and found.pictures is not None and len(found.examination.order):
-        parts.append(sections.mistakes(found.examination, found.pictures.classes))
-    if found.examples and found.pictures is not None:
-        parts.append(cards(found.examples, found.pictures.classes))
-    if found.maps is not None and found.pictures is not None:
+    if found.predictions is not None and found.images is not None and len(found.predictions.order):
+        parts.append(sections.mistakes(found.predictions, found.images.classes))
+    if found.examples and found.images is not None:
+        parts.append(cards(found.examples, found.images.classes))
+    if found.maps is not None and found.images is not None:
         parts += [
-            pixel_mistakes(found.maps, found.pictures.classes),
-            map_cards(found.maps.examples, found.pictures.classes),
+            pixel_mistakes(found.maps, found.images.classes),
+            segmentation_cards(found.maps.examples, found.images.classes),
         ]
     parts.append(appendix(run))
     notes = tag("ul", *(tag("li", note) for note in run.notes), class_="notes") if run.notes else None
@@ -103,7 +101,7 @@ def render(run: Run, found: Findings) -> str:
     page = Template(here.joinpath("page.html").read_text(encoding="utf-8"))
     return page.substitute(
         title=join(run.name),
-        # The figures come first: the page's own sheet ends with what changes on phones, which has the last word.
+        # The page's style sheet comes last: its rules for small screens override the others.
         style="\n".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("figures.css", "style.css")),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
         subtitle=_subtitle(run, found),
@@ -117,11 +115,11 @@ def render(run: Run, found: Findings) -> str:
 
 
 def _subtitle(run: Run, found: Findings) -> Html:
-    """Which model, on what, for how long, and what it is to reproduce."""
+    """Model, data, training time, and the result that it reproduces."""
     model = run.section("model").get("name") or run.config.get("name") or "a model"
     data = run.section("data").get("name")
     on = None if data is None else f"on {data}"
-    classes = None if found.pictures is None else f"with {len(found.pictures.classes)} classes"
+    classes = None if found.images is None else f"with {len(found.images.classes)} classes"
     seconds = sum(value for value in run.column("seconds") if math.isfinite(value))
     trained = f"trained for {duration(seconds)}" if seconds > 0 else None
     what = join(tag("b", model), on, classes, between=" ")
@@ -129,14 +127,14 @@ def _subtitle(run: Run, found: Findings) -> Html:
 
 
 def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
-    """The headline: what was measured now where it was, what training recorded elsewhere."""
-    looked, maps = found.examination, found.maps
+    """The headline: values measured now, or those that training recorded."""
+    looked, maps = found.predictions, found.maps
     measure, key = ("mean IoU", "test_iou") if run.latest("test_iou") is not None else ("accuracy", "test_accuracy")
-    accuracy, about = run.latest(key), "on the test pictures, as recorded"
+    accuracy, about = run.latest(key), "on the test images, as recorded"
     if looked is not None and looked.complete and len(looked.order):
-        accuracy, about = looked.accuracy, f"of {plural(looked.total, 'test picture')}"
+        accuracy, about = looked.accuracy, f"of {plural(looked.total, 'test image')}"
     elif maps is not None and maps.seen == maps.total:
-        measure, accuracy, about = "mean IoU", maps.mean_overlap, f"over {plural(maps.total, 'test picture')}"
+        measure, accuracy, about = "mean IoU", maps.mean_overlap, f"over {plural(maps.total, 'test image')}"
     elif accuracy is None:
         about = "not measured yet"
     epochs, planned = len(run.epochs), run.planned_epochs
@@ -153,7 +151,7 @@ def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
         steps = sum(one.mean_steps for one in solves) / len(solves)
         worst = max(one.worst_residual for one in solves)
     if steps is not None:
-        numbers.append(("solver steps", decimal(steps), "a picture, on average"))
+        numbers.append(("solver steps", decimal(steps), "per image, on average"))
     if worst is not None:
         tolerance = f"tolerance {scientific(solves[0].tol, 0)}" if solves else "as recorded"
         numbers.append(("worst residual", scientific(worst), tolerance))
@@ -161,12 +159,12 @@ def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
 
 
 def _findings(run: Run, seconds: float) -> Findings:
-    """Load and examine what can be; what can't becomes a note."""
+    """Load the model and evaluate it; failures become notes."""
     found = Findings()
     if not run.has_weights:
-        run.notes.append("No weights are saved yet, so the page shows what training recorded and no more.")
+        run.notes.append("No weights are saved yet, so the report shows only what training recorded.")
         return found
-    from opteq import data, models  # imported late: a page without weights needs neither
+    from opteq import data, models  # imported here: not needed without weights
 
     try:
         found.model = models.from_pretrained(run.folder)
@@ -177,30 +175,30 @@ def _findings(run: Run, seconds: float) -> Findings:
     found.model.to(device).eval()
     asked = {key: value for key, value in run.section("data").items() if key in ("name", "root", "cache", "image_size")}
     if "name" not in asked:
-        run.notes.append("The recipe names no data, so no test pictures are shown.")
+        run.notes.append("The recipe names no data, so no test images are shown.")
         return found
     try:
         loaded = data.load(**asked)
     except (ValueError, TypeError, OSError) as error:
-        run.notes.append(f"The test pictures can't be loaded: {error}")
+        run.notes.append(f"The test images can't be loaded: {error}")
         return found
     trained = {"classes": loaded.classes, "mean": loaded.mean, "std": loaded.std, **found.model.config["extra"]}
     if list(trained["classes"]) != list(loaded.classes):
-        run.notes.append("The classes are not those that the model was trained on, so no test pictures are shown.")
+        run.notes.append("The classes are not those that the model was trained on, so no test images are shown.")
         return found
     split = loaded.test
-    # Colours are normalised as they were in training, whatever the training pictures are now.
+    # Mean and std are those of training.
     colours = tuple(trained["mean"]), tuple(trained["std"])
-    found.pictures = Pictures(split.images, split.labels, tuple(loaded.classes), *colours)
+    found.images = LabelledImages(split.images, split.labels, tuple(loaded.classes), *colours)
     try:
         with evaluating(found.model):
             if split.dense:
-                found.maps = examine_maps(found.model, found.pictures, seconds)
+                found.maps = evaluate_segmentation(found.model, found.images, seconds)
                 return found
-            found.examination = examine(found.model, found.pictures, seconds)
-            found.examples = explain(found.model, found.pictures, found.examination)
-    except (ValueError, RuntimeError) as error:  # weights that are not finite, or pictures of another size
-        run.notes.append(f"The model can't be run on the test pictures: {error}")
+            found.predictions = predict(found.model, found.images, seconds)
+            found.examples = explain(found.model, found.images, found.predictions)
+    except (ValueError, RuntimeError) as error:  # weights that are not finite, or images of another size
+        run.notes.append(f"The model can't be run on the test images: {error}")
     return found
 
 

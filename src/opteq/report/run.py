@@ -1,4 +1,4 @@
-"""Reading a run folder as it is: finished or not, whole or with pieces missing."""
+"""Reading a run folder, finished or not, with missing files allowed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIGNS = ("recipe.toml", "metrics.jsonl", "config.json", "model.safetensors")
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds.
+    """The content of a run folder.
 
     Attributes:
         folder: where it lies.
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def planned_epochs(self) -> int | None:
-        """How many epochs the recipe asks for."""
+        """Number of epochs of the recipe."""
         planned = self.section("train").get("epochs")
         return planned if isinstance(planned, int) else None
 
@@ -61,16 +61,16 @@ class Run:
         return found if isinstance(found, dict) else {}
 
     def column(self, key: str) -> list[float]:
-        """One measure over all epochs, NaN where it is missing."""
+        """One metric over all epochs, NaN where it is missing."""
         return [epoch.get(key, math.nan) for epoch in self.epochs]
 
     def latest(self, key: str) -> float | None:
-        """The last finite value of a measure."""
+        """The last finite value of a metric."""
         return next((value for value in reversed(self.column(key)) if math.isfinite(value)), None)
 
 
 def read_run(folder: Path) -> Run:
-    """The run in ``folder``. Damaged pieces become notes; a folder that is no run is a :class:`UserError`."""
+    """The run in ``folder``. Damaged files become notes; a folder without a run raises :class:`UserError`."""
     look_into(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the run folder that `opteq train` wrote, such as runs/digits")
@@ -117,7 +117,7 @@ def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
-    """One entry an epoch; the last line about an epoch counts, as a resumed run may write it again."""
+    """One entry per epoch; the last line of an epoch counts, as a resumed run may repeat it."""
     epochs: dict[int, dict[str, float]] = {}
     damaged = 0
     for number, line in enumerate(_read(path, notes).splitlines(), start=1):

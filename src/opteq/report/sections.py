@@ -1,4 +1,4 @@
-"""The parts of the page about the whole run: headline, objective, learning, solving, guarantees, mistakes."""
+"""The sections of the report: headline, objective, learning curves, convergence, confusions."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 from opteq.report.charts.curves import Chart, Series, line_chart
 from opteq.report.charts.matrix import class_accuracies, confused_pairs, confusion_matrix, legend
 from opteq.report.charts.waterfall import style_of
-from opteq.report.examine import Examination, SolveRecord
 from opteq.report.formula import Formula
 from opteq.report.html.markup import Html, join, raised, tag
 from opteq.report.html.numbers import count, decimal, percent, plural, scientific
+from opteq.report.predictions import Predictions, SolveRecord
 from opteq.report.run import Run
 
 
 def section(name: str, title: str, *content: object, lead: object = None) -> Html:
-    """A part of the page with its heading and a sentence that says what is to be seen."""
+    """A section with a heading and an introduction."""
     opening = None if lead is None else tag("p", lead, class_="lead")
     return tag("section", tag("h2", title), opening, *content, id=name)
 
 
 def headline(numbers: Sequence[tuple[str, str, str]]) -> Html:
-    """The numbers of the run: each with its name and what it is about."""
+    """The headline: name, value and note of each number."""
     items = [
         tag("div", tag("dt", name), tag("dd", tag("b", raised(value)), tag("span", raised(note))), class_="number")
         for name, value, note in numbers
@@ -33,22 +33,21 @@ def headline(numbers: Sequence[tuple[str, str, str]]) -> Html:
 def objective(found: Sequence[tuple[str, Formula]]) -> Html:
     """What the network minimises."""
     lead = join(
-        "The middle of this network is not a stack of layers. For every picture it settles at a state ",
+        "The middle of this network is an equilibrium layer. For every image it finds a state ",
         tag("i", "y"),
-        " where this objective is stationary, its minimum wherever there is only one such state, and hands that on.",
+        " where this objective is stationary (its minimum, where there is only one such state).",
     )
     if not found:
-        return section("objective", "What it minimises", _no_equilibrium())
+        return section("objective", "Objective", _no_equilibrium())
     if not any(one.terms for _, one in found):
-        lead = join("The middle of this network is not a stack of layers but a point that its steps leave where it is.")
+        lead = join("The middle of this network is an equilibrium layer: a fixed point of its steps.")
     several = len({name for name, _ in found}) > 1
-    return section("objective", "What it minimises", *(_formula(name, one, several) for name, one in found), lead=lead)
+    return section("objective", "Objective", *(_formula(name, one, several) for name, one in found), lead=lead)
 
 
 def _no_equilibrium() -> Html:
     words = (
-        "This model is a baseline without equilibrium layers: it minimises nothing while it runs, so there is no "
-        "objective, no solver and no certificate to show."
+        "This model is a baseline without equilibrium layers, so there is no objective, no solver and no certificate."
     )
     return tag("p", words, class_="lead")
 
@@ -83,8 +82,8 @@ def _formula(layer: str, formula: Formula, several: bool) -> Html:
 def learning(run: Run) -> Html:
     """Loss and accuracy, epoch by epoch."""
     if not run.epochs:
-        words = "No epoch is finished yet: metrics.jsonl holds no line."
-        return section("learning", "How it learned", tag("p", words, class_="lead"))
+        words = "No epoch is finished yet: metrics.jsonl is empty."
+        return section("learning", "Learning curves", tag("p", words, class_="lead"))
     first = int(run.epochs[0]["epoch"])
     lines = [
         ("Loss", [Series(n, run.column(f"{n}_loss"), f"s-{n}") for n in ("train", "test")], decimal, None),
@@ -101,7 +100,7 @@ def learning(run: Run) -> Html:
         chart = Chart(f"{title} of every epoch", "epoch", first, series, show, tick, ceiling=ceiling)
         figures.append(_figure(title, line_chart(chart)))
     return section(
-        "learning", "How it learned", tag("div", *figures, class_="pair"), _epochs_table(run), lead=_learned(run)
+        "learning", "Learning curves", tag("div", *figures, class_="pair"), _epochs_table(run), lead=_learned(run)
     )
 
 
@@ -109,17 +108,17 @@ def _learned(run: Run) -> str:
     done, planned = len(run.epochs), run.planned_epochs
     words = f"{plural(done, 'epoch')} of training"
     if planned is not None and done < planned:
-        words = f"The run stopped, or still goes on, after {done} of {planned} epochs"
+        words = f"The run has stopped, or still runs, after {done} of {planned} epochs"
     key, measure = (
         ("test_iou", "intersection over union") if _recorded(run, "test_iou") else ("test_accuracy", "accuracy")
     )
     best = [value for value in run.column(key) if math.isfinite(value)]
     if best:
         words += f"; the best test {measure} was {percent(max(best))}"
-    for key, where in (("test_robust_accuracy", "under attack"), ("unseen_accuracy", "on unseen kinds")):
+    for key, where in (("test_robust_accuracy", "under attack"), ("unseen_accuracy", "on unseen sub-classes")):
         last = [value for value in run.column(key) if math.isfinite(value)]
         if last:
-            words += f"; {where} it came to {percent(last[-1])}"
+            words += f"; {where} it was {percent(last[-1])}"
     losses = run.column("train_loss") + run.column("test_loss")
     if any(math.isnan(value) or math.isinf(value) for value in losses):
         words += ". Some losses are not finite: the lines have gaps there"
@@ -139,7 +138,7 @@ def _epochs_table(run: Run) -> Html:
         ("test_accuracy", "test accuracy", percent),
         ("test_iou", "test intersection over union", percent),
         ("test_robust_accuracy", "test accuracy under attack", percent),
-        ("unseen_accuracy", "accuracy on unseen kinds", percent),
+        ("unseen_accuracy", "accuracy on unseen sub-classes", percent),
         ("solver_steps", "solver steps", decimal),
         ("worst_residual", "worst residual", scientific),
         ("lr", "learning rate", decimal),
@@ -172,51 +171,46 @@ def solving(records: Sequence[SolveRecord]) -> Html:
             )
         figures.append(tag("div", _figure(title, chart), _solve_facts(record), class_="beside"))
     lead = (
-        "The state is found step by step. The relative residual tells how far one more step would still move it; "
-        "median and worst are over the test pictures."
+        "The relative residual |T(y) - y| / |T(y)| after each solver step; median and worst are over the test images."
     )
-    return section("solving", "How it finds the equilibrium", *figures, lead=lead)
+    return section("solving", "Convergence", *figures, lead=lead)
 
 
 def _solve_facts(record: SolveRecord) -> Html:
     facts = [
         ("solver", record.method),
         ("tolerance", scientific(record.tol)),
-        ("steps a picture", decimal(record.mean_steps)),
+        ("steps per image", decimal(record.mean_steps)),
         ("converged", percent(record.converged)),
         ("worst residual", scientific(record.worst_residual)),
     ]
     listed = tag("dl", *(join(tag("dt", name), tag("dd", raised(value))) for name, value in facts), class_="facts")
     failures = [
-        tag("p", tag("b", f"{plural(times, 'picture')}: "), f"{status.message}.", class_="note")
+        tag("p", tag("b", f"{plural(times, 'image')}: "), f"{status.message}.", class_="note")
         for status, times in record.failures.items()
     ]
     return tag("div", listed, *failures)
 
 
-def mistakes(found: Examination, classes: Sequence[str]) -> Html:
-    """The confusion matrix and the mistakes that happen most."""
+def mistakes(found: Predictions, classes: Sequence[str]) -> Html:
+    """The confusion matrix and the most frequent confusions."""
     wrong = int(found.confusion.sum() - found.confusion.diagonal().sum())
     seen = len(found.order)
-    of = (
-        f"{plural(seen, 'test picture')}"
-        if found.complete
-        else f"the {seen:,} of {found.total:,} test pictures looked at"
-    )
-    lead = f"Of {of}, {wrong:,} {'was' if wrong == 1 else 'were'} taken for another class. A row for each true class."
+    of = f"{plural(seen, 'test image')}" if found.complete else f"the {seen:,} of {found.total:,} evaluated test images"
+    lead = f"Of {of}, {wrong:,} {'was' if wrong == 1 else 'were'} misclassified. Rows are true classes."
     matrix = tag(
         "figure",
         confusion_matrix(found.confusion, classes),
         tag(
             "figcaption",
-            "Shade: share of the row. Wrong ones are shaded relative to the most frequent mistake. ",
+            "Shade: fraction of the row. Mistakes are shaded relative to the most frequent one. ",
             legend(),
         ),
         class_="matrix",
     )
     accuracies = class_accuracies(found.confusion, classes)
     aside = tag("div", tag("h3", "Most frequent mistakes"), confused_pairs(found.confusion, classes))
-    return section("mistakes", "Where it errs", tag("div", matrix, aside, class_="beside"), accuracies, lead=lead)
+    return section("mistakes", "Mistakes", tag("div", matrix, aside, class_="beside"), accuracies, lead=lead)
 
 
 def _figure(title: str, content: Html) -> Html:

@@ -1,4 +1,4 @@
-"""Test pictures whose every pixel has a class: what was said about them, class by class, and a few side by side."""
+"""The report's part on segmentation: metrics per class, and example label maps."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.errors import ConvergenceWarning
-from opteq.data.dataset import IGNORED
-from opteq.report.charts.images import WIDE, class_colour, labels_picture, photograph
+from opteq.data.dataset import IGNORE_INDEX
+from opteq.report.charts.images import WIDE, class_color, image_data_url, label_map
 from opteq.report.charts.matrix import confused_pairs
-from opteq.report.examine import Pictures, SolveRecord, Watch
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.numbers import percent, plural
+from opteq.report.predictions import LabelledImages, SolveMonitor, SolveRecord
 from opteq.report.sections import section
 
-_BATCH = 2  # such pictures are large
+_BATCH = 2  # the images are large
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class MapExample:
-    """One picture: ``pixels`` uint8 ``(C, H, W)``, true and predicted classes ``(H, W)``, 255 for none."""
+class SegmentationExample:
+    """One image, uint8 ``(C, H, W)``, with true and predicted label maps ``(H, W)``; 255 for no class."""
 
     pixels: Tensor
     labels: Tensor
@@ -33,32 +33,32 @@ class MapExample:
 
     @property
     def accuracy(self) -> float:
-        """Share of the pixels with a label that were right."""
-        judged = self.labels != IGNORED
+        """Fraction of correct pixels among those with a class."""
+        judged = self.labels != IGNORE_INDEX
         return float((self.predicted == self.labels)[judged].double().mean()) if bool(judged.any()) else 0.0
 
 
 @dataclass(frozen=True)
-class MapExamination:
-    """What a model said about the pixels of test pictures.
+class SegmentationResult:
+    """A model's predictions for the pixels of test images.
 
     Attributes:
-        confusion: counts of pixels, a row for each true class.
-        examples: a few pictures.
-        solves: one record a layer; empty for a baseline.
-        seen: how many pictures were looked at.
-        total: how many there are.
+        confusion: counts of pixels, with a row per true class.
+        examples: a few images.
+        solves: one record per layer; empty for a baseline.
+        seen: number of images that were evaluated.
+        total: number of test images.
     """
 
     confusion: Tensor
-    examples: list[MapExample]
+    examples: list[SegmentationExample]
     solves: list[SolveRecord]
     seen: int
     total: int
 
     @property
     def overlap(self) -> Tensor:
-        """Intersection over union of every class, NaN where a class neither occurs nor is named."""
+        """Intersection over union per class; NaN where a class neither occurs nor is predicted."""
         right = self.confusion.diagonal().double()
         return right / (self.confusion.sum(dim=0) + self.confusion.sum(dim=1) - right)
 
@@ -69,44 +69,40 @@ class MapExamination:
 
 
 @torch.no_grad()
-def examine_maps(model: nn.Module, pictures: Pictures, seconds: float) -> MapExamination:
-    """Predict the test pictures until all are done or ``seconds`` are over, in a mixed order."""
+def evaluate_segmentation(model: nn.Module, images: LabelledImages, seconds: float) -> SegmentationResult:
+    """Predict the test images in random order, until all are done or ``seconds`` have passed."""
     device = next(model.parameters()).device
-    order = torch.randperm(len(pictures.labels), generator=torch.Generator().manual_seed(0))
-    size = len(pictures.classes)
+    order = torch.randperm(len(images.labels), generator=torch.Generator().manual_seed(0))
+    size = len(images.classes)
     confusion = torch.zeros(size, size, dtype=torch.int64)
-    examples: list[MapExample] = []
+    examples: list[SegmentationExample] = []
     seen = 0
     model.eval()
-    watch, deadline = Watch(model), time.monotonic() + seconds
+    monitor, deadline = SolveMonitor(model), time.monotonic() + seconds
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         for indices in torch.split(order, _BATCH):
-            predicted = model(pictures.batch(indices, device)).argmax(dim=1).cpu()
-            watch.look()
-            labels = pictures.labels[indices].long()
-            judged = labels != IGNORED
+            predicted = model(images.batch(indices, device)).argmax(dim=1).cpu()
+            monitor.record()
+            labels = images.labels[indices].long()
+            judged = labels != IGNORE_INDEX
             cells = labels[judged] * size + predicted[judged]
             confusion += torch.bincount(cells, minlength=size * size).reshape(size, size)
             seen += len(indices)
             for place, index in enumerate(indices[: _SHOWN - len(examples)].tolist()):
-                examples.append(MapExample(pictures.images[index], labels[place], predicted[place]))
+                examples.append(SegmentationExample(images.images[index], labels[place], predicted[place]))
             if time.monotonic() > deadline:
                 break
-    return MapExamination(confusion, examples, watch.records(), seen, len(order))
+    return SegmentationResult(confusion, examples, monitor.records(), seen, len(order))
 
 
-def pixel_mistakes(found: MapExamination, classes: Sequence[str]) -> Html:
-    """How well every class is found, and which is taken for which."""
+def pixel_mistakes(found: SegmentationResult, classes: Sequence[str]) -> Html:
+    """Metrics per class, and the most frequent confusions."""
     judged = int(found.confusion.sum())
-    of = (
-        plural(found.seen, "test picture")
-        if found.seen == found.total
-        else f"{found.seen:,} of {found.total:,} pictures"
-    )
+    of = plural(found.seen, "test image") if found.seen == found.total else f"{found.seen:,} of {found.total:,} images"
     lead = (
-        f"Over {plural(judged, 'pixel')} with a class, in {of}. Intersection over union is the share of pixels that "
-        "are right among all that are of a class or were said to be; the mean counts every class the same."
+        f"Over {plural(judged, 'pixel')} with a class, in {of}. Intersection over union is the number of correct "
+        "pixels over the number of pixels that belong to a class or were predicted as it."
     )
     true, right = found.confusion.sum(dim=1).tolist(), found.confusion.diagonal().tolist()
     overlap = found.overlap.tolist()
@@ -126,33 +122,34 @@ def pixel_mistakes(found: MapExamination, classes: Sequence[str]) -> Html:
     scroller = tag("div", table, class_="scroller", tabindex="0", role="region", aria_label="Every class in numbers")
     pairs = confused_pairs(found.confusion, classes, "pixel")
     aside = tag("div", tag("h3", "Most frequent mistakes"), pairs)
-    return section("mistakes", "Where it errs", tag("div", scroller, aside, class_="beside"), lead=lead)
+    return section("mistakes", "Mistakes", tag("div", scroller, aside, class_="beside"), lead=lead)
 
 
-def map_cards(examples: Sequence[MapExample], classes: Sequence[str]) -> Html:
-    """Every example beside what it shows and what was said to be there."""
-    lead = "Each picture with the true classes of its pixels, dark where there are none, and with the predicted ones."
+def segmentation_cards(examples: Sequence[SegmentationExample], classes: Sequence[str]) -> Html:
+    """One card per example: image, true and predicted label map."""
+    lead = "Each image with its true label map, dark where there is no class, and the predicted one."
     named = torch.cat([torch.cat((one.labels.flatten(), one.predicted.flatten())) for one in examples])
     shown = torch.bincount(named, minlength=len(classes))[: len(classes)].nonzero().flatten().tolist()
     keys = [tag("span", _swatch(place), " ", classes[place], class_="key") for place in shown]
     legend = tag("p", *(join(key, " ") for key in keys), class_="note")
     every = tag("div", *(_card(one) for one in examples), class_="cards wide")
-    return section("pictures", "A few pictures, pixel by pixel", legend, every, lead=lead)
+    return section("images", "Example images", legend, every, lead=lead)
 
 
-def _card(example: MapExample) -> Html:
+def _card(example: SegmentationExample) -> Html:
     views = (
-        ("picture", photograph(example.pixels, WIDE), "test picture"),
-        ("true", labels_picture(example.labels, WIDE), "true classes of its pixels"),
-        ("predicted", labels_picture(example.predicted, WIDE), "predicted classes of its pixels"),
+        ("image", image_data_url(example.pixels, WIDE), "test image"),
+        ("true", label_map(example.labels, WIDE), "true label map"),
+        ("predicted", label_map(example.predicted, WIDE), "predicted label map"),
     )
     figures = [
         tag("figure", tag("img", src=source, alt=words), tag("figcaption", caption)) for caption, source, words in views
     ]
-    header = tag("header", tag("b", percent(example.accuracy)), tag("span", "of its pixels are right", class_="aside"))
+    correct = tag("span", "of its pixels are correct", class_="aside")
+    header = tag("header", tag("b", percent(example.accuracy)), correct)
     return tag("article", header, tag("div", *figures, class_="views three"), class_="card")
 
 
 def _swatch(place: int) -> Html:
-    red, green, blue = class_colour(place)
+    red, green, blue = class_color(place)
     return tag("i", class_="swatch", style=f"--c:rgb({red},{green},{blue})")

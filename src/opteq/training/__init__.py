@@ -1,4 +1,4 @@
-"""Training: recipes, the loop, checkpoints that survive anything, and what a run tells."""
+"""Training by recipes: the loop, checkpoints, metrics and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attack on the pictures of a run: how to attack, in whose colours, and from which random starts."""
+"""An attack on the images of a run, with the normalisation and the random starts of its batches."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from opteq.data import Batches
 
 
 class Adversary:
-    """Attacks the pictures that some batches hand out.
+    """Attacks the images of some batches.
 
-    Starts come from the batches' own random numbers, so they depend on seed, epoch and batch alone: a run that is
-    resumed, or that several processes share, meets the same attacks. See :class:`~opteq.analysis.PGD` for what happens
-    to the model meanwhile, which is nothing that lasts.
+    Random starts depend only on seed, epoch and batch: a resumed run, or one with several processes, computes the same
+    attacks. :class:`~opteq.analysis.PGD` leaves the model as it was.
 
     Args:
-        attack: how.
-        batches: whose pictures.
+        attack: the attack.
+        batches: the batches whose images are attacked.
     """
 
     def __init__(self, attack: PGD, batches: Batches) -> None:
@@ -25,9 +24,9 @@ class Adversary:
         self.batches = batches
 
     def start(self, epoch: int, index: int) -> Tensor | None:
-        """Where the attack on this process's share of a batch begins; None for at the pictures themselves."""
+        """Noise of the random start for this process's share of a batch; None to start at the images."""
         return self.batches.noise(epoch, index) if self.attack.random_start else None
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, start: Tensor | None) -> Tensor:
-        """The attacked pictures, which ``model`` gets more often wrong."""
+        """The attacked images."""
         return self.attack(model, images, labels, self.batches.mean, self.batches.std, noise=start)

@@ -1,4 +1,4 @@
-"""Where a run computes: one accelerate engine from what a recipe asks for."""
+"""The accelerator of a run, from the device and precision of its recipe."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from accelerate.utils import gather_object  # type: ignore[import-untyped,unused
 
 from opteq.common.errors import UserError, unknown_name
 
-__all__ = ["DEVICES", "PRECISIONS", "Accelerator", "engine", "gather_object"]
+__all__ = ["DEVICES", "PRECISIONS", "Accelerator", "gather_object", "make_accelerator"]
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("no", "bf16", "fp16")
 
 
-def engine(device: str, precision: str, tf32: bool = True, threads: int | None = None) -> Accelerator:
+def make_accelerator(device: str, precision: str, tf32: bool = True, threads: int | None = None) -> Accelerator:
     """The accelerator for ``device`` (``auto``, ``cpu``, ``cuda``) and ``precision`` (``no``, ``bf16``, ``fp16``).
 
-    Processes and machines are those that ``accelerate launch`` or ``torchrun`` started this one with. TensorFloat-32
-    and the number of threads are settings of the whole process, and stay as they are set here.
+    Processes and machines come from ``accelerate launch`` or ``torchrun``. TensorFloat-32 and the number of threads are
+    set for the whole process.
 
     Raises:
-        UserError: the name is none of these, there is no such device here, or it cannot compute in that precision.
+        UserError: an unknown name, a device that is not available, or a precision that it does not support.
     """
     for what, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
@@ -44,11 +44,10 @@ def engine(device: str, precision: str, tf32: bool = True, threads: int | None =
             'precision "bf16" needs a newer GPU than this one; use train.precision=fp16 (evaluate: --precision fp16)'
         )
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        # accelerate keeps its settings for the life of the process and refuses others; a second run in one
-        # process, in a notebook say, may well want others.
+        # accelerate keeps its settings for the life of the process; a second run in it may need others.
         AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
-    # A launcher may name a number here, by which accelerate would divide every gradient; recipes have train.accumulate.
+    # A launcher may set this, and accelerate would divide every gradient by it; recipes have train.accumulate.
     accelerator.gradient_accumulation_steps = 1
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if accelerator.distributed_type not in plain:
@@ -60,6 +59,6 @@ def engine(device: str, precision: str, tf32: bool = True, threads: int | None =
     torch.backends.cudnn.allow_tf32 = tf32
     if threads is not None:
         torch.set_num_threads(threads)
-    # Batches of an epoch are all of one size, so the fastest convolution is worth looking for once.
+    # All batches have the same size, so autotuning convolutions once pays off.
     torch.backends.cudnn.benchmark = not on_cpu
     return accelerator

@@ -1,15 +1,15 @@
-"""When a run should stop by itself, and what it says then."""
+"""When a run stops itself, and with which message."""
 
 from __future__ import annotations
 
 import math
 
-from opteq.training.metrics import Counts
+from opteq.training.metrics import Metrics
 from opteq.training.recipe.sections import GuardSection
 
 
-class TrainingStopped(RuntimeError):  # noqa: N818 - it says what happened, as a sentence would
-    """A run ended itself because going on would have trained nothing. Its last good checkpoint, if any, is kept.
+class TrainingStopped(RuntimeError):  # noqa: N818 - public name
+    """A run ended itself because training had failed. Its last good checkpoint, if any, is kept.
 
     The command line prints the message and stops with status 3: the command was right, the training went wrong.
     """
@@ -26,36 +26,35 @@ class Interrupted(RuntimeError):  # noqa: N818
         self.exit_status = 128 + signal
 
 
-def judge(options: GuardSection, counts: Counts, where: str) -> None:
-    """Raise :class:`TrainingStopped` where the numbers of an epoch so far say that it has failed.
+def check_progress(options: GuardSection, metrics: Metrics, where: str) -> None:
+    """Raise :class:`TrainingStopped` if the metrics of an epoch show that training has failed.
 
-    - The loss is not finite: the weights are lost.
-    - More than the share ``lost`` of the equilibria have a relative residual above ``residual``: what the network
-      hands on is no equilibrium, so neither its gradient nor its certificate means anything. A few such samples
-      are no reason to stop; they are in the metrics.
-    - Fewer than the share ``converged`` reached the solver's own tolerance. Off (0) by default: a tight tolerance with
-      few steps is a fair way to train.
+    - The loss is not finite.
+    - More than the fraction ``lost`` of the equilibria have a relative residual above ``residual``: the features are
+      not at an equilibrium, so neither gradient nor certificate is meaningful. A few such samples are only recorded.
+    - Fewer than the fraction ``converged`` reached the solver's tolerance. 0 (off) by default: a tight tolerance with
+      few steps is a reasonable way to train.
 
     Args:
         options: the ``[guard]`` of a recipe.
-        counts: of the epoch so far.
+        metrics: of the epoch so far.
         where: such as ``"epoch 3"``.
     """
-    if not math.isfinite(counts.loss):
+    if not math.isfinite(metrics.loss):
         raise TrainingStopped(
-            f"{where}: the loss is {counts.mean_loss}. Try a lower optimizer.lr, train.clip=1.0, or a smaller bound on "
-            "the model's operators; with precision fp16, try bf16"
+            f"{where}: the loss is {metrics.mean_loss}. Try a lower optimizer.lr, train.clip=1.0, or a smaller bound "
+            "on the model's operators; with precision fp16, try bf16"
         )
-    if counts.solves and counts.lost_share > options.lost:
+    if metrics.solves and metrics.lost_share > options.lost:
         raise TrainingStopped(
-            f"{where}: {counts.lost_share:.0%} of the equilibria have a relative residual above {options.residual:g} "
-            f"(mean {counts.residual / counts.solves:.2g}, worst {counts.worst:.2g}, {counts.mean_steps:.1f} steps "
+            f"{where}: {metrics.lost_share:.0%} of the equilibria have a relative residual above {options.residual:g} "
+            f"(mean {metrics.residual / metrics.solves:.2g}, worst {metrics.worst:.2g}, {metrics.mean_steps:.1f} steps "
             "on average). Try a smaller bound on the model's operators, more solver steps, or a lower optimizer.lr; "
             "guard.lost=1 lets it go on"
         )
-    if counts.solves and counts.converged_share < options.converged:
+    if metrics.solves and metrics.converged_share < options.converged:
         raise TrainingStopped(
-            f"{where}: only {counts.converged_share:.0%} of the equilibria reached the solver's tolerance, and "
+            f"{where}: only {metrics.converged_share:.0%} of the equilibria reached the solver's tolerance, and "
             f"guard.converged asks for {options.converged:.0%}. Try more solver steps, a larger tolerance, or a "
             "smaller bound on the model's operators"
         )

@@ -1,4 +1,4 @@
-"""Whether a model can take pictures of the size that it will get, asked before it is given any."""
+"""Check before training that a model accepts the size of its images."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from opteq.training.run import rng
 
 
 @torch.no_grad()
-def check_size(model: Classifier, batches: Batches) -> None:
-    """Raise unless ``model`` can take pictures as large as those of ``batches``.
+def check_input_size(model: Classifier, batches: Batches) -> None:
+    """Raise unless ``model`` accepts images of the size of ``batches``.
 
-    Branches on several scales, or patches, ask that sizes can be divided. A run would find that out in its first step,
-    or, where training sees windows and the test whole pictures, after its first epoch. The stem is applied to a blank
-    picture and the equilibrium's problem bound to what it gives; nothing is solved, and random numbers and the model
-    are afterwards as they were.
+    Branches on several scales, and patches, need sizes that can be divided. Without this check a run would fail in its
+    first step, or after its first epoch where only training crops windows. The stem is applied to a blank image and the
+    problem is bound to its output; nothing is solved. Random state and model stay unchanged.
     """
     height, width = batches.augmentation.size(batches.height, batches.width)
     blank = torch.zeros(1, batches.channels, height, width, device=batches.device)
@@ -31,6 +30,6 @@ def check_size(model: Classifier, batches: Batches) -> None:
     except ValueError as error:
         way = "augment.crop_height and crop_width" if batches.augmentation.windows else "data.image_size"
         raise UserError(
-            f"{model.config['name']} cannot take pictures of {height}x{width} pixels: {str(error).rstrip('.')}; "
+            f"{model.config['name']} cannot take images of {height}x{width} pixels: {str(error).rstrip('.')}; "
             f"choose another size by {way}"
         ) from error

@@ -1,4 +1,4 @@
-"""What is counted while training and testing, kept on the device until somebody looks."""
+"""Metrics of training and testing, accumulated on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.data.dataset import IGNORED
+from opteq.data.dataset import IGNORE_INDEX
 from opteq.solution import Report
 from opteq.training.devices import Accelerator
 
@@ -17,11 +17,11 @@ _SUMS = ("loss", "correct", "judged", "top5", "samples", "solves", "steps", "res
 
 
 @dataclass(frozen=True)
-class Counts:
-    """A tally read off: sums over pictures, and over solves (one for each picture and equilibrium layer).
+class Metrics:
+    """Sums over images, and over solves (one per image and equilibrium layer).
 
-    ``judged`` is the number of labels: of pictures, or of the pixels that have one. ``confusion`` has a row for each
-    true class and a column for each predicted one; None where it was not counted.
+    ``judged`` is the number of labels: of images, or of pixels with a class. ``confusion`` has a row per true class and
+    a column per predicted class; None where it was not computed.
     """
 
     loss: float
@@ -39,19 +39,19 @@ class Counts:
 
     @property
     def mean_loss(self) -> float:
-        """Loss a picture."""
+        """Loss per image."""
         return self.loss / max(self.samples, 1)
 
     @property
     def accuracy(self) -> float:
-        """Share of pictures, or of pixels, whose class was named first."""
+        """Fraction of images, or of pixels, whose class was predicted."""
         return self.correct / max(self.judged, 1)
 
     @property
     def mean_iou(self) -> float:
-        """Mean over classes of intersection over union: right ones over all that are, or were said to be, of a class.
+        """Mean over classes of intersection over union.
 
-        Classes that neither occur nor are named have none and do not count.
+        Classes that neither occur nor are predicted are left out.
         """
         table = self._table()
         right = table.diagonal()
@@ -59,39 +59,39 @@ class Counts:
 
     @property
     def class_accuracy(self) -> float:
-        """Mean over the classes that occur of the share that was right."""
+        """Mean accuracy over the classes that occur."""
         table = self._table()
         return _mean_share(table.diagonal(), table.sum(dim=1))
 
     def _table(self) -> Tensor:
         if self.confusion is None:
-            raise ValueError("these counts have no confusion matrix; give the tally a number of classes")
+            raise ValueError("there is no confusion matrix; give RunningMetrics the number of classes")
         return torch.tensor(self.confusion, dtype=torch.float64)
 
     @property
     def mean_steps(self) -> float:
-        """Solver steps a solve; 0 for a network without equilibria."""
+        """Solver steps per solve; 0 for a network without equilibria."""
         return self.steps / max(self.solves, 1)
 
     @property
     def converged_share(self) -> float:
-        """Share of solves that reached the solver's tolerance; 1 for a network without equilibria."""
+        """Fraction of solves that reached the solver's tolerance; 1 for a network without equilibria."""
         return self.converged / self.solves if self.solves else 1.0
 
     @property
     def lost_share(self) -> float:
-        """Share of solves whose residual is above the guard's."""
+        """Fraction of solves whose residual is above the guard's."""
         return self.lost / max(self.solves, 1)
 
 
-class Tally:
-    """Sums and one maximum on the device. Adding makes no GPU wait; :meth:`read` does.
+class RunningMetrics:
+    """Accumulates sums and one maximum on the device. :meth:`update` does not wait for a GPU, :meth:`compute` does.
 
     Args:
         device: where the batches are.
-        lost_above: relative residual above which an equilibrium counts as lost.
-        classes: how many there are, to count which is taken for which; None for not to.
-        with_top5: whether to count pictures whose class is among the first five; sorting costs more than the rest.
+        lost_above: relative residual above which a solve counts as lost.
+        classes: number of classes of a confusion matrix; None for no matrix.
+        with_top5: whether to compute top-5 accuracy, which costs more than the rest.
     """
 
     def __init__(
@@ -103,40 +103,40 @@ class Tally:
     ) -> None:
         self.lost_above = lost_above
         self.with_top5 = with_top5
-        # Double precision: in float32 a sum over a million pictures would stop growing by single counts.
+        # float64: in float32 a sum over millions of images would stop growing by single counts.
         self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self.worst = torch.zeros((), dtype=torch.float64, device=device)
         self.classes = classes
-        # One cell more than the matrix has, for pixels without a label.
+        # One more cell for pixels without a label.
         cells = 0 if classes is None else classes**2 + 1
         self.cells = torch.zeros(cells, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, reports: Iterable[Report]) -> None:
-        """Count one batch.
+    def update(self, loss: Tensor, logits: Tensor, labels: Tensor, reports: Iterable[Report]) -> None:
+        """Add one batch.
 
         Args:
-            loss: its sum over pictures.
+            loss: sum over the images.
             logits: ``(B, K)``, or ``(B, K, H, W)`` for every pixel.
-            labels: ``(B,)``, or ``(B, K)`` where pictures were mixed: the largest share is then the class. Of pixels
-                ``(B, H, W)``, 255 for none.
-            reports: how each equilibrium layer's solve went.
+            labels: ``(B,)``, soft labels ``(B, K)``, whose largest entry is the class, or label maps ``(B, H, W)`` with
+                255 for no class.
+            reports: of the solves of all equilibrium layers.
         """
         classes = labels.argmax(dim=1) if labels.ndim == 2 else labels
         zero = self.sums.new_zeros(())
         predicted, top5 = logits.argmax(dim=1), zero
-        # No class has the number of "no label", so what is right is always judged.
+        # No class has the index of "no label", so a correct pixel always has a label.
         correct = (predicted == classes).sum()
-        judged = classes.numel() if labels.ndim < 3 else (classes != IGNORED).sum()
+        judged = classes.numel() if labels.ndim < 3 else (classes != IGNORE_INDEX).sum()
         if self.classes is not None:
-            cells = torch.where(classes == IGNORED, self.classes**2, classes * self.classes + predicted).flatten()
+            cells = torch.where(classes == IGNORE_INDEX, self.classes**2, classes * self.classes + predicted).flatten()
             self.cells.index_add_(0, cells, torch.ones_like(cells, dtype=torch.float64))
         if self.with_top5:
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices
             top5 = (best == classes[:, None]).any(dim=1).sum()
         solves, steps, residuals, converged, lost = 0, zero, zero, zero, zero
         for report in reports:
-            # A solve that ended in NaN has no residual to speak of; infinity says so and survives a maximum.
+            # A residual of NaN becomes infinite, which survives a maximum.
             residual = torch.nan_to_num(report.residual.double(), nan=math.inf, posinf=math.inf)
             solves += residual.numel()
             steps = steps + report.steps.sum()
@@ -146,12 +146,12 @@ class Tally:
             if residual.numel():
                 self.worst = torch.maximum(self.worst, residual.max())
         counts = (correct, judged, top5, len(labels), solves, steps, residuals, converged, lost)
-        # Numbers that the host knows are filled in on the device: making tensors of them would be copies that wait.
+        # Values known on the host are filled in on the device: a copy would wait for it.
         parts = [part.double() if isinstance(part, Tensor) else torch.full_like(zero, part) for part in counts]
         self.sums += torch.stack([loss.detach().double(), *parts])
 
-    def read(self, accelerator: Accelerator | None = None) -> Counts:
-        """The numbers, over all processes where an ``accelerator`` is given. This waits for the device."""
+    def compute(self, accelerator: Accelerator | None = None) -> Metrics:
+        """The metrics, over all processes if an ``accelerator`` is given. This waits for the device."""
         sums, worst = self.sums, self.worst
         if accelerator is not None and accelerator.num_processes > 1:
             gathered = accelerator.gather(torch.cat([sums, worst[None]])[None])
@@ -160,10 +160,10 @@ class Tally:
         if self.classes is not None:
             cells = self.cells if accelerator is None else accelerator.reduce(self.cells, "sum")
             confusion = cells[:-1].reshape(self.classes, self.classes).tolist()
-        return Counts(**dict(zip(_SUMS, sums.tolist(), strict=True)), worst=float(worst), confusion=confusion)
+        return Metrics(**dict(zip(_SUMS, sums.tolist(), strict=True)), worst=float(worst), confusion=confusion)
 
-    def restore(self, counts: Counts) -> None:
-        """Go on from numbers that were read earlier."""
+    def restore(self, counts: Metrics) -> None:
+        """Continue from metrics computed earlier."""
         self.sums.copy_(torch.tensor([getattr(counts, name) for name in _SUMS], dtype=torch.float64))
         self.worst.fill_(counts.worst)
 

@@ -1,4 +1,4 @@
-"""The loop: epochs of steps, a test after each, checkpoints in between."""
+"""The training loop: epochs of steps, a test after each epoch, checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
 from opteq.training.devices import Accelerator
-from opteq.training.guard import Interrupted, TrainingStopped, judge
-from opteq.training.metrics import Counts, Tally
+from opteq.training.guard import Interrupted, TrainingStopped, check_progress
+from opteq.training.metrics import Metrics, RunningMetrics
 from opteq.training.optim.schedules import schedule
 from opteq.training.recipe.sections import Recipe
 from opteq.training.run import state
@@ -27,29 +27,30 @@ from opteq.training.run.checkpoints import Checkpoint, Checkpoints
 from opteq.training.run.progress import ProgressDisplay
 from opteq.training.run.records import Line, Records
 from opteq.training.run.signals import StopRequest
-from opteq.training.step import Stepper
-from opteq.training.validation import measure
+from opteq.training.step import StepRunner
+from opteq.training.validation import validate
 
 
 class Trainer:
-    """A run in progress. Its position is ``epoch`` and ``batch`` (the next ones, from 0) and ``step``, all in one.
+    """A run in progress. Its position is ``epoch`` and ``batch``, the next ones from 0, and the number of steps,
+    ``step``.
 
     Args:
-        recipe: what to do.
-        model: the classifier itself, which is tested and saved.
-        stepper: takes steps of it.
-        train: batches to learn from.
-        test: batches to be tested with.
+        recipe: of the run.
+        model: the classifier, which is tested and saved.
+        step_runner: runs its optimiser steps.
+        train: training batches.
+        test: test batches.
         checkpoints: where to save.
-        accelerator: the engine.
-        unseen: batches of a second test, where the data set has one.
+        accelerator: of the run.
+        unseen: batches of a second test split, where the data set has one.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         model: Classifier,
-        stepper: Stepper,
+        step_runner: StepRunner,
         train: Batches,
         test: Batches,
         checkpoints: Checkpoints,
@@ -58,7 +59,7 @@ class Trainer:
     ) -> None:
         self.recipe = recipe
         self.model = model
-        self.stepper = stepper
+        self.step_runner = step_runner
         self.train = train
         self.test = test
         self.unseen = unseen
@@ -67,30 +68,31 @@ class Trainer:
         self.factor = schedule(recipe.schedule, len(train), recipe.train.epochs)
         self.epoch = self.batch = self.step = 0
         self.history: list[Line] = []
-        self.tally = self._new_tally()
+        self.metrics = self._new_metrics()
         self.seconds = 0.0
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on from where the checkpoint was made."""
+        """Continue from a checkpoint."""
         values = checkpoint.values
-        if values["pictures"] != self.train.samples:
+        samples = values.get("samples", values.get("pictures"))  # as earlier versions called them
+        if samples != self.train.samples:
             raise UserError(
-                f"the run was begun with {values['pictures']} training pictures, but there are {self.train.samples} "
-                "now, so it cannot go on where it was; give the same ones, or another --out"
+                f"the run was started with {samples} training images, but there are {self.train.samples} "
+                "now, so it cannot be resumed; give the same images, or another --out"
             )
         classes = self._classes()
         if values.get("classes", classes) != classes:  # checkpoints of earlier versions do not say
             raise UserError(
-                f"the run was begun with the classes {', '.join(values['classes'])}, but the pictures have "
-                f"{', '.join(classes)} now, which would be taken for each other; give the same ones, or another --out"
+                f"the run was started with the classes {', '.join(values['classes'])}, but the images have "
+                f"{', '.join(classes)} now; give the same images, or another --out"
             )
-        state.unpack(checkpoint.tensors, values, self.model, self.stepper.optimizer, self.accelerator)
+        state.unpack(checkpoint.tensors, values, self.model, self.step_runner.optimizer, self.accelerator)
         self.step, self.epoch, self.batch = checkpoint.step, values["epoch"], values["batch"]
         self.history = values["history"]
         self.seconds = values["seconds"]
-        # What was counted belongs to all processes; the first one carries it on.
+        # The metrics are those of all processes; the first one continues them.
         if self.accelerator.is_main_process:
-            self.tally.restore(Counts(**values["counts"]))
+            self.metrics.restore(Metrics(**values["counts"]))
 
     def run(
         self,
@@ -99,75 +101,75 @@ class Trainer:
         display: ProgressDisplay,
         stop: StopRequest,
     ) -> None:
-        """Train to the end of the recipe."""
+        """Train until the last epoch of the recipe."""
         while self.epoch < self.recipe.train.epochs:
             display.epoch(self.epoch)
             self._steps(layers, display, stop)
-            counts = self.tally.read(self.accelerator)
-            self._judge(counts, f"epoch {self.epoch + 1}")
+            counts = self.metrics.compute(self.accelerator)
+            self._check(counts, f"epoch {self.epoch + 1}")
             line = self._test(counts, stop)
             self.history.append(line)
             self.epoch, self.batch = self.epoch + 1, 0
-            self.tally, self.seconds = self._new_tally(), 0.0
+            self.metrics, self.seconds = self._new_metrics(), 0.0
             self.save()
             display.line(line)
             if records is not None:
                 records.add(line)
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this moment; all processes take part, the first one writes."""
-        tensors, values = state.pack(self.model, self.stepper.optimizer, self.accelerator)
+        """Save a checkpoint; all processes take part, the first one writes."""
+        tensors, values = state.pack(self.model, self.step_runner.optimizer, self.accelerator)
         values |= {
             "epoch": self.epoch,
             "batch": self.batch,
-            "pictures": self.train.samples,
+            "samples": self.train.samples,
             "classes": self._classes(),
             "history": self.history,
             "seconds": self.seconds,
-            "counts": dataclasses.asdict(self.tally.read(self.accelerator)),
+            "counts": dataclasses.asdict(self.metrics.compute(self.accelerator)),
         }
         if not self.accelerator.is_main_process:
             return None
-        kept = "the checkpoints before it are whole: make room, then go on with --resume"
+        kept = "earlier checkpoints are intact: make room, then continue with --resume"
         with plain_errors("saving a checkpoint", kept):
             return self.checkpoints.save(Checkpoint(self.step, tensors, values))
 
     def _steps(self, layers: list[tuple[str, Equilibrium]], display: ProgressDisplay, stop: StopRequest) -> None:
         recipe, began, before = self.recipe, time.monotonic(), self.seconds
-        adversary = self.stepper.adversary
+        adversary = self.step_runner.adversary
         self.model.train()
         for images, labels in self.train.epoch(self.epoch, skip=self.batch):
             whole = self.train.global_size(self.batch)
             start = None if adversary is None else adversary.start(self.epoch, self.batch)
-            self.stepper.take(images, labels, whole, self.factor(self.step), self.tally, layers, start)
+            self.step_runner.step(images, labels, whole, self.factor(self.step), self.metrics, layers, start)
             self.step, self.batch = self.step + 1, self.batch + 1
             self.seconds = before + time.monotonic() - began
-            display.batch(self.batch, self.tally.read)
+            display.batch(self.batch, self.metrics.compute)
             due = recipe.train.checkpoint_steps and self.step % recipe.train.checkpoint_steps == 0
             signal = stop.agreed(self.step)
             if due or signal or self.step % recipe.guard.every == 0:
-                self._judge(self.tally.read(self.accelerator), f"epoch {self.epoch + 1}, step {self.step}")
+                self._check(self.metrics.compute(self.accelerator), f"epoch {self.epoch + 1}, step {self.step}")
             if signal:
                 self._leave(signal)
             if due and self.batch < len(self.train):
                 self.save()
-        # Reading waits for the device: only then has the time been measured.
-        self.tally.read()
+        # This waits for the device, so that the time is complete.
+        self.metrics.compute()
         self.seconds = before + time.monotonic() - began
 
-    def _judge(self, counts: Counts, where: str) -> None:
-        """End a run that has failed, and say what is left of it."""
+    def _check(self, counts: Metrics, where: str) -> None:
+        """Stop a run that has failed; the message says whether there is a checkpoint."""
         try:
-            judge(self.recipe.guard, counts, where)
+            check_progress(self.recipe.guard, counts, where)
         except TrainingStopped as error:
             left = "Checkpoints are from before this"
-            none = "No checkpoint had been made: the same folder can be begun anew"
+            none = "No checkpoint was saved: a new run can start in the same folder"
             raise TrainingStopped(f"{error}. {left if self.checkpoints.files() else none}") from None
 
-    def _test(self, counts: Counts, stop: StopRequest) -> Line:
-        """Test, and make the epoch's line."""
+    def _test(self, counts: Metrics, stop: StopRequest) -> Line:
+        """Test, and return the metrics of the epoch."""
         if self.accelerator.num_processes > 1:
-            _share_buffers(self.model)
+            _broadcast_buffers(self.model)
         tested = self._measured(self.test, stop)
         line: dict[str, Any] = {
             "epoch": self.epoch + 1,
@@ -197,30 +199,30 @@ class Trainer:
         # JSON has no infinity.
         return {key: value if math.isfinite(value) else None for key, value in line.items()}
 
-    def _measured(self, batches: Batches, stop: StopRequest, attack: PGD | None = None) -> Counts:
-        """A pass over test pictures; a signal ends it, and the run, early where no other process is waited for."""
-        tally, alone = self._new_tally(batches), self.accelerator.num_processes == 1
-        if not measure(self.model, batches, tally, lambda: alone and stop.received > 0, attack):
+    def _measured(self, batches: Batches, stop: StopRequest, attack: PGD | None = None) -> Metrics:
+        """Metrics on test batches; a signal ends the pass and the run where there is a single process."""
+        metrics, alone = self._new_metrics(batches), self.accelerator.num_processes == 1
+        if not validate(self.model, batches, metrics, lambda: alone and stop.received > 0, attack):
             self._leave(stop.received)
-        return tally.read(self.accelerator)
+        return metrics.compute(self.accelerator)
 
     def _leave(self, signal: int) -> None:
         path = self.save()
         raise Interrupted(
-            f"stopped by signal {signal} after step {self.step}; saved {path}: go on with --resume", signal
+            f"stopped by signal {signal} after step {self.step}; saved {path}: continue with --resume", signal
         )
 
     def _classes(self) -> list[str]:
-        """The names of the classes, where they are known."""
+        """Names of the classes, where they are known."""
         return list(self.model.config["extra"].get("classes", ()))
 
-    def _new_tally(self, tested: Batches | None = None) -> Tally:
-        """For training, or for batches that are to be tested; of pixels also which class is taken for which."""
+    def _new_metrics(self, tested: Batches | None = None) -> RunningMetrics:
+        """Metrics for training or for test batches; for segmentation with a confusion matrix."""
         classes = tested.num_classes if tested is not None and tested.dense else None
-        return Tally(self.accelerator.device, self.recipe.guard.residual, classes=classes)
+        return RunningMetrics(self.accelerator.device, self.recipe.guard.residual, classes=classes)
 
 
-def _share_buffers(model: nn.Module) -> None:
-    """Give all processes the first one's running averages, so that they test the same network."""
+def _broadcast_buffers(model: nn.Module) -> None:
+    """Broadcast the buffers of the first process, so that all processes test the same network."""
     for buffer in model.buffers():
         torch.distributed.broadcast(buffer, src=0)

@@ -1,4 +1,4 @@
-"""A pass over pictures without learning from them."""
+"""A pass over batches without training."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from opteq.equilibrium import Equilibrium
 from opteq.models import equilibria
 from opteq.solution import Report
 from opteq.training.adversary import Adversary
-from opteq.training.metrics import Tally
+from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import cross_entropy
 from opteq.training.run import rng
 
 
-def reports(layers: list[tuple[str, Equilibrium]]) -> list[Report]:
-    """How the latest solve of every equilibrium layer went."""
+def solve_reports(layers: list[tuple[str, Equilibrium]]) -> list[Report]:
+    """The report of the latest solve of every equilibrium layer."""
     return [layer.last[0] for _, layer in layers if layer.last is not None]
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[list[tuple[str, Equilibrium]]]:
-    """The equilibrium layers of ``model``, judged by the caller: inside, none of them warns or raises.
+def without_warnings(model: nn.Module) -> Iterator[list[tuple[str, Equilibrium]]]:
+    """Yield the equilibrium layers of ``model``; inside the block none of them warns or raises.
 
-    To warn, a layer has to look at its result, which makes a GPU wait at every step; a run looks once in a while.
+    A warning needs the result on the host, so that a GPU waits at every step; a run checks its metrics instead.
     """
     layers = equilibria(model)
     before = [layer.on_failure for _, layer in layers]
@@ -42,33 +42,34 @@ def quiet(model: nn.Module) -> Iterator[list[tuple[str, Equilibrium]]]:
 
 
 @torch.no_grad()
-def measure(
+def validate(
     model: nn.Module,
     batches: Batches,
-    tally: Tally,
+    metrics: RunningMetrics,
     should_stop: Callable[[], bool] = lambda: False,
     attack: PGD | None = None,
 ) -> bool:
-    """Count loss, accuracy and solves over all ``batches``, in evaluation mode; plain cross-entropy, no extras.
+    """Update ``metrics`` with loss, accuracy and solves over all ``batches``, in evaluation mode.
 
-    With an ``attack``, of the pictures that it makes; what is solved on the way to them is not counted. Random numbers
-    and the model's mode are afterwards as they were. Returns whether it came to the end.
+    The loss is the plain cross-entropy. With an ``attack``, the metrics are those of the attacked images; solves inside
+    the attack are not counted. Random state and the model's mode stay unchanged. Returns False if ``should_stop`` ended
+    it early.
     """
     was_training = model.training
     model.eval()
     adversary = None if attack is None else Adversary(attack, batches)
     try:
-        with rng.preserved(), quiet(model) as layers:
+        with rng.preserved(), without_warnings(model) as layers:
             for index, (images, labels) in enumerate(batches.epoch(0)):
                 if should_stop():
                     return False
-                # The share of a process in the last batch may be empty.
+                # A process may have an empty share of the last batch.
                 if len(labels):
                     if adversary is not None:
                         images = adversary(model, images, labels, adversary.start(0, index))
                     logits = model(images)
                     loss = cross_entropy(logits, labels)
-                    tally.add(loss, logits, labels, reports(layers))
+                    metrics.update(loss, logits, labels, solve_reports(layers))
     finally:
         model.train(was_training)
     return True

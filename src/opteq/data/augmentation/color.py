@@ -1,4 +1,4 @@
-"""RandAugment and colour jitter: kornia's operations with our own random numbers, each picture by itself."""
+"""RandAugment and color jitter: kornia's operations with random numbers per image."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq.data.augmentation.options import OPERATIONS, Augmentation
-from opteq.data.augmentation.shard import Plan
+from opteq.data.augmentation.shard import Shard
 from opteq.data.prefetch import to_device
 
-GEOMETRIC = OPERATIONS.index("shear_x"), OPERATIONS.index("rotate")  # the first and the last of them
+GEOMETRIC = OPERATIONS.index("shear_x"), OPERATIONS.index("rotate")  # first and last
 
 
-def recoloured(images: Tensor, options: Augmentation, plan: Plan) -> Tensor:
-    """RandAugment, then jitter, on pictures in 0..1."""
+def jitter_and_randaugment(images: Tensor, options: Augmentation, shard: Shard) -> Tensor:
+    """RandAugment, then color jitter, on images in 0..1."""
     if options.randaugment:
-        images = randaugment(images, plan.part("operation"), plan.part("sign"), options.randaugment_magnitude / 30)
+        images = randaugment(images, shard.part("operation"), shard.part("sign"), options.randaugment_magnitude / 30)
     if options.color_jitter:
-        factors = to_device(torch.from_numpy(plan.part("jitter")), images.device)
+        factors = to_device(torch.from_numpy(shard.part("jitter")), images.device)
         images = enhance.adjust_brightness_accumulative(images, factors[:, 0])
         images = enhance.adjust_contrast_with_mean_subtraction(images, factors[:, 1])
         images = enhance.adjust_saturation_with_gray_subtraction(images, factors[:, 2])
@@ -35,8 +35,8 @@ def randaugment(
 ) -> Tensor:
     """Apply ``operations`` (B, rounds), indices into OPERATIONS, one round after the other, at ``strength`` in (0, 1].
 
-    Which picture gets which operation is known on the host, so each operation is called once a round, on its pictures.
-    The five geometric ones are one affine resampling together.
+    The operations are known on the host, so each is called once per round, on its images. The five geometric ones are
+    one affine resampling.
     """
     height, width = images.shape[2:]
     first, last = GEOMETRIC
@@ -65,14 +65,14 @@ def randaugment(
 def affine_maps(
     chosen: npt.NDArray[np.int64], amount: npt.NDArray[np.float32], height: int, width: int
 ) -> npt.NDArray[np.float32]:
-    """Where each pixel of the result comes from: ``(B, 2, 3)`` in coordinates that go from -1 to 1 on both axes."""
+    """Affine maps ``(B, 2, 3)`` from output to input coordinates, which go from -1 to 1 on both axes."""
     maps = np.zeros((len(chosen), 2, 3))
     maps[:, 0, 0] = maps[:, 1, 1] = 1
     is_ = {name: chosen == OPERATIONS.index(name) for name in OPERATIONS}
-    # Pixels, not coordinates, are sheared and turned: on a picture that is not square the axes have other units.
+    # In pixels: on an image that is not square the normalised axes have different units.
     maps[:, 0, 1] = np.where(is_["shear_x"], 0.3 * amount * height / width, 0)
     maps[:, 1, 0] = np.where(is_["shear_y"], 0.3 * amount * width / height, 0)
-    reach = 2 * 150 / 331  # the paper moves pictures of 331 pixels by up to 150; the axes here are 2 long
+    reach = 2 * 150 / 331  # the paper translates images of 331 pixels by up to 150; the axes here have length 2
     maps[:, 0, 2] = np.where(is_["translate_x"], reach * amount, 0)
     maps[:, 1, 2] = np.where(is_["translate_y"], reach * amount, 0)
     angle = np.where(is_["rotate"], np.deg2rad(30) * amount, 0)
@@ -84,13 +84,13 @@ def affine_maps(
 
 
 def _resampled(images: Tensor, maps: Tensor) -> Tensor:
-    # torch's own: kornia's warp inverts the maps on the device, which makes the host wait for the result's check.
+    # Not kornia's warp, which inverts the maps on the device and makes the host wait for a check of the result.
     grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
 def _photometric(name: str, images: Tensor, towards: Tensor, strength: float) -> Tensor:
-    """One of the operations on colours; ``towards`` is the strength with each picture's sign."""
+    """One of the color operations; ``towards`` is the signed strength per image."""
     if name == "brightness":
         return enhance.adjust_brightness_accumulative(images, 1 + 0.9 * towards)
     if name == "color":

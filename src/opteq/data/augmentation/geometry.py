@@ -1,4 +1,4 @@
-"""Crop, flip, erase and paste: changes that only move pixels or choose between them, for a whole batch at once."""
+"""Crop, flip, erase and mix, for a whole batch at once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def crop_and_flip(images: Tensor, rows: Tensor | None, move: Tensor, padding: int, reflect: bool) -> Tensor:
-    """Take ``rows`` of ``images`` (N, C, H, W), each padded, cropped at its own place and mirrored or not.
+    """The images ``rows`` of ``images`` (N, C, H, W), each padded, cropped and flipped.
 
-    ``move`` is int64 ``(B, 3)``: how far the crop starts from the top and from the left of the padded picture, in
-    0..2 * padding, and 1 for mirrored. ``rows`` None takes all of ``images``. No padded copy is made: for every pixel
-    of the result it is computed which pixel of the picture it is, and one gather fetches them all.
+    ``move`` is int64 ``(B, 3)``: top and left of the crop in the padded image, in 0..2 * padding, and 1 for flipped.
+    ``rows`` None takes all of ``images``. No padded copy is made: the source pixel of every output pixel is computed,
+    and one gather reads them.
     """
     channels, height, width = images.shape[1:]
     top, left, mirrored = move[:, 0, None], move[:, 1, None], move[:, 2, None].bool()
@@ -25,14 +25,14 @@ def crop_and_flip(images: Tensor, rows: Tensor | None, move: Tensor, padding: in
         inside = _within(down, 0, height)[:, None, :, None] & _within(across, 0, width)[:, None, None, :]
         down, across = down.clamp(0, height - 1), across.clamp(0, width - 1)
     came_from = (down[:, :, None] * width + across[:, None, :]).flatten(1)
-    # Whole samples first: on a CPU one gather over samples and pixels together takes five times as long.
+    # Select samples first: on a CPU one gather over samples and pixels takes five times as long.
     chosen = images if rows is None else images.index_select(0, rows)
     moved = chosen.flatten(2).gather(2, came_from[:, None].expand(-1, channels, -1)).view_as(chosen)
     return moved if inside is None else moved.mul_(inside)
 
 
 def _reflected(place: Tensor, side: int) -> Tensor:
-    """Places outside of 0..side - 1 mirrored at the edge pixel, which is not repeated."""
+    """Coordinates outside of 0..side - 1 reflected at the edge pixel, which is not repeated."""
     return side - 1 - (side - 1 - place.abs()).abs()
 
 
@@ -49,13 +49,13 @@ def inside_boxes(boxes: Tensor, height: int, width: int) -> Tensor:
 
 
 def mix(images: Tensor, partners: Tensor, boxes: Tensor, blend: Tensor) -> Tensor:
-    """``blend`` times the picture plus the rest of its partner; inside the box the partner alone."""
+    """``blend * image + (1 - blend) * partner``; inside the box the partner alone."""
     weight = blend[:, None, None, None].masked_fill(inside_boxes(boxes, *images.shape[2:]), 0.0)
     return torch.lerp(partners, images, weight)
 
 
 def soft_labels(labels: Tensor, partners: Tensor, keep: Tensor, classes: int) -> Tensor:
-    """``keep`` for the own class and the rest for the partner's: float ``(B, classes)``, each row sums to one."""
+    """``keep`` for the own class and ``1 - keep`` for the partner's: float ``(B, classes)``."""
     names = torch.arange(classes, device=labels.device)
     own, other = (names == kind[:, None] for kind in (labels, partners))
     return torch.lerp(other.float(), own.float(), keep[:, None])

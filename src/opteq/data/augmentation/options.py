@@ -1,4 +1,4 @@
-"""Which random changes are made to training images, and the random numbers for one batch of them.
+"""The options of data augmentation, and the random numbers for one batch.
 
 kornia computes the changes of colour. Its random classes are not used: a sample's random numbers depend on the batch
 that it is in, so that a resumed run, or one with another number of processes, would see other images, and RandAugment
@@ -19,7 +19,7 @@ from opteq.common import validate as _validate
 from opteq.common.options import NamedOptions
 
 Draws = dict[str, npt.NDArray[np.generic]]
-"""Random numbers for a batch, by what they are for; the first dimension of each is the sample's place in the batch."""
+"""Random numbers of a batch by purpose; the first dimension is the sample's position in the batch."""
 
 OPERATIONS = (
     "identity",
@@ -37,33 +37,33 @@ OPERATIONS = (
     "autocontrast",
     "equalize",
 )
-"""RandAugment's choice; a draw is an index into it."""
+"""The operations of RandAugment; a random number is an index into them."""
 
 
 @dataclass(frozen=True)
 class Augmentation(metaclass=NamedOptions):
-    """Random changes to each picture by itself, in this order. Everything is off by default.
+    """Random changes to each image, applied in this order. All are off by default.
 
     Args:
-        crop_padding: pad by so many pixels, then cut a picture of the old size out at random; 4 is usual for 32x32.
-        crop_fill: what the padding shows: ``"zero"`` (black) or ``"reflect"`` (the picture mirrored at its edge).
-        flip: mirror left and right, every second time.
-        crop_height, crop_width: cut a window of this size out at random, instead of ``crop_padding``: for pictures that
-            are larger than what a network is to learn from at once. Labels of pixels are cut out with their pixels.
-        scale_min, scale_max: before that, enlarge by a factor between the two; below 1 it shrinks. What a window shows
-            beside the picture has the mean colour and no label.
-        randaugment: so many operations a picture, drawn from 14 (RandAugment, Cubuk et al. 2020). Every picture gets
-            its own, as in the paper; 2 is usual.
-        randaugment_magnitude: how strong they are, in (0, 30]: 30 turns by 30 degrees, shears by 0.3, moves by 45 % of
-            the side, changes colours by a factor of 1 ± 0.9. The default is the paper's for CIFAR-sized networks.
-        color_jitter: brightness, contrast, then saturation, each times a factor from [1 - v, 1 + v].
-        erase: the probability that a box is painted over with the mean colour (Random Erasing, Zhong et al. 2020): of
-            2 to 33 % of the area, its sides in a ratio of 0.3 to 3.3.
-        mixup: alpha > 0 blends each picture with another of its batch, its share from Beta(alpha, alpha); 0.2 is usual.
-        cutmix: alpha > 0 pastes a box of another picture instead, its area from Beta(alpha, alpha); 1 is usual. With
-            both on, a coin decides for each picture.
+        crop_padding: pad by this number of pixels, then crop to the original size at random; 4 is usual for 32x32.
+        crop_fill: the padding: ``"zero"`` (black) or ``"reflect"``.
+        flip: flip horizontally with probability 1/2.
+        crop_height, crop_width: crop a random window of this size, instead of ``crop_padding``: for images that are
+            larger than the network's training size. Label maps are cropped with the images.
+        scale_min, scale_max: before the crop, resize by a factor between the two. Pixels of a window outside the image
+            have the mean color and no label.
+        randaugment: number of operations per image, drawn from 14 (RandAugment, Cubuk et al. 2020), independently for
+            each image as in the paper; 2 is usual.
+        randaugment_magnitude: their strength in (0, 30]: at 30, rotations by 30 degrees, shears by 0.3, translations by
+            45 % of the side, color factors of 1 ± 0.9. The default is the paper's for CIFAR-sized networks.
+        color_jitter: multiply brightness, contrast, then saturation by a factor from [1 - v, 1 + v] each.
+        erase: probability of filling a box with the mean color (Random Erasing, Zhong et al. 2020), of 2 to 33 % of the
+            area and an aspect ratio of 0.3 to 3.3.
+        mixup: alpha > 0 blends each image with another of its batch, with weight from Beta(alpha, alpha); 0.2 is usual.
+        cutmix: alpha > 0 pastes a box of another image instead, with area from Beta(alpha, alpha); 1 is usual. If both
+            are on, each image gets one of them with probability 1/2.
 
-    With ``mixup`` or ``cutmix``, batches have soft labels: float ``(B, K)`` that sum to one.
+    With ``mixup`` or ``cutmix``, labels are soft: float ``(B, K)``, each row summing to one.
 
     >>> Augmentation(crop_padding=4, flip=True).mixes
     False
@@ -129,17 +129,17 @@ class Augmentation(metaclass=NamedOptions):
 
     @property
     def windows(self) -> bool:
-        """Whether windows are cut out, and mirrored with that."""
+        """Whether windows are cropped (and flipped)."""
         return self.crop_height > 0
 
     @property
     def moves(self) -> bool:
-        """Whether pictures are cropped or flipped at their own size."""
+        """Whether images are cropped or flipped at their original size."""
         return not self.windows and (self.crop_padding > 0 or self.flip)
 
     @property
-    def recolours(self) -> bool:
-        """Whether kornia is needed."""
+    def changes_colors(self) -> bool:
+        """Whether colors change, which needs kornia."""
         return self.randaugment > 0 or self.color_jitter > 0
 
     @property
@@ -148,14 +148,14 @@ class Augmentation(metaclass=NamedOptions):
         return self.mixup > 0 or self.cutmix > 0
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of what is made of pictures of ``height`` x ``width``."""
+        """Height and width of augmented images from images of ``height`` x ``width``."""
         return (self.crop_height, self.crop_width) if self.windows else (height, width)
 
     def draw(self, random: np.random.Generator, count: int, height: int, width: int) -> Draws:
-        """All random numbers for one batch of ``count`` pictures of ``height`` x ``width``.
+        """All random numbers for one batch of ``count`` images of ``height`` x ``width``.
 
-        They are drawn for the whole batch at once, on the host: whoever then works on a part of the batch takes that
-        part of the numbers, and every part sees what the whole would have seen.
+        They are drawn on the host for the whole batch: a process with a part of it takes its part of the numbers, so
+        the result does not depend on how the batch is divided.
         """
         draws: Draws = {}
         if self.moves:
@@ -183,14 +183,14 @@ class Augmentation(metaclass=NamedOptions):
     def _draw_windows(
         self, random: np.random.Generator, count: int, height: int, width: int
     ) -> npt.NDArray[np.float32]:
-        """``(count, 5)``: how far the window begins below the top and right of the left edge of the enlarged picture,
-        the factors by which height and width were enlarged, and 1 for mirrored.
+        """``(count, 5)``: top and left of the window in the resized image, the scale factors of height and width, and
+        1 for flipped.
         """
         scale = random.uniform(self.scale_min, self.scale_max, size=count)
         columns = []
         for side, window in ((height, self.crop_height), (width, self.crop_width)):
             enlarged = np.maximum(np.rint(side * scale), 1).astype(np.int64)
-            # Negative where the picture is smaller than the window: it then lies somewhere inside.
+            # Negative where the resized image is smaller than the window, which then contains it.
             spare = enlarged - window
             start = random.integers(np.minimum(spare, 0), np.maximum(spare, 0), endpoint=True)
             columns.append((start, enlarged / side))
@@ -212,7 +212,7 @@ class Augmentation(metaclass=NamedOptions):
             "partner": random.permutation(count),
             "paste": box,
             "blend": np.where(pastes, 1.0, share).astype(np.float32),
-            # What the label keeps: for a pasted box the area that is really left, after rounding to whole pixels.
+            # Weight of the own label; for a pasted box the remaining area after rounding to whole pixels.
             "keep": np.where(pastes, 1 - covered, share).astype(np.float32),
         }
 
@@ -224,7 +224,7 @@ def _boxes(
     height: int,
     width: int,
 ) -> npt.NDArray[np.int64]:
-    """Boxes ``(top, bottom, left, right)`` inside the picture, from their sides as shares of the picture's."""
+    """Random boxes ``(top, bottom, left, right)`` from their relative heights and widths."""
     columns = []
     for share, side in ((tall, height), (wide, width)):
         length = np.clip(np.rint(share * side), 0, side).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Who makes what of a batch: the samples that one process needs, and their random numbers."""
+"""The samples of a batch that one process needs, and their random numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from opteq.data.prefetch import to_device
 
 
 @dataclass(frozen=True)
-class Plan:
+class Shard:
     """One process's part of one batch.
 
-    ``start`` is the batch's place in the epoch's order, ``own`` this process's places in the batch, ``partners`` the
-    places of samples that are only mixed into its own ones (None where all partners are among its own), and ``draws``
-    the random numbers for the whole batch.
+    Attributes:
+        start: index of the batch's first sample in the epoch's order.
+        own: positions in the batch of this process's samples.
+        partners: positions of samples of other processes that are mixed into them; None if there are none.
+        draws: random numbers of the whole batch.
     """
 
     start: int
@@ -28,7 +30,7 @@ class Plan:
     draws: Draws
 
     def rows(self, order: Tensor) -> Tensor:
-        """The rows of the split that are needed: the own ones, then the partners'."""
+        """The rows of the split that are needed: own samples, then partners."""
         own = order[self.start + self.own.start : self.start + self.own.stop]
         if self.partners is None:
             return own

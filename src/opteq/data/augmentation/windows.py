@@ -1,4 +1,4 @@
-"""Windows cut out of enlarged pictures: one rule for colours, which are interpolated, and labels, which are not."""
+"""Random windows of resized images: bilinear interpolation for pixels, the nearest pixel for labels."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from torch import Tensor
 
 
 class Windows:
-    """For a batch of windows, where in its picture every pixel of each one comes from.
+    """The source coordinates of every pixel of a batch of windows.
 
-    Pixels are squares: the centre of row ``i`` of a window lies at ``top + i + 1/2`` in the enlarged picture and at
-    ``(top + i + 1/2) / tall`` in the picture itself. The enlarged picture is never made, and rows and columns are
-    reckoned apart, so that the work is that of the windows, however large the pictures are.
+    The centre of row ``i`` of a window lies at ``top + i + 1/2`` in the resized image and at ``(top + i + 1/2) / tall``
+    in the original. The resized image is not computed, so the cost depends on the size of the windows, not of the
+    images.
 
     Args:
-        drawn: float ``(B, 5)``: top, left, tall, wide, mirrored; see :class:`~opteq.data.Augmentation`.
+        drawn: float ``(B, 5)``: top, left, scale of the height, scale of the width, flipped; see
+            :class:`~opteq.data.Augmentation`.
         height, width: of the windows.
-        pictures: ``(N, C, H, W)``, for H and W.
+        images: ``(N, C, H, W)``, for H and W.
     """
 
-    def __init__(self, drawn: Tensor, height: int, width: int, pictures: Tensor) -> None:
-        self.sides = pictures.shape[2:]
+    def __init__(self, drawn: Tensor, height: int, width: int, images: Tensor) -> None:
+        self.sides = images.shape[2:]
         top, left, tall, wide, mirrored = (drawn[:, column, None] for column in range(5))
         across = torch.arange(width, device=drawn.device, dtype=drawn.dtype)
         across = torch.where(mirrored > 0, width - 1 - across, across)
@@ -31,10 +32,10 @@ class Windows:
         )
         self.inside = rows[:, :, None] & columns[:, None, :]
 
-    def of_pictures(self, images: Tensor, rows: Tensor | None, beside: Tensor) -> Tensor:
-        """Of the pictures ``rows`` of ``images`` (all of them for None) the windows, float ``(B, C, height, width)``.
+    def of_images(self, images: Tensor, rows: Tensor | None, beside: Tensor) -> Tensor:
+        """The windows of the images ``rows`` of ``images`` (all for None), float ``(B, C, height, width)``.
 
-        Colours are interpolated between the four nearest pixels; what is beside a picture has the colour ``beside``.
+        Bilinear interpolation; pixels outside the image have the color ``beside``.
         """
         count = len(self.down)
         which = (torch.arange(count, device=images.device) if rows is None else rows)[:, None, None]
@@ -52,7 +53,7 @@ class Windows:
         return torch.where(self.inside[:, None], mixed, beside)
 
     def of_labels(self, labels: Tensor, beside: int) -> Tensor:
-        """The windows of maps ``(B, H, W)``: the label of the nearest pixel, ``beside`` where there is no picture."""
+        """The windows of label maps ``(B, H, W)``: the nearest pixel's label, ``beside`` outside the image."""
         which = torch.arange(len(labels), device=labels.device)[:, None, None]
         down, across = (
             place.floor().long().clamp(0, side - 1)
@@ -62,7 +63,7 @@ class Windows:
 
 
 def _neighbours(place: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pixels whose centres lie before and after ``place``, and the share of the second."""
+    """The pixels whose centres lie before and after ``place``, and the weight of the second."""
     centre = (place - 0.5).clamp(0, side - 1)
     first = centre.floor()
     index = first.long()

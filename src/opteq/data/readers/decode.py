@@ -1,4 +1,4 @@
-"""From picture files to bytes ``(n, 3, H, W)``, on all cores."""
+"""Decode image files into uint8 arrays ``(n, 3, H, W)`` with several threads."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ from opteq.data.readers.source import reason
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PIECE = 4 << 20  # bytes decoded at a time: enough to hide the hand-over, few enough to keep memory small
-SMALL = 96 * 96  # pixels; below, opening a picture costs more than decoding it, and only decoding runs in parallel
+PIECE = 4 << 20  # bytes per chunk: enough to hide the overhead of a thread, few enough to keep memory small
+SMALL = 96 * 96  # pixels; below, opening an image costs more than decoding it, and only decoding runs in parallel
 
 
 def decode_all(
     paths: Sequence[Path], first: Path, shape: tuple[int, int, int], image_size: int | None
 ) -> Iterator[Pixels]:
-    """The pictures in order, in pieces. Each has to have ``shape``, the one of the picture ``first``.
+    """The images in order, in chunks. Each has to have ``shape``, that of the image ``first``.
 
-    Threads, not processes: Pillow decodes and resizes without holding Python's lock, threads need nothing of the
-    caller's main module, and they cannot upset a CUDA context. Small pictures go through one thread, because opening
-    them holds the lock and a second thread only makes them wait (measured on 20,000 JPEGs of 32x32, 2 cores: 3.5 s
-    with one thread, 4.4 s with two).
+    Threads and not processes: Pillow releases the GIL while it decodes and resizes, threads do not import the caller's
+    main module, and they do not disturb a CUDA context. Small images use one thread, since opening them holds the GIL
+    (20,000 JPEGs of 32x32 on 2 cores: 3.5 s with one thread, 4.4 s with two).
     """
     _, height, width = shape
     workers = 1 if height * width <= SMALL and image_size is None else os.cpu_count() or 1
 
     def decode(path: Path) -> Pixels:
-        picture = decode_one(path, image_size)
-        if picture.shape != shape:
-            _, other_height, other_width = picture.shape
+        image = decode_one(path, image_size)
+        if image.shape != shape:
+            _, other_height, other_width = image.shape
             raise UserError(
                 f"{path} is {other_width}x{other_height} pixels but {first} is {width}x{height}; "
-                "give image_size to bring all pictures to one size"
+                "give image_size to bring all images to one size"
             )
-        return picture
+        return image
 
     return in_pieces(paths, shape, decode, workers)
 
@@ -52,7 +51,7 @@ def decode_all(
 def in_pieces(
     paths: Sequence[Path], shape: tuple[int, ...], decode: Callable[[Path], Pixels], workers: int
 ) -> Iterator[Pixels]:
-    """What ``decode`` makes of every path, each of ``shape``, in order and stacked to pieces, by so many threads."""
+    """``decode`` of every path, in order, stacked to chunks, with ``workers`` threads."""
     count = max(1, PIECE // math.prod(shape))
 
     def piece_at(start: int) -> Pixels:
@@ -75,47 +74,46 @@ def in_pieces(
 
 
 def decode_one(path: Path, image_size: int | None) -> Pixels:
-    """One picture as ``(3, H, W)`` bytes, upright, in RGB, brought to ``image_size`` if one is given."""
+    """One image as uint8 ``(3, H, W)``: EXIF orientation applied, RGB, resized to ``image_size`` if given."""
     with needs_extra("train"):  # imported here: a process that reads the cache never decodes
         from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as file:
-            # Cameras store how they were held instead of turning the pixels. Most pictures say nothing about it, and
-            # asking every one costs a copy.
+            # exif_transpose copies the image, so it is called only where an orientation may be stored.
             tells = "exif" in file.info or file.format == "TIFF"
-            picture = _to_rgb(ImageOps.exif_transpose(file) if tells else file)
+            image = _to_rgb(ImageOps.exif_transpose(file) if tells else file)
             if image_size is not None:
-                picture = resize_and_crop(picture, image_size)
-            pixels: Pixels = np.asarray(picture, dtype=np.uint8).transpose(2, 0, 1)
+                image = resize_and_crop(image, image_size)
+            pixels: Pixels = np.asarray(image, dtype=np.uint8).transpose(2, 0, 1)
             return pixels
-    except Exception as error:  # decoders raise whatever they like: OSError, SyntaxError, ValueError, struct.error
-        raise UserError(f"{path}: cannot read this picture ({reason(error)}); replace or delete it") from error
+    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and others
+        raise UserError(f"{path}: cannot read this image ({reason(error)}); replace or delete it") from error
 
 
-def _to_rgb(picture: Image) -> Image:
-    """RGB of any mode: grey is repeated, transparency is dropped, 16 bits are cut to 8."""
+def _to_rgb(image: Image) -> Image:
+    """Convert to RGB: grey is repeated, transparency dropped, 16 bits reduced to 8."""
     from PIL import Image
 
-    if picture.mode == "RGB":
-        return picture
-    if picture.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion would clip it to white
-        return Image.fromarray((np.asarray(picture).astype(np.int64) >> 8).astype(np.uint8)).convert("RGB")
-    if picture.mode == "F":
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion would clip it to white
+        return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers")
-    if "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-    return picture.convert("RGB")
+    if "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
 
 
-def resize_and_crop(picture: Image, size: int) -> Image:
-    """The shorter side becomes ``size`` (bilinear, antialiased), then the middle ``size`` x ``size`` is kept."""
+def resize_and_crop(image: Image, size: int) -> Image:
+    """Resize the shorter side to ``size`` (bilinear, antialiased), then crop the centre ``size`` x ``size``."""
     from PIL import Image
 
-    width, height = picture.size
+    width, height = image.size
     shorter = min(width, height)
     if shorter != size:
         width, height = (max(size, round(side * size / shorter)) for side in (width, height))
-        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
     left, top = (width - size) // 2, (height - size) // 2
-    return picture.crop((left, top, left + size, top + size))
+    return image.crop((left, top, left + size, top + size))

@@ -11,7 +11,7 @@ from importlib import resources
 import numpy as np
 import torch
 
-from opteq.data.dataset import Dataset, Labels, Pixels, Split, colours
+from opteq.data.dataset import Dataset, Labels, Pixels, Split, channel_statistics
 
 
 def read_digits() -> tuple[Pixels, Labels]:
@@ -24,10 +24,10 @@ def read_digits() -> tuple[Pixels, Labels]:
 
 
 def held_out(labels: Labels) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which samples are the test split: of every class each fifth one, in the order of the file.
+    """A mask of the test split: every fifth sample of each class, in the order of the file.
 
-    There is no random number in it, so the split is the same for everybody, with any version of any library, and each
-    class keeps its share (stratified). The file goes writer by writer, so both splits have digits of every writer.
+    The split is stratified and contains no random number. The file is ordered by writer, so both splits have digits of
+    every writer.
     """
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -36,11 +36,11 @@ def held_out(labels: Labels) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 def load_digits() -> Dataset:
-    """1797 grey digits of 8x8 pixels: four fifths to train on, one fifth held out."""
+    """1797 grey digits of 8x8 pixels: four fifths for training, one fifth for testing."""
     levels, labels = read_digits()
     images = np.rint(levels * (255 / 16)).astype(np.uint8)[:, None]
     test = held_out(labels)
-    mean, std = colours([images[~test]], channels=1)
+    mean, std = channel_statistics([images[~test]], channels=1)
     train_split, test_split = (
         Split(torch.from_numpy(images[rows]), torch.from_numpy(labels[rows])) for rows in (~test, test)
     )

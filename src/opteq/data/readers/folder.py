@@ -1,4 +1,4 @@
-"""A folder of pictures: ``train/<class>/*`` and ``test/<class>/*``. ImageNette, ImageNet and its subsets are this."""
+"""A folder of images: ``train/<class>/*`` and ``test/<class>/*``, as ImageNette and ImageNet have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opteq.data.readers.decode import decode_all, decode_one
 from opteq.data.readers.source import Found, Source, Stream
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-LAYOUT = "expected train/<class>/<picture> and test/<class>/<picture> (or val/ for test/)"
+LAYOUT = "expected train/<class>/<image> and test/<class>/<image> (or val/ for test/)"
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class _Listing:
 
 
 def find_folder(root: Path | None, image_size: int | None) -> Found:
-    """List the pictures under ``root``; they are opened later."""
+    """List the images under ``root``; they are opened later."""
     if root is None:
-        raise UserError(f"data set 'folder' needs root, the folder of pictures (--set data.root=PATH); {LAYOUT}")
+        raise UserError(f"data set 'folder' needs root, the folder of images (--set data.root=PATH); {LAYOUT}")
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; {LAYOUT}")
     if not (root / "train").is_dir():
@@ -50,26 +50,26 @@ def _list(root: Path, split: str) -> _Listing:
     files: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        pictures = sorted(
+        images = sorted(
             entry.name
             for entry in os.scandir(root / split / name)
             if visible(entry.name) and entry.name.lower().endswith(ENDINGS) and entry.is_file()
         )
-        if not pictures:
+        if not images:
             endings = ", ".join(ending[1:] for ending in ENDINGS)
-            raise UserError(f"{root / split / name}: no pictures in it ({endings}); fill or remove this class folder")
-        files += [f"{split}/{name}/{picture}" for picture in pictures]
-        labels += [label] * len(pictures)
+            raise UserError(f"{root / split / name}: no images in it ({endings}); fill or remove this class folder")
+        files += [f"{split}/{name}/{image}" for image in images]
+        labels += [label] * len(images)
     return _Listing(classes, tuple(files), tuple(labels))
 
 
 def visible(name: str) -> bool:
-    """Neither hidden nor one of the companions that file managers leave behind (``._cat.jpg``, ``.DS_Store``)."""
+    """Whether a file is not hidden: file managers leave ``._cat.jpg`` and ``.DS_Store`` behind."""
     return not name.startswith(".")
 
 
 def _read(root: Path, train: _Listing, test: _Listing, image_size: int | None) -> Source:
-    # Every picture has to have the shape of the first one; with image_size it gets it.
+    # All images need the shape of the first one.
     first = root / train.files[0]
     channels, height, width = decode_one(first, image_size).shape
 

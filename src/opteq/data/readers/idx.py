@@ -70,8 +70,8 @@ def _read(folder: Path, names: tuple[str, ...]) -> Source:
 def read_idx(path: Path, dimensions: int) -> Pixels:
     """The array in an idx file of bytes.
 
-    The format: two zeros, the type (8 for bytes), the number of dimensions; each dimension in 4 bytes, the big end
-    first; the data.
+    The format: two zeros, the type (8 for uint8), the number of dimensions; each dimension as a big-endian 32-bit
+    integer; the data.
     """
     try:
         if path.suffix != ".gz":

@@ -88,4 +88,4 @@ def pixels(note: object, path: str) -> Pixels:
         array: Pixels = np.frombuffer(content, dtype=np.uint8).reshape(shape, order="F" if column_major else "C")
         return array
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UserError(f"{path}: its pictures are not an array of bytes; fetch the archive again") from error
+        raise UserError(f"{path}: its images are not an array of bytes; fetch the archive again") from error

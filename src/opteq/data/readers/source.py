@@ -1,4 +1,4 @@
-"""What a reader of some format hands over: files to know it by, and pictures that come in pieces."""
+"""What a reader returns: the files that identify a data set, and its images in chunks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from opteq.data.dataset import Labels, Pixels
 
 @dataclass(frozen=True)
 class Stream:
-    """One split before it is cached: labels in full, pictures as an iterator of uint8 pieces ``(n, C, H, W)``.
+    """One split before it is cached: all labels, and images as an iterator of uint8 chunks ``(n, C, H, W)``.
 
-    Where every pixel has a class, ``maps`` are the labels, in uint8 pieces ``(n, H, W)``; ``labels`` then only numbers
-    the pictures.
+    For segmentation ``maps`` are the label maps, in uint8 chunks ``(n, H, W)``; ``labels`` then enumerates the images.
     """
 
     labels: Labels
@@ -26,7 +25,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that is being read."""
+    """A data set as it is read: classes and splits."""
 
     classes: tuple[str, ...]
     train: Stream
@@ -34,16 +33,16 @@ class Source:
     unseen: Stream | None = None
 
     def splits(self) -> dict[str, Stream]:
-        """Those that there are, by name."""
+        """The splits that exist, by name."""
         found = {"train": self.train, "test": self.test, "unseen": self.unseen}
         return {name: stream for name, stream in found.items() if stream is not None}
 
 
 @dataclass(frozen=True)
 class Found:
-    """A data set that was found on the disk and not read yet.
+    """A data set that was found on disk and not read yet.
 
-    ``files`` in the folder ``root`` are what the cache knows it by; ``read`` opens it.
+    The cache identifies it by ``files`` in the folder ``root``; ``read`` opens it.
     """
 
     root: Path
@@ -52,16 +51,16 @@ class Found:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line: some libraries write several."""
+    """The first line of an error's message."""
     return str(error).partition("\n")[0].rstrip(":") or type(error).__name__
 
 
 def whole(images: Pixels, labels: Labels, path: Path, classes: int) -> Stream:
-    """A split that was read at once; checks that each picture has a label and each label a class."""
+    """A split in memory; checks that each image has a label and each label a class."""
     if len(images) != len(labels):
-        raise UserError(f"{path}: {len(images)} pictures and {len(labels)} labels; fetch the files again")
+        raise UserError(f"{path}: {len(images)} images and {len(labels)} labels; fetch the files again")
     if len(images) == 0:
-        raise UserError(f"{path}: there are no pictures in it; fetch the files again")
+        raise UserError(f"{path}: there are no images in it; fetch the files again")
     if labels.min() < 0 or labels.max() >= classes:
         raise UserError(
             f"{path}: labels go from {labels.min()} to {labels.max()}, but there are {classes} classes; "

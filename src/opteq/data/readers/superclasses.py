@@ -1,4 +1,4 @@
-"""Classes made of parts, one of which training does not see: does a network recognise kinds that it never saw?"""
+"""Super-classes with one sub-class held out of training, as a test of generalisation to unseen sub-classes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from opteq.data.dataset import Labels, Pixels
 from opteq.data.readers.source import Source, Stream
 
 PARTS = 5
-"""Classes in each of CIFAR-100's super-classes."""
+"""Sub-classes of each of CIFAR-100's super-classes."""
 
 
 def hold_out(
     classes: tuple[str, ...], train: tuple[Stream, Labels], test: tuple[Stream, Labels], place: Path
 ) -> Source:
-    """The GEQ paper's test on unseen kinds: of each class the last part is kept from training.
+    """The GEQ paper's test on unseen sub-classes: the last sub-class of each class is held out of training.
 
-    Parts are counted in the order of their labels, which for CIFAR-100 is that of the alphabet. Training and test
-    pictures are those of the first four parts; ``unseen`` has the fifth part's pictures of the test split. (The paper
-    says "samples from unseen sub-classes" and not of which split; test pictures keep the two accuracies comparable.)
+    Sub-classes are ordered by their labels, which for CIFAR-100 is the alphabet. Training and test images are those of
+    the first four; ``unseen`` has the test images of the fifth. (The paper says "samples from unseen sub-classes"
+    without naming the split; test images keep the two accuracies comparable.)
 
     Args:
         classes: names of the classes.
-        train: the training split as it was read, and for each picture the label of its part.
+        train: the training split, and the sub-class label of each image.
         test: the test split in the same way.
-        place: where both came from, for messages.
+        place: the source of both, for messages.
     """
     owner = _owners(train, place)
     last = []
@@ -50,7 +50,7 @@ def hold_out(
 
 
 def _owners(split: tuple[Stream, Labels], place: Path) -> dict[int, int]:
-    """For each part the class that it belongs to."""
+    """The class of each sub-class."""
     owner: dict[int, int] = {}
     for whose, part in np.unique(np.stack((split[0].labels, split[1]), axis=1), axis=0).tolist():
         if owner.setdefault(part, whose) != whose:
@@ -62,7 +62,7 @@ def _owners(split: tuple[Stream, Labels], place: Path) -> dict[int, int]:
 
 
 def _chosen(stream: Stream, where: npt.NDArray[np.bool_]) -> Stream:
-    """The pictures of a split at which ``where`` holds."""
+    """The images of a split where the mask ``where`` is true."""
 
     def pieces() -> Iterator[Pixels]:
         start = 0

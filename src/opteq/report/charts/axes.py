@@ -1,4 +1,4 @@
-"""Axes: where numbers go on paper, and which of them are written beside it."""
+"""Axes: from values to coordinates, and tick positions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """A straight or logarithmic map from numbers to places.
+    """A linear or logarithmic map from values to coordinates.
 
     Attributes:
-        low, high: the numbers at the two ends.
-        start, end: their places.
-        log: whether equal ratios are equal distances.
-        ticks: the numbers to write.
+        low, high: the values at the two ends.
+        start, end: their coordinates.
+        log: whether the axis is logarithmic.
+        ticks: the values with a label.
     """
 
     low: float
@@ -26,7 +26,7 @@ class Axis:
     ticks: tuple[float, ...] = ()
 
     def __call__(self, value: float) -> float:
-        """The place of a number; those outside the ends lie on them."""
+        """The coordinate of a value, clamped to the ends."""
         value = min(max(value, self.low), self.high)
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
         share = ((math.log10(value) if self.log else value) - low) / ((high - low) or 1.0)
@@ -34,7 +34,7 @@ class Axis:
 
 
 def linear_axis(values: Iterable[float], start: float, end: float, ceiling: float | None = None) -> Axis:
-    """A straight axis with round ends around ``values``; it does not pass ``ceiling``.
+    """A linear axis with round ends around ``values``, at most ``ceiling``.
 
     >>> linear_axis([0.13, 2.4], 0, 100).ticks
     (0.0, 1.0, 2.0, 3.0)
@@ -54,7 +54,7 @@ def linear_axis(values: Iterable[float], start: float, end: float, ceiling: floa
 
 
 def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
-    """A logarithmic axis over whole powers of ten, at most some seven of them written.
+    """A logarithmic axis over powers of ten, with at most seven ticks.
 
     >>> log_axis([0.02, 3.0], 0, 100).ticks
     (0.01, 0.1, 1.0, 10.0)
@@ -67,10 +67,10 @@ def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
     return Axis(10.0**first, 10.0**last, start, end, log=True, ticks=ticks)
 
 
-def whole_ticks(low: int, high: int, most: int = 6) -> tuple[int, ...]:
-    """Round whole numbers between two, and both ends if nothing lies close to them.
+def integer_ticks(low: int, high: int, most: int = 6) -> tuple[int, ...]:
+    """Round integers between two, and both ends if no tick lies close to them.
 
-    >>> whole_ticks(1, 60), whole_ticks(1, 3), whole_ticks(5, 5)
+    >>> integer_ticks(1, 60), integer_ticks(1, 3), integer_ticks(5, 5)
     ((1, 10, 20, 30, 40, 50, 60), (1, 2, 3), (5,))
     """
     if high <= low:

@@ -1,4 +1,4 @@
-"""Line charts: one place a whole number on the horizontal axis, labels at the lines' ends, a readout at every place."""
+"""Line charts over an integer axis, with labels at the lines' ends and a tooltip at every position."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from opteq.report.charts.axes import Axis, linear_axis, log_axis, whole_ticks
+from opteq.report.charts.axes import Axis, integer_ticks, linear_axis, log_axis
 from opteq.report.html.markup import Html, join, tag
 
 _WIDTH, _HEIGHT = 460, 272
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 62, 14, 42
 _APART = 17
 _MOST_DOTS = 16
-_MOST_READOUTS = 160
-"""More places than these would be narrower than a pixel or two, and each costs bytes."""
+_MOST_TOOLTIPS = 160
+"""More tooltips than these would be narrower than two pixels, and each costs bytes."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, which is written at its end, its values (NaN leaves a gap) and its style in the style sheet."""
+    """A line: its name, its values (NaN leaves a gap) and its CSS class."""
 
     name: str
     values: Sequence[float]
@@ -29,18 +29,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a line chart shows.
+    """A line chart.
 
     Attributes:
-        title: what it is, for those who can't see it.
+        title: for screen readers.
         across: name of the horizontal axis.
-        first: the whole number of the first place.
+        first: the integer of the first position.
         series: the lines.
-        show: a number as a readout has it.
-        tick: a number as the axis has it.
-        log: a logarithmic vertical axis.
-        ceiling: the vertical axis does not pass it.
-        mark: a level with a name, drawn across.
+        show: format of values in tooltips.
+        tick: format of values at ticks.
+        log: whether the vertical axis is logarithmic.
+        ceiling: upper limit of the vertical axis.
+        mark: a horizontal level with a name.
     """
 
     title: str
@@ -55,14 +55,14 @@ class Chart:
 
 
 def line_chart(chart: Chart) -> Html:
-    """The chart as inline SVG. Lines are skipped where they have no finite value."""
+    """The chart as inline SVG, with gaps where values are not finite."""
     length = max(len(series.values) for series in chart.series)
     values = [value for series in chart.series for value in series.values]
     if chart.mark is not None:
         values.append(chart.mark[0])
     bottom = _HEIGHT - _BOTTOM
     up = log_axis(values, bottom, _TOP) if chart.log else linear_axis(values, bottom, _TOP, chart.ceiling)
-    if chart.log:  # an exact zero is drawn at the lowest level, not left out
+    if chart.log:  # an exact zero is drawn at the lowest level
         floor = up.low
         series = [
             Series(one.name, [max(v, floor) if math.isfinite(v) else math.nan for v in one.values], one.style)
@@ -71,14 +71,14 @@ def line_chart(chart: Chart) -> Html:
     else:
         series = list(chart.series)
     across = Axis(chart.first, max(chart.first + length - 1, chart.first + 1), _LEFT, _WIDTH - _RIGHT)
-    if length == 1:  # a single place stands in the middle
+    if length == 1:  # a single position is centred
         across = Axis(chart.first - 1, chart.first + 1, _LEFT, _WIDTH - _RIGHT)
     return tag(
         "svg",
         _grid(chart, up, across, length),
         *(_line(one, chart.first, across, up) for one in series),
         _names(series, chart.first, across, up),
-        _readouts(chart, series, across, up, length),
+        _tooltips(chart, series, across, up, length),
         viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
         class_="chart curves",
         role="img",
@@ -98,7 +98,7 @@ def _grid(chart: Chart, up: Axis, across: Axis, length: int) -> Html:
     ]
     columns = [
         tag("text", str(place), x=across(place), y=bottom + 18, class_="tick below")
-        for place in whole_ticks(chart.first, chart.first + length - 1)
+        for place in integer_ticks(chart.first, chart.first + length - 1)
     ]
     name = tag("text", chart.across, x=(_LEFT + right) / 2, y=_HEIGHT - 6, class_="axis")
     if chart.mark is None:
@@ -125,7 +125,7 @@ def _line(series: Series, first: int, across: Axis, up: Axis) -> Html:
 
 
 def _names(series: Sequence[Series], first: int, across: Axis, up: Axis) -> Html:
-    """Every line's name at its end, moved apart where they would touch."""
+    """The names at the ends of the lines, moved apart where they overlap."""
     ends: list[tuple[float, float, Series]] = []
     for one in series:
         finite = [(first + index, value) for index, value in enumerate(one.values) if math.isfinite(value)]
@@ -143,8 +143,8 @@ def _names(series: Sequence[Series], first: int, across: Axis, up: Axis) -> Html
     return join(*names)
 
 
-def _readouts(chart: Chart, series: Sequence[Series], across: Axis, up: Axis, length: int) -> Html:
-    every = math.ceil(length / _MOST_READOUTS)
+def _tooltips(chart: Chart, series: Sequence[Series], across: Axis, up: Axis, length: int) -> Html:
+    every = math.ceil(length / _MOST_TOOLTIPS)
     width = (across(chart.first + 1) - across(chart.first)) * every
     bands = []
     for index in range(0, length, every):
@@ -170,7 +170,7 @@ def _readouts(chart: Chart, series: Sequence[Series], across: Axis, up: Axis, le
 
 
 def _summary(chart: Chart, length: int) -> str:
-    """The ends of every line in words."""
+    """First and last value of every line, as text."""
     parts = []
     for one in chart.series:
         finite = [value for value in one.values if math.isfinite(value)]
@@ -181,4 +181,4 @@ def _summary(chart: Chart, length: int) -> str:
         else:
             parts.append(f"{one.name}: no finite value")
     last = chart.first + length - 1
-    return f"{chart.across} {chart.first} to {last}. {'; '.join(parts)}. Arrow keys read out every place."
+    return f"{chart.across} {chart.first} to {last}. {'; '.join(parts)}. Arrow keys read out every position."

@@ -1,4 +1,4 @@
-"""Pictures inside the page: tensors as PNG or JPEG data addresses."""
+"""Images in the report: tensors as PNG or JPEG data URLs."""
 
 from __future__ import annotations
 
@@ -10,67 +10,67 @@ import torch
 from torch import Tensor
 
 from opteq.common.errors import needs_extra
-from opteq.data.dataset import IGNORED
+from opteq.data.dataset import IGNORE_INDEX
 
 _LARGEST = 160
-"""Longer side in pixels of what is put into the page: with some ten pictures it stays well below 1.5 MB."""
+"""Longer side in pixels of embedded images: with ten of them a report stays below 1.5 MB."""
 
 WIDE = 400
-"""The same for pictures of which few are shown, and details matter."""
+"""The same for label maps, where details matter."""
 
 _HEAT = torch.tensor([[16, 18, 43], [66, 39, 109], [150, 56, 107], [226, 110, 75], [251, 214, 132]]) / 255.0
-"""From dark to bright by even steps of lightness, so that it reads the same for the colour-blind and in grey."""
+"""A color map with equal steps of lightness, readable in grey and for color-blind readers."""
 
 HIT = (47, 111, 179)
 MISS = (214, 94, 40)
-"""Colours of right and wrong in a confusion matrix that is a picture; visible on light and on dark paper."""
+"""Colors of right and wrong in a confusion matrix drawn as an image; visible on light and dark backgrounds."""
 
 
-def photograph(pixels: Tensor, largest: int = _LARGEST) -> str:
-    """A uint8 picture ``(C, H, W)``: grey for one channel, the first three as red, green and blue otherwise."""
+def image_data_url(pixels: Tensor, largest: int = _LARGEST) -> str:
+    """A uint8 image ``(C, H, W)`` as a data URL: grey, or the first three channels as RGB."""
     channels = pixels[:3] if pixels.shape[0] >= 3 else pixels[:1]
-    return _address(channels.movedim(0, -1), largest)
+    return _data_url(channels.movedim(0, -1), largest)
 
 
-def heat(values: Tensor, low: float, high: float) -> str:
-    """A map ``(H, W)`` as a picture, dark at ``low`` and bright at ``high``."""
+def heatmap(values: Tensor, low: float, high: float) -> str:
+    """A heat map of ``(H, W)`` as a data URL, dark at ``low`` and bright at ``high``."""
     share = (values.nan_to_num(low).float().cpu() - low) / ((high - low) or 1.0)
     place = share.clamp(0, 1) * (len(_HEAT) - 1)
     below = place.long().clamp(max=len(_HEAT) - 2)
     part = (place - below)[..., None]
-    return _address(((1 - part) * _HEAT[below] + part * _HEAT[below + 1]).mul(255).round().to(torch.uint8))
+    return _data_url(((1 - part) * _HEAT[below] + part * _HEAT[below + 1]).mul(255).round().to(torch.uint8))
 
 
-def class_colour(place: int) -> tuple[int, int, int]:
-    """A colour for class number ``place``: hues by the golden angle, so that neighbours differ; three lightnesses."""
+def class_color(place: int) -> tuple[int, int, int]:
+    """The color of class ``place``: hues at multiples of the golden angle, three lightnesses."""
     hue, lightness = place * 0.618034 % 1, (0.55, 0.38, 0.72)[place % 3]
     red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, lightness, 0.6))
     return red, green, blue
 
 
-def labels_picture(labels: Tensor, largest: int = _LARGEST) -> str:
-    """A map of classes ``(H, W)``, a colour a class; what has none is dark."""
-    # Pixels are left out, not mixed: between the colours of two classes lies that of a third.
+def label_map(labels: Tensor, largest: int = _LARGEST) -> str:
+    """A label map ``(H, W)`` as a data URL, with one color per class; dark where there is no class."""
+    # Subsampled and not interpolated: a mixture of two colors could be that of a third class.
     every = -(-max(labels.shape) // largest)
     labels = labels[::every, ::every]
-    table = torch.tensor([class_colour(place) for place in range(IGNORED)] + [(24, 24, 24)], dtype=torch.uint8)
-    return _address(table[labels.cpu().long()], lossless=True)
+    table = torch.tensor([class_color(place) for place in range(IGNORE_INDEX)] + [(24, 24, 24)], dtype=torch.uint8)
+    return _data_url(table[labels.cpu().long()], lossless=True)
 
 
-def matrix_picture(confusion: Tensor) -> str:
-    """A confusion matrix of counts, a pixel a cell: right ones in one colour, wrong ones in another, as shares."""
+def matrix_image(confusion: Tensor) -> str:
+    """A confusion matrix as an image with one pixel per cell, in two colors for right and wrong."""
     shares = confusion / confusion.sum(dim=1, keepdim=True).clamp(min=1)
     diagonal = torch.eye(len(shares), dtype=torch.bool)
     wrong = shares.masked_fill(diagonal, 0)
-    # A square root lets single mistakes be seen beside frequent ones.
+    # The square root makes rare mistakes visible beside frequent ones.
     alpha = torch.where(diagonal, shares, (wrong / wrong.max().clamp(min=1e-9)).sqrt())
     colour = torch.where(diagonal[..., None], torch.tensor(HIT), torch.tensor(MISS))
     cells = torch.cat([colour, (255 * alpha).round()[..., None]], dim=-1)
-    return _address(cells.to(torch.uint8))
+    return _data_url(cells.to(torch.uint8))
 
 
-def _address(pixels: Tensor, largest: int = _LARGEST, lossless: bool = False) -> str:
-    """``(H, W, channels)`` in uint8 as a data address: small ones without loss, large ones smaller and as JPEG."""
+def _data_url(pixels: Tensor, largest: int = _LARGEST, lossless: bool = False) -> str:
+    """uint8 ``(H, W, channels)`` as a data URL: PNG for small images, a smaller JPEG for large ones."""
     with needs_extra("report"):
         from PIL import Image
 

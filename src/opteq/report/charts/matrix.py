@@ -1,4 +1,4 @@
-"""The confusion matrix: a table where every number fits, a picture with a readout where it does not."""
+"""The confusion matrix: a table for few classes, an image with tooltips for many."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from opteq.report.charts.images import matrix_picture
+from opteq.report.charts.images import matrix_image
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.numbers import percent, plural
 
-_MOST_IN_A_TABLE = 12
+_LARGEST_TABLE = 12
 _PAIRS = 8
 
 
 def confusion_matrix(confusion: Tensor, classes: Sequence[str]) -> Html:
     """Rows are the true classes, columns the predicted ones; ``confusion`` holds counts."""
-    return _table(confusion, classes) if len(classes) <= _MOST_IN_A_TABLE else _picture(confusion, classes)
+    return _table(confusion, classes) if len(classes) <= _LARGEST_TABLE else _large(confusion, classes)
 
 
-def confused_pairs(confusion: Tensor, classes: Sequence[str], noun: str = "picture") -> Html:
-    """The mistakes that happen most often, as a list; ``noun`` is what is taken for something else."""
+def confused_pairs(confusion: Tensor, classes: Sequence[str], noun: str = "image") -> Html:
+    """The most frequent confusions as a list; ``noun`` is the unit that is counted."""
     wrong = confusion.clone()
     wrong.fill_diagonal_(0)
     order = wrong.flatten().argsort(descending=True, stable=True)[:_PAIRS].tolist()
@@ -36,19 +36,19 @@ def confused_pairs(confusion: Tensor, classes: Sequence[str], noun: str = "pictu
             tag(
                 "li",
                 tag("b", classes[true]),
-                " taken for ",
+                " predicted as ",
                 tag("b", classes[predicted]),
                 tag("span", f"{plural(times, 'time')}, {percent(share)} of its {noun}s", class_="aside"),
             )
         )
     if not rows:
-        return tag("p", f"No {noun} was taken for another class.", class_="note")
+        return tag("p", f"No {noun} was misclassified.", class_="note")
     return tag("ol", *rows, class_="pairs")
 
 
 def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> Html | None:
-    """How many of each class were right, the worst first; None where the matrix itself shows it."""
-    if len(classes) <= _MOST_IN_A_TABLE:
+    """Accuracy per class, the lowest first; None where the table shows it."""
+    if len(classes) <= _LARGEST_TABLE:
         return None
     totals, right = confusion.sum(dim=1).tolist(), confusion.diagonal().tolist()
     shares = [(right[i] / totals[i], name) for i, name in enumerate(classes) if totals[i]]
@@ -64,7 +64,7 @@ def _table(confusion: Tensor, classes: Sequence[str]) -> Html:
         default=0.0,
     )
     longest = max(len(name) for name in classes)
-    width = round(min(1.4 + 0.42 * longest, 7.5), 1)  # of the column with the names: some half an em a letter
+    width = round(min(1.4 + 0.42 * longest, 7.5), 1)  # of the column with the names, about half an em per letter
     head = tag(
         "tr",
         tag("th", tag("span", "true \\ predicted", class_="hidden"), class_="corner"),
@@ -85,7 +85,7 @@ def _table(confusion: Tensor, classes: Sequence[str]) -> Html:
                     str(times) if times else "·",
                     class_=kind,
                     style=f"--s:{round(0.12 + 0.88 * strength, 3)}" if times else None,
-                    data_tip=f"true {name}\npredicted {other}\n{plural(times, 'picture')}" if times else None,
+                    data_tip=f"true {name}\npredicted {other}\n{plural(times, 'image')}" if times else None,
                 )
             )
         right = percent(counts[i][i] / totals[i]) if totals[i] else "–"
@@ -106,7 +106,7 @@ def _table(confusion: Tensor, classes: Sequence[str]) -> Html:
     )
 
 
-def _picture(confusion: Tensor, classes: Sequence[str]) -> Html:
+def _large(confusion: Tensor, classes: Sequence[str]) -> Html:
     cells = [[i, j, int(confusion[i, j])] for i, j in confusion.nonzero().tolist()]
     accuracy = float(confusion.diagonal().sum() / confusion.sum().clamp(min=1))
     data = json.dumps({"classes": list(classes), "cells": cells}, separators=(",", ":"))
@@ -116,14 +116,14 @@ def _picture(confusion: Tensor, classes: Sequence[str]) -> Html:
         tag("span", "true class →", class_="down"),
         tag(
             "div",
-            tag("img", src=matrix_picture(confusion), alt=""),
+            tag("img", src=matrix_image(confusion), alt=""),
             tag("i", class_="cursor", hidden=True),
             class_="cells",
             tabindex="0",
             role="img",
             data_matrix=data,
             aria_label=(
-                f"Confusion matrix of {len(classes)} classes as a picture: {percent(accuracy)} lie on the diagonal. "
+                f"Confusion matrix of {len(classes)} classes as an image: {percent(accuracy)} lie on the diagonal. "
                 "Arrow keys read out cells; the list names the most frequent mistakes."
             ),
         ),
@@ -132,7 +132,7 @@ def _picture(confusion: Tensor, classes: Sequence[str]) -> Html:
 
 
 def legend() -> Html:
-    """What the two colours mean."""
+    """The legend of the two colors."""
     return join(
         tag("span", tag("i", class_="swatch hit"), " right", class_="key"),
         tag("span", tag("i", class_="swatch miss"), " wrong", class_="key"),

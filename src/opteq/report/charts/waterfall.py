@@ -1,4 +1,4 @@
-"""A waterfall: how the objective comes from its value at the start to that at the equilibrium, term by term."""
+"""A waterfall chart: the objective from the start to the equilibrium, term by term."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ STYLES = {
     "diversity": "t-prior",
     "regularizer": "t-prior",
 }
-"""The colour of a term in the style sheet: the same in the formula, the charts and the tables."""
+"""The CSS class of a term: the same in the formula, the charts and the tables."""
 
 
 def style_of(term: str) -> str:
-    """The style of a term; those that a user named have one too."""
+    """The CSS class of a term, also for terms of a user's own problem."""
     return STYLES.get(term, "t-other")
 
 
 def waterfall(start: Mapping[str, float], end: Mapping[str, float], about: str) -> Html:
     """Bars from the objective at ``start`` through the change of every term to that at ``end``.
 
-    Terms that are zero at both are left out: the penalty of relu, for one, where the state obeys its constraint.
+    Terms that are zero at both are left out, such as the penalty of relu.
 
     Args:
-        start: the value of every term where the solver began.
+        start: the value of every term at the initial state.
         end: the same at the equilibrium.
-        about: whose objective it is, for those who can't see the chart.
+        about: description for screen readers.
     """
     first, last = sum(start.values()), sum(end.values())
     if not (math.isfinite(first) and math.isfinite(last)):
-        return tag("p", "The objective is not finite here, so there is nothing to draw.", class_="note")
+        return tag("p", "The objective is not finite here.", class_="note")
     changes = [(name, end[name] - start[name]) for name in end if start[name] or end[name]]
     levels = [first]
     for _, change in changes:
@@ -76,7 +76,7 @@ def waterfall(start: Mapping[str, float], end: Mapping[str, float], about: str) 
 
 
 def _axis(levels: list[float]) -> Axis:
-    """From zero where the fall can be seen beside it, and over the fall alone where it would be too small to see."""
+    """An axis from zero, or over the change alone where it would be too small to see."""
     low, high = min(levels), max(levels)
     if high - low >= _SMALL_FALL * max(abs(low), abs(high)):
         low, high = min(0.0, low), max(0.0, high)
@@ -87,7 +87,7 @@ def _axis(levels: list[float]) -> Axis:
 
 def _total(name: str, value: float, row: int, axis: Axis) -> Html:
     tip = f"Objective at the {name}\n{decimal(value, 4)}"
-    # On an axis without zero the length of a bar would mean nothing: a mark stands at the value.
+    # On an axis without zero a bar has no meaningful length: a mark stands at the value.
     ends = sorted((axis(0.0), axis(value))) if axis.low <= 0 <= axis.high else [axis(value) - 2, axis(value) + 2]
     return _row(name, decimal(value, 4 if axis.low > 0 or axis.high < 0 else 3), row, ends[0], ends[1], "total", tip)
 
@@ -113,13 +113,13 @@ def _row(name: str, shown: str, row: int, left: float, right: float, style: str,
 
 
 def _thread(x: float, row: int) -> Html:
-    """A fine line that carries a level on to the next row."""
+    """A thin line that connects a level to the next row."""
     y = _TOP + row * _ROW
     return tag("line", x1=x, x2=x, y1=y + _ROW - 6, y2=y + _ROW + 6, class_="thread")
 
 
 def terms_table(start: Mapping[str, float], end: Mapping[str, float]) -> Html:
-    """The same in numbers."""
+    """The values of the terms as a table."""
     rows = [
         tag(
             "tr",

@@ -1,4 +1,4 @@
-"""Elements of the page as text. What is not markup already is escaped: no recipe or class name can break the page."""
+"""HTML elements as text. Everything that is not ``Html`` is escaped."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _VOID = frozenset({"img", "br", "hr", "meta"})
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is HTML already."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Html:
-    """``value`` as markup: escaped, unless it is markup.
+    """``value`` as HTML: escaped, unless it is :class:`Html`.
 
     >>> text("a < b"), text(Html("<b>x</b>"))
     ('a &lt; b', '<b>x</b>')
@@ -26,7 +26,7 @@ def text(value: object) -> Html:
 
 
 def join(*parts: object, between: str = "") -> Html:
-    """The parts one after the other; None leaves nothing."""
+    """The concatenated parts, without None."""
     return Html(between.join(text(part) for part in parts if part is not None))
 
 
@@ -48,7 +48,7 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
 
 
 def raised(value: str) -> Html:
-    """Text whose superscript signs become raised ones: in large type, fonts draw the signs unevenly.
+    """Text with Unicode superscripts as ``<sup>``, which fonts draw evenly in large type.
 
     >>> raised("4·10⁻³")
     '4·10<sup>−3</sup>'

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them."""
+"""Formatting of numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SIGNS = (
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _MISSING = "–"
 _SPACE = "\u00a0"
-"""Keeps a number and its unit on one line."""
+"""A non-breaking space between a number and its unit."""
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    r"""A share of 1 as a percentage, cut so that 100 % means all.
+    r"""A fraction as a percentage, rounded down near 1 so that 100 % means all.
 
     >>> percent(0.97531), percent(0.99999), percent(1.0), percent(None)
     ('97.5\xa0%', '99.9\xa0%', '100\xa0%', '–')
@@ -38,7 +38,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number with its thousands apart.
+    """An integer with thousands separators.
 
     >>> count(1234567)
     '1,234,567'
@@ -47,7 +47,7 @@ def count(value: float | None) -> str:
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
-    """A number to so many significant digits, with a true minus.
+    """A number with significant digits, and a proper minus sign.
 
     >>> decimal(-12.3456), decimal(0.00001234), decimal(0.0), decimal(1234.5), decimal(float("nan"))
     ('−12.3', '1.23·10⁻⁵', '0', '1,234', 'not finite')
@@ -66,7 +66,7 @@ def decimal(value: float | None, digits: int = 3) -> str:
 
 
 def scientific(value: float | None, digits: int = 1) -> str:
-    """A number as mantissa and power of ten.
+    """A number in scientific notation.
 
     >>> scientific(0.000421), scientific(1e-5, 0), scientific(float("inf"))
     ('4.2·10⁻⁴', '10⁻⁵', 'not finite')
@@ -83,7 +83,7 @@ def scientific(value: float | None, digits: int = 1) -> str:
 
 
 def short_count(value: float) -> str:
-    r"""Thousands and millions by their letter.
+    r"""Thousands and millions with k and M.
 
     >>> short_count(8123), short_count(199_400), short_count(5_012_000), short_count(12)
     ('8.1\xa0k', '199\xa0k', '5.01\xa0M', '12')
@@ -114,10 +114,10 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def readable(reason: str) -> str:
-    """A certificate's reason, which is written for terminals, with the signs that a page can have.
+def with_symbols(reason: str) -> str:
+    """A certificate's reason with mathematical symbols.
 
-    >>> readable("L |W|^2 / mu with L = 1 and |W| <= 0.9; mud stays")
+    >>> with_symbols("L |W|^2 / mu with L = 1 and |W| <= 0.9; mud stays")
     'L |W|² / μ with L = 1 and |W| ≤ 0.9; mud stays.'
     """
     for plain, sign in _SIGNS:

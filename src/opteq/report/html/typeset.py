@@ -1,4 +1,4 @@
-"""Mathematics in plain HTML, written almost as one would type it."""
+"""Formulas as HTML from a simple notation."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def typeset(source: str) -> Html:
 
 
 def _word(word: str) -> Html:
-    """Functions upright, variables slanted."""
+    """Functions upright, variables italic."""
     return join(word) if word in _FUNCTIONS else join(*(tag("i", letter) for letter in word))

@@ -99,7 +99,7 @@
       at = [row, column];
       cursor.hidden = false;
       cursor.style.cssText = `left:${column * side}px;top:${row * side}px;width:${side}px;height:${side}px`;
-      const words = [`${count} ${count === 1 ? "picture" : "pictures"}`, `true ${classes[row]}`];
+      const words = [`${count} ${count === 1 ? "image" : "images"}`, `true ${classes[row]}`];
       show([...words, `predicted ${classes[column]}`].join("\n"), box.left + (column + 0.5) * side, box.top + row * side);
     };
     const leave = () => { cursor.hidden = true; hide(); };

@@ -1,4 +1,4 @@
-"""What is minimised: cross-entropy, and the papers' additions to it."""
+"""The training loss: cross-entropy and the papers' additional terms."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from torch import Tensor, nn
 from opteq import regularizers
 from opteq.common.errors import UserError
 from opteq.couplings import augmented_loss
-from opteq.data.dataset import IGNORED
+from opteq.data.dataset import IGNORE_INDEX
 from opteq.models import Classifier, equilibria
 from opteq.training.recipe.sections import LossSection
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy as a sum over pictures.
+    """Cross-entropy, summed over images.
 
     Args:
-        logits: ``(B, K)``, or ``(B, K, H, W)`` for every pixel.
-        labels: classes ``(B,)``, shares of classes ``(B, K)``, or classes of pixels ``(B, H, W)``, 255 for none. A
-            picture's loss is then the sum over its pixels with a label, divided by the number of all its pixels: so
-            every such pixel counts the same, in whatever part of a batch it is.
-        label_smoothing: share that is spread over all classes.
+        logits: ``(B, K)``, or ``(B, K, H, W)`` for segmentation.
+        labels: classes ``(B,)``, soft labels ``(B, K)``, or label maps ``(B, H, W)`` with 255 for no class. For label
+            maps the loss of an image is the sum over its pixels with a class, divided by the number of all its pixels,
+            so that every such pixel has the same weight.
+        label_smoothing: weight that is spread over all classes.
     """
     if logits.ndim == 2:
         return F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=label_smoothing)
     total = F.cross_entropy(
-        logits.float(), labels, reduction="sum", label_smoothing=label_smoothing, ignore_index=IGNORED
+        logits.float(), labels, reduction="sum", label_smoothing=label_smoothing, ignore_index=IGNORE_INDEX
     )
     return total / labels[0].numel()
 
 
 class Loss:
-    """The loss of a batch, as a sum over its pictures.
+    """The loss of a batch, summed over its images.
 
-    A sum, because the pictures of one optimiser step may be spread over processes and accumulated parts: whoever
-    divides by their whole number gets the same gradient however they were spread.
+    A sum, because the images of one optimiser step may be divided among processes and micro-batches; divided by their
+    total number it gives the same gradient for every division.
 
     - cross-entropy, with ``label_smoothing``;
-    - ``weight * R(features)``, for R among ridge, l1, incay, decorrelation and hsic: a prior through the loss, beside
-      the ways inside the objective and by SAM, which are options of the models. ``features`` is what the last linear
-      layer sees. Where R is a property of a whole batch (decorrelation, hsic) it is that of the part at hand;
+    - ``weight * R(features)``, for R among ridge, l1, incay, decorrelation and hsic: a prior in the loss. (Priors in
+      the objective and in SAM are options of the models.) ``features`` is the input of the last linear layer. Where R
+      depends on the whole batch (decorrelation, hsic), it is computed per micro-batch;
     - ``augmented * sum over neighbours of (lambda D - H)`` over the branches of the equilibrium: the augmented loss
-      that the MOptEq paper trains POptEq with, its sign corrected (as printed it would reward what it means to punish).
+      that the MOptEq paper trains POptEq with, its sign corrected (the printed one rewards what it should penalise).
 
-    The features are caught on their way by hooks, so nothing is computed twice; leave the context to remove them.
+    Forward hooks read the features; leaving the context removes them.
     """
 
     def __init__(self, options: LossSection, label_smoothing: float, model: Classifier) -> None:
@@ -74,17 +74,17 @@ class Loss:
         self._hooks.clear()
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The sum over the batch, to be called right after the forward pass that gave ``logits``.
+        """The sum over the batch; call it directly after the forward pass that computed ``logits``.
 
         Args:
-            logits: ``(B, K)``, or ``(B, K, H, W)`` for every pixel.
-            labels: theirs, as :func:`cross_entropy` takes them.
+            logits: ``(B, K)``, or ``(B, K, H, W)`` for segmentation.
+            labels: as :func:`cross_entropy` takes them.
         """
         total = cross_entropy(logits, labels, self.label_smoothing)
         if self._regularizer is not None:
             assert self.features is not None
             values = self._regularizer.value(self.features)
-            # A property of the whole batch comes as equal shares; as a mean over pictures it is that property.
+            # A value of the whole batch comes in equal shares per sample, whose sum it is.
             scale = values.numel() if self._regularizer.couples_batch else 1
             total = total + self.options.weight * scale * values.sum()
         if self.options.augmented:
@@ -100,7 +100,7 @@ class Loss:
     def _see_branches(self, _: nn.Module, __: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         if isinstance(output, Tensor):
             raise UserError(
-                "loss.augmented needs the features of every branch, but this model's equilibrium hands on one tensor; "
+                "loss.augmented needs the features of every branch, but this model's equilibrium returns one tensor; "
                 'use a model whose branches are not fused, such as popteq-193k with fusion = "none"'
             )
         self.branches = output
@@ -109,5 +109,5 @@ class Loss:
 def _last_linear(model: Classifier) -> nn.Linear:
     layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
     if not layers:
-        raise UserError("loss.regularizer needs a head with a linear layer, whose input is what it is applied to")
+        raise UserError("loss.regularizer needs a head with a linear layer: it applies to that layer's input")
     return layers[-1]

@@ -1,4 +1,4 @@
-"""SGD and AdamW as a recipe names them."""
+"""SGD and AdamW from a recipe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def optimizer(options: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser of a recipe for all weights of ``model`` that want a gradient.
+    """The optimiser of a recipe for all parameters of ``model`` that require a gradient.
 
-    On a GPU its update is one fused kernel; elsewhere torch's own choice is kept. With ``decay_all = false``
-    vectors and single numbers (biases, gains, learnable alphas) and everything inside a normalisation are not decayed:
-    pulling a gain towards zero is no prior worth having.
+    On a GPU the update is fused. With ``decay_all = false`` weight decay leaves out vectors and scalars (biases, gains,
+    learnable alphas) and all parameters of normalisation layers.
     """
     groups = _groups(options, model)
     fused = all(weight.is_cuda for group in groups for weight in group["params"])

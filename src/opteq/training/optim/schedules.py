@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step: nothing to save, nothing to restore."""
+"""Learning-rate schedules as functions of the step, without state."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 from opteq.training.recipe.sections import ScheduleSection
 
 Schedule = Callable[[int], float]
-"""From the step's number (0 is the first) to the factor of the peak learning rate."""
+"""From the step index (from 0) to the factor of the peak learning rate."""
 
 
 def schedule(options: ScheduleSection, steps_per_epoch: int, epochs: int) -> Schedule:
     """The factor of the learning rate at every step of a run.
 
     - ``constant``: 1.
-    - ``step``: times ``factor`` at each of ``milestones``, or ``every`` so many epochs.
+    - ``step``: multiplied by ``factor`` at each of ``milestones``, or every ``every`` epochs.
     - ``cosine``: from 1 to ``final`` along half a cosine.
     - ``poly``: ``(1 - step / steps)`` to the ``power``, from 1 to nearly 0.
-    - ``one-cycle``: from ``start`` up to 1 within the share ``rise`` of the run, then down to ``final``, each along
-      half a cosine (Smith and Topin's schedule as it is commonly used, without cycling the momentum).
+    - ``one-cycle``: from ``start`` to 1 in the fraction ``rise`` of the run, then to ``final``, each along half a
+      cosine (Smith and Topin's schedule, without cycling the momentum).
 
-    All but one-cycle, which has its own, begin with a linear rise over ``warmup`` epochs.
+    All but one-cycle start with a linear warm-up over ``warmup`` epochs.
 
-    >>> halves = schedule(ScheduleSection(name="step", every=2, factor=0.5), steps_per_epoch=10, epochs=6)
-    >>> [halves(step) for step in (0, 19, 20, 40)]
+    >>> halved = schedule(ScheduleSection(name="step", every=2, factor=0.5), steps_per_epoch=10, epochs=6)
+    >>> [halved(step) for step in (0, 19, 20, 40)]
     [1.0, 1.0, 0.5, 0.25]
     """
     total = max(steps_per_epoch * epochs, 1)

@@ -1,4 +1,4 @@
-"""Batch normalisation over the pictures of all processes, so that their number changes nothing."""
+"""Synchronised batch normalisation, on GPUs and CPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """The sum of everyone's tensor. Each process's part counts once in everyone's sum, so gradients are summed too."""
+    """All-reduce with sum. Its adjoint is an all-reduce of the gradients."""
 
     @staticmethod
     def forward(_: Any, own: Tensor) -> Tensor:
@@ -24,31 +24,30 @@ class _SumOverProcesses(torch.autograd.Function):
         return total
 
 
-class SharedBatchNorm2d(nn.BatchNorm2d):
-    """:class:`torch.nn.BatchNorm2d` whose mean and variance are those of the batch over all processes.
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """:class:`torch.nn.BatchNorm2d` with mean and variance over the batches of all processes, for CPUs.
 
-    torch has one of its own for GPUs alone (:class:`torch.nn.SyncBatchNorm`); this one is for CPUs. Sums travel
-    with their gradients, so what the pictures of one process do to the statistics of the others is differentiated too.
+    :class:`torch.nn.SyncBatchNorm` is for GPUs only. Gradients flow through the sums over processes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` normalised; in evaluation, by the running averages as always."""
+        """``x`` normalised; in evaluation by the running averages."""
         if not self.training:
             return super().forward(x)
         count = torch.full((1,), x.numel() / x.shape[1], dtype=torch.float32)
         torch.distributed.all_reduce(count)
         mean = _sum(x.float().sum(dim=(0, 2, 3))) / count
         centred = x.float() - mean[:, None, None]
-        # A second journey for the squares: from sums of squares alone, a small variance would drown in rounding.
+        # Two passes: a variance from sums of squares would lose its digits to cancellation.
         variance = _sum(centred.square().sum(dim=(0, 2, 3))) / count
-        self._remember(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+        self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         result = centred * torch.rsqrt(variance + self.eps)[:, None, None]
         if self.affine:
             result = result * self.weight[:, None, None] + self.bias[:, None, None]
         return result.to(x.dtype)
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
@@ -62,11 +61,11 @@ def _sum(own: Tensor) -> Tensor:
     return total
 
 
-def share_normalisation(model: nn.Module, device: torch.device) -> None:
-    """Make every batch normalisation of ``model`` see the whole batch. Names and values of its weights stay."""
+def convert_sync_batch_norm(model: nn.Module, device: torch.device) -> None:
+    """Synchronise every batch normalisation of ``model``. Names and values of parameters stay."""
     if device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return
     for module in model.modules():
         if type(module) is nn.BatchNorm2d:
-            module.__class__ = SharedBatchNorm2d
+            module.__class__ = SyncBatchNorm2d

@@ -1,4 +1,4 @@
-"""Recipes: what they say, their files, and overrides from the command line."""
+"""Recipes: their sections, files, and overrides from the command line."""
 
 from opteq.training.recipe.files import load_recipe, recipes
 from opteq.training.recipe.sections import Recipe

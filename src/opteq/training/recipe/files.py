@@ -1,4 +1,4 @@
-"""Recipes as files: those of the package by name, a user's own by path, and the copy that a run keeps."""
+"""Recipe files: those of the package by name, others by path, and the copy in a run folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
         overrides: ``"key=value"`` each, such as ``train.epochs=20``; see :mod:`opteq.training.recipe.overrides`.
 
     Raises:
-        UserError: there is no such recipe, or it has a key or a value that is not right.
+        UserError: an unknown recipe, or a wrong key or value.
 
     >>> load_recipe("digits", ["train.epochs=3"]).train.epochs
     3
@@ -72,9 +72,11 @@ def to_toml(recipe: Recipe) -> str:
     """The recipe as a TOML file that :func:`load_recipe` reads back as the same recipe."""
     content = recipe.model_dump(exclude_none=True)
     for key, value in flattened(content).items():
-        # Names of files are bytes, and need not be text.
+        # File names are bytes and may not be valid Unicode.
         if isinstance(value, str) and value.encode(errors="replace").decode() != value:
-            raise UserError(f"{key} = {value!a} is no Unicode text, and recipes are: give it another name, or a link")
+            raise UserError(
+                f"{key} = {value!a} is not valid Unicode, as recipes have to be: use another name, or a link"
+            )
     return tomlkit.dumps(content)
 
 
@@ -97,7 +99,7 @@ def _validated(content: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        # A misspelt key is also a missing one; its own message says more.
+        # A misspelt key is also a missing one; report the misspelling.
         first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         more = error.error_count() - 1
         rest = f" (and {more} more)" if more else ""

@@ -1,4 +1,4 @@
-"""``--set KEY=VALUE``: one key of a recipe, typed by the recipe's own fields."""
+"""``--set KEY=VALUE``: change one key of a recipe, with the type of its field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opteq.common.errors import UserError
 from opteq.training.recipe.sections import Recipe
 
 OPEN_TABLES = ("model.options",)
-"""Tables whose keys are not ours to know: the model itself refuses those that it does not have."""
+"""Tables with free keys: the model refuses options that it does not have."""
 
 
 def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -29,7 +29,7 @@ def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[
 
 
 def unknown_key(key: str) -> str:
-    """The words for a key that no recipe has, with the nearest one that it has.
+    """The message for an unknown key, with the nearest known one.
 
     >>> unknown_key("train.epoch")
     "unknown key 'train.epoch'; did you mean 'train.epochs'?"
@@ -37,7 +37,7 @@ def unknown_key(key: str) -> str:
     known = [name for name, _ in known_keys()]
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not nearest:
-        # A right name in the wrong table, or without one: compare what follows the last dot.
+        # A known name in the wrong table, or without one: compare the part after the last dot.
         last = {name.rpartition(".")[2]: name for name in known}
         nearest = [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.7)]
     if nearest:
@@ -47,10 +47,10 @@ def unknown_key(key: str) -> str:
 
 
 def apply(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """``content``, as read from a recipe's file, with the overrides set. The argument is left as it was.
+    """``content``, as read from a recipe file, with the overrides applied. The argument stays unchanged.
 
-    >>> apply({"train": {"epochs": 9}}, ["train.epochs=3", "data.root=/pictures"])
-    {'train': {'epochs': 3}, 'data': {'root': '/pictures'}}
+    >>> apply({"train": {"epochs": 9}}, ["train.epochs=3", "data.root=/images"])
+    {'train': {'epochs': 3}, 'data': {'root': '/images'}}
     """
     changed = _copied(content)
     types_of = dict(known_keys())
@@ -67,7 +67,7 @@ def apply(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def parse(text: str, kind: Any = None) -> Any:
-    """A value as TOML writes it; a word that is not TOML is a string, and ``none`` empties a key that may be empty.
+    """A TOML value; a word that is not TOML is a string, and ``none`` clears an optional key.
 
     >>> parse("[100, 150]"), parse("1e-4", float), parse("opteq-162k", str), parse("2024", str)
     ([100, 150], 0.0001, 'opteq-162k', '2024')

@@ -1,4 +1,4 @@
-"""What a recipe says: every choice of a training run, typed and checked."""
+"""The sections of a recipe: every option of a training run, typed and validated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 def fraction(value: Any) -> Any:
-    """``"8/255"`` as a number, since that is how sizes of attacks are told; what is no number as it is.
+    """``"8/255"`` as a number, the usual notation for attacks; other values are returned unchanged.
 
     >>> fraction("1/4"), fraction("0.5"), fraction(0.5), fraction("1/0")
     (0.25, 0.5, 0.5, '1/0')
@@ -27,12 +27,12 @@ def fraction(value: Any) -> Any:
         try:
             return float(above) / (float(below) if slash else 1.0)
         except (ValueError, ZeroDivisionError):
-            return value  # for the type to refuse
+            return value  # for the type check to refuse
     return value
 
 
 Pixels = Annotated[float, BeforeValidator(fraction), Field(ge=0, le=1)]
-"""A distance in units where pixels go from 0 to 1."""
+"""A distance for pixels in 0..1."""
 
 
 def _as_toml(options: dict[str, Any]) -> dict[str, Any]:
@@ -41,16 +41,16 @@ def _as_toml(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Section(BaseModel):
-    """A table of a recipe. It refuses a key it does not know, and a value of another type."""
+    """A table of a recipe. Unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelSection(Section):
-    """Which network: a name of :func:`opteq.models.list`, and options that differ from that model's own.
+    """The model: a name of :func:`opteq.models.list`, and options that differ from its defaults.
 
-    Options are kept as TOML has them, so that a recipe made in Python is the one that its run's file says: None, for
-    which TOML has no word, is ``"none"``, and tuples are lists.
+    Options are stored as TOML values, so that a recipe made in Python equals the one in its run's file: None, which
+    TOML does not have, is ``"none"``, and tuples are lists.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Which pictures: a name of :func:`opteq.data.names`, where they lie, and their size."""
+    """The data set: a name of :func:`opteq.data.names`, its folder, and the image size."""
 
     name: str
     root: str | None = None
@@ -67,14 +67,13 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """How long, on what, in which precision.
+    """Duration, device and precision.
 
-    ``batch_size`` is the number of pictures of one optimiser step, over all processes and accumulated parts together:
-    neither the number of processes nor ``accumulate`` changes what is computed, only where and in how many pieces.
-    (Batch normalisation is the exception: it sees the pictures of a piece.)
-    ``checkpoint_steps`` adds checkpoints every that many steps to those at the end of every epoch; 0 adds none.
-    ``threads`` is how many threads a CPU computes with, torch's choice by default. Small pictures gain little from a
-    second one, and lose a hundredfold where another program has its core: threads wait for each other all the time.
+    ``batch_size`` is the number of images of one optimiser step over all processes and micro-batches: neither the
+    number of processes nor ``accumulate`` changes the result. (Batch normalisation is the exception: it uses the images
+    of one micro-batch.) ``checkpoint_steps`` adds a checkpoint every that many steps to those at the end of every
+    epoch; 0 adds none. ``threads`` is the number of CPU threads, torch's default if not given. Small images gain little
+    from a second thread, and are much slower if another program uses its core.
     """
 
     epochs: Count
@@ -99,7 +98,7 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """SGD or AdamW. ``decay_all = false`` spares biases and the weights of normalisations from weight decay."""
+    """SGD or AdamW. ``decay_all = false`` excludes biases and normalisation layers from weight decay."""
 
     name: Literal["sgd", "adamw"] = "sgd"
     lr: Positive
@@ -118,9 +117,9 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """How the learning rate moves, step by step; see :mod:`opteq.training.optim.schedules`.
+    """The learning-rate schedule; see :mod:`opteq.training.optim.schedules`.
 
-    ``warmup``, ``milestones`` and ``every`` are counted in epochs; ``start`` and ``final`` are shares of ``lr``.
+    ``warmup``, ``milestones`` and ``every`` are in epochs; ``start`` and ``final`` are fractions of ``lr``.
     """
 
     name: Literal["constant", "step", "cosine", "one-cycle", "poly"] = "constant"
@@ -138,12 +137,12 @@ class ScheduleSection(Section):
         if self.name == "step" and bool(self.milestones) == bool(self.every):
             raise ValueError('name = "step" needs either milestones = [epochs, ...] or every = epochs')
         if sorted(set(self.milestones)) != self.milestones:
-            raise ValueError(f"milestones = {self.milestones} should rise")
+            raise ValueError(f"milestones = {self.milestones} should increase")
         return self
 
 
 class LossSection(Section):
-    """What is added to the cross-entropy; see :mod:`opteq.training.optim.losses`."""
+    """Terms added to the cross-entropy; see :mod:`opteq.training.optim.losses`."""
 
     regularizer: Literal["ridge", "l1", "incay", "decorrelation", "hsic"] | None = None
     weight: NotNegative = 0.0
@@ -165,12 +164,14 @@ class LossSection(Section):
 
 
 class AdversarySection(Section):
-    """Training on attacked pictures; see :class:`opteq.analysis.PGD`. ``epsilon = 0``, the default, is none of it.
+    """Adversarial training with :class:`opteq.analysis.PGD`; ``epsilon = 0``, the default, turns it off.
 
-    Every training picture is attacked anew at every step, ``steps`` gradients long, from a start that depends on seed,
-    epoch and batch alone. Every ``test_every`` epochs, and after the last, the test pictures are attacked with
-    ``test_steps`` gradients: ``test_robust_accuracy``. Distances are in units where pixels go from 0 to 1, and may be
-    written as ``"8/255"``; step sizes are 2.5 epsilon / steps by default.
+    At every step the training images are attacked with ``steps`` gradient steps, from a start that depends only on
+    seed, epoch and batch. Every ``test_every`` epochs, and after the last, the test images are attacked with
+    ``test_steps``
+    steps: ``test_robust_accuracy``. Distances are for pixels in 0..1 and may be fractions such as ``"8/255"``; step
+        sizes
+    are 2.5 epsilon / steps by default.
     """
 
     epsilon: Pixels = 0.0
@@ -191,16 +192,16 @@ class AdversarySection(Section):
         return self
 
     def training(self) -> PGD | None:
-        """The attack on training pictures."""
+        """The attack on training images."""
         return PGD(self.epsilon, self.steps, self.step_size, self.random_start) if self.epsilon else None
 
     def testing(self) -> PGD | None:
-        """The attack on test pictures."""
+        """The attack on test images."""
         return PGD(self.epsilon, self.test_steps, self.test_step_size, self.random_start) if self.epsilon else None
 
 
 class GuardSection(Section):
-    """When a run stops itself; see :mod:`opteq.training.guard`."""
+    """Conditions under which a run stops itself; see :mod:`opteq.training.guard`."""
 
     residual: Positive = 0.1
     lost: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -209,21 +210,21 @@ class GuardSection(Section):
 
 
 def _augment_section() -> type[Section]:
-    """The options of :class:`opteq.data.Augmentation` as a table, so that a new one is at once a key of recipes."""
+    """A table with the fields of :class:`opteq.data.Augmentation`."""
     hints = get_type_hints(Augmentation)
     fields: dict[str, Any] = {
         field.name: (hints[field.name], field.default) for field in dataclasses.fields(Augmentation)
     }
 
     def checked(section: Section) -> Section:
-        # The class knows which values make sense together; the table only knows their types.
+        # The table checks types, the class checks values and their combinations.
         Augmentation(**section.model_dump())
         return section
 
     return create_model(
         "AugmentSection",
         __base__=Section,
-        __doc__="What is done to training pictures: the fields of opteq.data.Augmentation.",
+        __doc__="Data augmentation: the fields of opteq.data.Augmentation.",
         __validators__={"checked": model_validator(mode="after")(checked)},  # type: ignore[dict-item]
         **fields,
     )
@@ -233,7 +234,7 @@ AugmentSection = _augment_section()
 
 
 class Recipe(Section):
-    """All that decides a run. The same recipe, on the same machine's CPU, gives the same weights byte for byte.
+    """All options of a run. The same recipe on the same CPU gives bitwise equal weights.
 
     >>> recipe = Recipe.model_validate({
     ...     "name": "tiny", "model": {"name": "opteq-digits"}, "data": {"name": "digits"},
@@ -256,5 +257,5 @@ class Recipe(Section):
     guard: GuardSection = GuardSection()
 
     def augmentation(self) -> Augmentation:
-        """The ``[augment]`` table as the object that :class:`opteq.data.Batches` takes."""
+        """The ``[augment]`` table as an :class:`opteq.data.Augmentation`."""
         return Augmentation(**self.augment.model_dump())  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Checkpoints: one file each, whole or not there, without pickle, checked when read."""
+"""Checkpoints: one safetensors file each, written atomically, verified when read."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from opteq.common.errors import UserError
 from opteq.common.files import plain_errors, remove_drafts, write_atomically
 
 KEEP = 2
-"""Files kept: the newest, and the one before it in case the newest turns out to be damaged."""
+"""Files kept: the newest, and the one before it in case the newest is damaged."""
 _FORMAT = 1
 _NAME = re.compile(r"step-[0-9]+\.safetensors")
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be used and was passed over for an older one."""
+    """A checkpoint could not be used, and an older one was taken instead."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run between two steps: ``tensors`` by name, and ``values`` that JSON can hold."""
+    """The state of a run between two steps: ``tensors`` by name, and JSON-able ``values``."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -43,72 +43,72 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, ``step-00000042.safetensors`` each.
 
-    A file is safetensors with the values as JSON in its header, so reading it runs no code, and a digest of both
-    that is compared when it is read.
+    A file is safetensors with the values as JSON in its header, so reading it runs no code. A digest of both is
+    compared when it is read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def files(self) -> list[Path]:
-        """Those on disk, newest first."""
-        # Listed rather than globbed: a folder that may not be read would look empty, and a run in it be begun anew.
+        """The checkpoint files, newest first."""
+        # listdir and not glob, for which a folder without read permission looks empty.
         if not os.path.lexists(self.folder):
             return []
         with plain_errors("listing the checkpoints", "make that a folder which can be read, or give another --out"):
             names = os.listdir(self.folder)
-        return sorted((self.folder / name for name in names if _NAME.fullmatch(name)), key=_place, reverse=True)
+        return sorted((self.folder / name for name in names if _NAME.fullmatch(name)), key=_order, reverse=True)
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint, then remove those that are no longer needed: never the other way round.
+        """Write a checkpoint, then remove those that are no longer needed.
 
-        The one before it is kept as well. Files of later steps are removed: the run has gone back behind them, since
-        they could not be read, and they must not come before this one when it is resumed.
+        The one before it is kept. Files of later steps are removed: they could not be read when the run was resumed,
+        and must not be preferred to this one.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_drafts(self.folder)
-        # Copies on the host, one by one: safetensors wants plain memory that no two tensors share.
+        # safetensors needs contiguous host memory that no two tensors share.
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in checkpoint.tensors.items()}
         values = json.dumps({"format": _FORMAT, "step": checkpoint.step, **checkpoint.values}, sort_keys=True)
         header = {"values": values, "digest": _digest(tensors, values)}
         path = self.folder / f"step-{checkpoint.step:08d}.safetensors"
         write_atomically(path, save_tensors(tensors, header))
         found = self.files()
-        before = [file for file in found if _place(file) < _place(path)]
+        before = [file for file in found if _order(file) < _order(path)]
         for other in {*found} - {path, *before[: KEEP - 1]}:
             with contextlib.suppress(OSError):
                 other.unlink()
         return path
 
     def latest(self) -> Checkpoint | None:
-        """The newest that is whole; those that were passed over for it are warned about. None where there is no file.
+        """The newest intact checkpoint, with a warning about newer ones that are not; None where there is no file.
 
         Raises:
-            UserError: there are files, but none can be used. To begin anew in silence would cost a run that may only
-                have to be restored from a copy.
+            UserError: there are files, but none can be used. Starting over silently could lose a run that a backup
+                would restore.
         """
         unfit: dict[Path, str] = {}
         for path in self.files():
             found = self._read_or_reason(path)
             if isinstance(found, Checkpoint):
                 for other, reason in unfit.items():
-                    text = f"the checkpoint {other} {reason} and is passed over for the one before it"
+                    text = f"the checkpoint {other} {reason}; the one before it is used"
                     warnings.warn(text, CheckpointWarning, stacklevel=2)
                 return found
             unfit[path] = found
         if unfit:
             reasons = ", ".join(f"{path.name} {reason}" for path, reason in unfit.items())
             raise UserError(
-                f"no checkpoint in {self.folder} can be resumed from: {reasons}. Nothing was changed. To go on, "
-                "restore one of them from a copy, make it readable, or use the version of opteq that wrote it; to "
-                "begin anew, give another --out, or remove them"
+                f"no checkpoint in {self.folder} can be resumed from: {reasons}. Nothing was changed. To continue, "
+                "restore one from a backup, make it readable, or use the version of opteq that wrote it; to "
+                "start over, give another --out, or remove them"
             )
         return None
 
     def _read_or_reason(self, path: Path) -> Checkpoint | str:
         try:
             return self._read(path)
-        except OSError as error:  # which says nothing about the content: it may be whole
+        except OSError as error:  # the content may be intact
             return f"could not be read ({error.strerror or error})"
         except _AnotherFormatError as error:
             return str(error)
@@ -121,9 +121,9 @@ class Checkpoints:
         size = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + size]).get("__metadata__", {})
         if "values" not in header:
-            raise ValueError("it is a safetensors file, but no checkpoint of opteq")
+            raise ValueError("a safetensors file, but not a checkpoint of opteq")
         values = dict(json.loads(header["values"]))
-        # Before the digest, which another format may compute in another way.
+        # Before the digest, which another format may compute differently.
         if (written := values.pop("format")) != _FORMAT:
             raise _AnotherFormatError(written)
         if header["digest"] != _digest(tensors, header["values"]):
@@ -140,8 +140,8 @@ class _AnotherFormatError(ValueError):
         )
 
 
-def _place(path: Path) -> tuple[int, str]:
-    """For the order of a run: the number itself, which may have more digits than the name was padded to."""
+def _order(path: Path) -> tuple[int, str]:
+    """Sort key: the step as a number, which may have more digits than the padding."""
     return int(path.stem.removeprefix("step-")), path.name
 
 

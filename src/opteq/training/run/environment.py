@@ -1,4 +1,4 @@
-"""What a run ran on: enough to explain a number later, nothing that is private."""
+"""The environment of a run: versions, machine and devices, nothing private."""
 
 from __future__ import annotations
 

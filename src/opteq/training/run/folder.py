@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, and whether a run may begin or go on there."""
+"""The folder of a run: its files, and whether a run may start or continue there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from opteq.training.recipe.files import flattened, load_recipe, to_toml
 from opteq.training.recipe.sections import Recipe
 from opteq.training.run.checkpoints import Checkpoints
 
-# Keys that say where and how often, not what: a run may move to another machine between two commands.
+# Keys that may change when a run is resumed, on another machine for instance.
 MAY_DIFFER = frozenset({"data.root", "data.cache", "train.device", "train.checkpoint_steps", "train.test_batch_size"})
-SHOWN = 4  # differences that are told one by one
+SHOWN = 4  # differences that are listed
 
 
 class RunFolder:
@@ -29,7 +29,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -38,10 +38,10 @@ class RunFolder:
         return self.path / "recipe.toml"
 
     def holds_a_run(self) -> bool:
-        """Whether something here would be lost if a run began.
+        """Whether the folder holds results that a new run would overwrite.
 
-        A run that ended before its first checkpoint leaves a recipe and an empty ``metrics.jsonl``: nothing to go on
-        with, so that its folder is free for another recipe.
+        A run that ended before its first checkpoint leaves a recipe and an empty ``metrics.jsonl``, which may be
+        overwritten.
         """
         look_into(self.path)
         metrics = self.path / "metrics.jsonl"
@@ -59,22 +59,22 @@ class RunFolder:
         return load_recipe(self.recipe_file)
 
     def check(self, recipe: Recipe, resume: bool) -> None:
-        """Raise unless a run with this recipe may begin, or go on, here."""
+        """Raise unless a run with this recipe may start, or continue, here."""
         if not resume and self.holds_a_run():
-            raise UserError(f"{self.path} already holds a run: give --resume to go on with it, or another --out")
+            raise UserError(f"{self.path} already holds a run: give --resume to continue it, or another --out")
         if resume and not Checkpoints(self.checkpoints).files() and (self.path / "model.safetensors").exists():
             raise UserError(
-                f"{self.path} holds a finished run, but no checkpoint to go on from: give another --out, or remove its "
-                "model.safetensors to begin anew"
+                f"{self.path} holds a finished run, but no checkpoint to resume from: give another --out, or "
+                "remove its model.safetensors to start over"
             )
         if resume and self.holds_a_run() and self.recipe_file.is_file():
             _refuse_differences(self.recipe(), recipe, self.path)
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Make the folder and prove that it can be written to, before hours are spent; no other run may use it inside.
+        """Create and lock the folder, and check that it can be written to.
 
-        A run that is refused inside, before it has written anything, leaves no empty folder behind.
+        If the block fails before anything was written, no empty folder is left behind.
         """
         remedy = "choose a folder that you may write to with --out"
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
@@ -88,12 +88,12 @@ class RunFolder:
                 yield
         except BaseException:
             for path in made:
-                with suppress(OSError):  # it is not empty: something was worth keeping
+                with suppress(OSError):  # it is not empty
                     path.rmdir()
             raise
 
     def describe(self, recipe: Recipe, environment: dict[str, Any]) -> None:
-        """Write what the run is and where it runs."""
+        """Write the recipe and the environment."""
         write_atomically(self.recipe_file, to_toml(recipe).encode())
         write_atomically(self.path / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
 
@@ -102,10 +102,10 @@ def _refuse_differences(before: Recipe, now: Recipe, path: Path) -> None:
     old, new = flattened(before.model_dump(mode="json")), flattened(now.model_dump(mode="json"))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in MAY_DIFFER)
     if keys:
-        keys.sort(key=lambda key: key != "name")  # where the names differ, they say it all
+        keys.sort(key=lambda key: key != "name")  # the name first
         shown = ", ".join(f"{key} ({old.get(key)!r} there, {new.get(key)!r} now)" for key in keys[:SHOWN])
         more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
         raise UserError(
-            f"{path} was begun with another recipe, so it cannot be resumed with this one: {shown}{more} differ. "
-            "Leave the recipe out to go on with its own, or give another --out"
+            f"{path} was started with another recipe, so it cannot be resumed with this one: {shown}{more} differ. "
+            "Leave the recipe out to continue with its own, or give another --out"
         )

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line an epoch elsewhere."""
+"""Progress output: a bar on a terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from opteq.training.metrics import Counts
+from opteq.training.metrics import Metrics
 from opteq.training.run.records import Line
 
 REFRESH = 0.5
-"""Seconds between two looks at the numbers: each makes a GPU wait once."""
+"""Seconds between two updates: each waits for the GPU once."""
 
 
 class ProgressDisplay:
-    """The display of a run; it shows nothing where ``shown`` is false, as in all processes but the first.
+    """The progress of a run; silent where ``shown`` is false, as in all processes but the first.
 
     Args:
-        epochs: of the run.
-        batches: of an epoch.
-        shown: whether to show anything.
-        console: where; standard output by default.
+        epochs: number of epochs.
+        batches: batches per epoch.
+        shown: whether to print anything.
+        console: standard output by default.
     """
 
     def __init__(self, epochs: int, batches: int, shown: bool = True, console: Console | None = None) -> None:
@@ -33,7 +33,7 @@ class ProgressDisplay:
         self.console = console or Console()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._looked = 0.0
+        self._updated = 0.0
         self._began = (0.0, 0.0)
 
     def __enter__(self) -> ProgressDisplay:
@@ -56,32 +56,32 @@ class ProgressDisplay:
             self._bar.stop()
 
     def epoch(self, number: int) -> None:
-        """An epoch (0 is the first) begins."""
+        """Start an epoch (from 0)."""
         self._began = (time.monotonic(), -1.0)
         if self._bar is not None and self._task is not None:
             self._bar.reset(self._task, description=f"epoch {number + 1}/{self.epochs}", numbers="")
 
-    def batch(self, number: int, read: Callable[[], Counts]) -> None:
-        """A batch is done. ``read`` is called no more often than the display is refreshed."""
+    def batch(self, number: int, read: Callable[[], Metrics]) -> None:
+        """Finish a batch. ``read`` is called at most once per refresh."""
         now = time.monotonic()
-        if self._bar is None or self._task is None or now - self._looked < REFRESH:
+        if self._bar is None or self._task is None or now - self._updated < REFRESH:
             return
         counts = read()
-        self._looked = time.monotonic()
+        self._updated = time.monotonic()
         began, samples = self._began
         if samples < 0:
-            # Speed is measured from the first look on: a resumed epoch has counted pictures of earlier times.
-            self._began = (self._looked, counts.samples)
+            # Speed is measured from the first update on: a resumed epoch has counted images before.
+            self._began = (self._updated, counts.samples)
             speed = "- img/s"
         else:
-            speed = f"{(counts.samples - samples) / max(self._looked - began, 1e-9):.0f} img/s"
+            speed = f"{(counts.samples - samples) / max(self._updated - began, 1e-9):.0f} img/s"
         numbers = f"loss {counts.mean_loss:.3f}  acc {counts.accuracy:.1%}  {speed}"
         if counts.solves:
             numbers += f"  {counts.mean_steps:.1f} steps  worst {counts.worst:.0e}"
         self._bar.update(self._task, completed=number, numbers=numbers)
 
     def line(self, line: Line) -> None:
-        """An epoch is done: one plain line that stays."""
+        """Finish an epoch: print one line."""
         if not self.shown:
             return
         width = len(str(self.epochs))
@@ -100,6 +100,6 @@ class ProgressDisplay:
         self.say(f"{text}  {line['seconds']:.1f} s")
 
     def say(self, text: str) -> None:
-        """A line of text that stays."""
+        """Print a line."""
         if self.shown:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)

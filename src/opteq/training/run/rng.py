@@ -1,4 +1,4 @@
-"""The state of every source of chance, as tensors and JSON: no pickle."""
+"""The state of all random number generators, as tensors and JSON-able values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def seed(number: int) -> None:
 
 
 def capture() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The present state: what is large as tensors, the rest as values that JSON can hold."""
+    """The current state: large parts as tensors, the rest as JSON-able values."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64))}
@@ -46,7 +46,7 @@ def restore(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """What happens inside leaves no trace in the sources of chance, so that a test pass can be repeated or skipped."""
+    """Restore the random state at the end of the block, so that a test pass does not change training."""
     before = capture()
     try:
         yield

@@ -1,4 +1,4 @@
-"""A polite end: SIGTERM and Ctrl-C ask the loop to save before it leaves."""
+"""SIGTERM and Ctrl-C: the loop saves a checkpoint, then stops."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from opteq.training.devices import Accelerator
 
 AGREE_EVERY = 10
-"""Steps between two times that several processes ask each other whether one was told to stop."""
+"""Steps between two checks of several processes whether one of them received a signal."""
 
 
 class StopRequest:
-    """While this context is open, the first SIGTERM or SIGINT is only noted; a second one works as always.
+    """While this context is open, the first SIGTERM or SIGINT is recorded; a second one has its default effect.
 
-    Processes of one run are not signalled at the same step, and each waits for the others in every step, so they agree
-    on when to stop: every :data:`AGREE_EVERY` steps where there are several.
+    Several processes do not receive a signal at the same step, so they agree on it every :data:`AGREE_EVERY` steps.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -28,7 +27,7 @@ class StopRequest:
         self.received = 0
 
     def __enter__(self) -> StopRequest:
-        # Python lets only the main thread handle signals; in another one the caller has to see to it.
+        # Only the main thread can handle signals.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
@@ -39,7 +38,7 @@ class StopRequest:
             self._restore(number)
 
     def agreed(self, step: int) -> int:
-        """The signal that the processes agree to stop for after this step, or 0."""
+        """The signal to stop for after this step, the same in all processes; 0 for none."""
         if self._accelerator.num_processes == 1:
             return self.received
         if step % AGREE_EVERY:

@@ -1,4 +1,4 @@
-"""Everything that a run must remember, as tensors and JSON."""
+"""The state of a run as tensors and JSON-able values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from opteq.training.run import rng
 def pack(
     model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights, optimiser, loss scale and every process's sources of chance. All processes have to call this."""
+    """Parameters, buffers, optimiser, loss scale and the random state of every process. All processes call this."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    # Buffers that a state_dict leaves out are part of the computation all the same.
+    # Non-persistent buffers affect the computation too.
     tensors |= {f"buffer.{name}": value for name, value in _unsaved_buffers(model).items()}
     values: dict[str, Any] = {"optimizer": {}, "processes": accelerator.num_processes}
     for index, entries in optimizer.state_dict()["state"].items():
@@ -30,9 +30,9 @@ def pack(
     if accelerator.scaler is not None:
         values["scaler"] = accelerator.scaler.state_dict()
     own = rng.capture()
-    everyones = gather_object([own]) if accelerator.num_processes > 1 else [own]
-    values["rng"] = [chance for _, chance in everyones]
-    for rank, (states, _) in enumerate(everyones):
+    gathered = gather_object([own]) if accelerator.num_processes > 1 else [own]
+    values["rng"] = [plain for _, plain in gathered]
+    for rank, (states, _) in enumerate(gathered):
         tensors |= {f"rng.{rank}.{name}": value for name, value in states.items()}
     return tensors, values
 
@@ -44,7 +44,7 @@ def unpack(
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
 ) -> None:
-    """Return to a packed state. With another number of processes chance goes on from the seed instead."""
+    """Restore a packed state. With another number of processes the random state starts from the seed."""
     try:
         model.load_state_dict(_under("model.", tensors))
     except RuntimeError as error:
@@ -67,7 +67,7 @@ def unpack(
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Give momenta and the like the memory layout of their weights: fused updates insist on it, and files have none."""
+    """Give optimiser state the memory format of its parameters, which fused updates require."""
     for weight, entries in optimizer.state.items():
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():

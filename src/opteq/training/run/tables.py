@@ -1,4 +1,4 @@
-"""Tables for people: recipes, models, an evaluation."""
+"""Tables for the terminal: recipes, models, an evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opteq.training.recipe.files import load_recipe, recipes
 
 
 def recipes_table(width: int) -> Table:
-    """All recipes of the package and what each reproduces; where ``width`` allows, model, data and epochs too."""
+    """All recipes of the package and what each reproduces; with model, data and epochs if ``width`` allows."""
     wide = width >= _WIDE
     columns = ("recipe", "model", "data", "epochs", "reproduces") if wide else ("recipe", "reproduces")
     table = Table(*columns, title="Recipes: opteq train RECIPE", row_styles=_ROWS)
@@ -36,9 +36,9 @@ def models_table() -> Table:
 
 
 def evaluation_table(run: str, result: dict[str, Any]) -> Table:
-    """What :func:`~opteq.training.evaluate` found."""
-    # Escaped: to rich, brackets in a folder's name would be markup.
-    table = Table("measure", "value", title=f"{escape(run)} on {result['samples']} test pictures")
+    """The result of :func:`~opteq.training.evaluate`."""
+    # Escaped: rich would read brackets in a folder's name as markup.
+    table = Table("measure", "value", title=f"{escape(run)} on {result['samples']} test images")
     table.columns[1].justify = "right"
     if "test_iou" in result:
         table.add_row("intersection over union, mean of classes", f"{result['test_iou']:.2%}")
@@ -49,7 +49,7 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
         table.add_row("top-5 accuracy", f"{result['test_top5']:.2%}")
     table.add_row("cross-entropy", f"{result['test_loss']:.4f}")
     if "unseen_accuracy" in result:
-        table.add_row("accuracy on unseen kinds", f"{result['unseen_accuracy']:.2%}")
+        table.add_row("accuracy on unseen sub-classes", f"{result['unseen_accuracy']:.2%}")
     if "attack" in result:
         steps, epsilon = result["attack"]["steps"], 255 * result["attack"]["epsilon"]
         table.add_row(f"accuracy under PGD-{steps}, {epsilon:.3g}/255", f"{result['test_robust_accuracy']:.2%}")

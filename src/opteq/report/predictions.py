@@ -1,4 +1,4 @@
-"""Running the saved model over the test pictures: what it predicts, and how its solves go."""
+"""Predictions of the saved model on test images, and statistics of its solves."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ _BATCH = 64
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Test pictures: uint8 ``(N, C, H, W)``, their labels (a class or a map each), the names of the classes, and the
-    pixels' statistics.
-    """
+class LabelledImages:
+    """Images, uint8 ``(N, C, H, W)``, with labels (classes or label maps), class names, mean and std."""
 
     images: Tensor
     labels: Tensor
@@ -31,7 +29,7 @@ class Pictures:
     std: tuple[float, ...]
 
     def batch(self, indices: Tensor, device: torch.device) -> Tensor:
-        """Some pictures as the model takes them."""
+        """The normalised images ``indices``."""
         pixels = self.images[indices].to(device).float() / 255
         mean, std = (pixels.new_tensor(numbers).reshape(1, -1, 1, 1) for numbers in (self.mean, self.std))
         return (pixels - mean) / std
@@ -39,17 +37,17 @@ class Pictures:
 
 @dataclass(frozen=True)
 class SolveRecord:
-    """How the solves of one layer went over all pictures that were looked at.
+    """Statistics of the solves of one layer over all images that were evaluated.
 
     Attributes:
         layer: its name in the model.
         method: the solver.
         tol: its tolerance.
-        median, worst: relative residual after every step, from the start on.
-        mean_steps: steps a picture.
-        worst_residual: largest residual of an answer.
-        converged: share of pictures within the tolerance.
-        failures: how many pictures ended otherwise, by status.
+        median, worst: relative residual after every step, from the initial state on.
+        mean_steps: steps per image.
+        worst_residual: largest final residual.
+        converged: fraction of images within the tolerance.
+        failures: number of images with another status.
     """
 
     layer: str
@@ -64,20 +62,20 @@ class SolveRecord:
 
 
 @dataclass(frozen=True)
-class Examination:
-    """What the model did with the test pictures.
+class Predictions:
+    """The model's predictions on test images.
 
     Attributes:
-        order: the pictures that were looked at, by their index.
-        predictions: the class predicted for each.
+        order: indices of the images that were evaluated.
+        predicted: their predicted classes.
         probabilities: of all classes, ``(n, classes)``.
-        confusion: counts, a row for each true class.
-        solves: one record a layer; empty for a baseline.
-        total: how many test pictures there are.
+        confusion: counts, with a row per true class.
+        solves: one record per layer; empty for a baseline.
+        total: number of test images.
     """
 
     order: Tensor
-    predictions: Tensor
+    predicted: Tensor
     probabilities: Tensor
     confusion: Tensor
     solves: list[SolveRecord]
@@ -85,57 +83,57 @@ class Examination:
 
     @property
     def complete(self) -> bool:
-        """Whether every test picture was looked at."""
+        """Whether all test images were evaluated."""
         return len(self.order) == self.total
 
     @property
     def accuracy(self) -> float:
-        """Share of right predictions."""
+        """Fraction of correct predictions."""
         return float(self.confusion.diagonal().sum()) / max(1, int(self.confusion.sum()))
 
 
-class Watch:
-    """Keeps how the solves of a model's equilibrium layers go."""
+class SolveMonitor:
+    """Collects the solve reports of a model's equilibrium layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Equilibrium)]
         self.reports: dict[str, list[Report]] = {name: [] for name, _ in self.layers}
 
-    def look(self) -> None:
-        """Note the latest solve of every layer."""
+    def record(self) -> None:
+        """Add the latest report of every layer."""
         for name, layer in self.layers:
             if layer.last is not None:
                 self.reports[name].append(layer.last[0])
 
     def records(self) -> list[SolveRecord]:
-        """One a layer that was seen solving."""
+        """One record per layer with a report."""
         return [_record(name, found) for name, found in self.reports.items() if found]
 
 
 @torch.no_grad()
-def examine(model: nn.Module, pictures: Pictures, seconds: float) -> Examination:
-    """Predict the test pictures until all are done or ``seconds`` are over, in an order that mixes the classes."""
+def predict(model: nn.Module, images: LabelledImages, seconds: float) -> Predictions:
+    """Predict the test images in random order, until all are done or ``seconds`` have passed."""
     device = next(model.parameters()).device
-    watch = Watch(model)
-    order = torch.randperm(len(pictures.labels), generator=torch.Generator().manual_seed(0))
+    monitor = SolveMonitor(model)
+    order = torch.randperm(len(images.labels), generator=torch.Generator().manual_seed(0))
     scores: list[Tensor] = []
     model.eval()
     deadline = time.monotonic() + seconds
-    # The page tells which pictures did not converge; a warning on the terminal would say it twice.
+    # The report shows which images did not converge.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         for indices in torch.split(order, _BATCH):
-            scores.append(model(pictures.batch(indices, device)).float().cpu())
-            watch.look()
+            scores.append(model(images.batch(indices, device)).float().cpu())
+            monitor.record()
             if time.monotonic() > deadline:
                 break
-    probabilities = torch.cat(scores).softmax(dim=1) if scores else torch.zeros(0, len(pictures.classes))
+    probabilities = torch.cat(scores).softmax(dim=1) if scores else torch.zeros(0, len(images.classes))
     order = order[: len(probabilities)]
     predictions = probabilities.argmax(dim=1)
-    size = len(pictures.classes)
-    cells = pictures.labels[order] * size + predictions
+    size = len(images.classes)
+    cells = images.labels[order] * size + predictions
     confusion = torch.bincount(cells, minlength=size * size).reshape(size, size)
-    return Examination(order, predictions, probabilities, confusion, watch.records(), len(pictures.labels))
+    return Predictions(order, predictions, probabilities, confusion, monitor.records(), len(images.labels))
 
 
 def _record(layer: str, reports: list[Report]) -> SolveRecord:
@@ -158,7 +156,7 @@ def _record(layer: str, reports: list[Report]) -> SolveRecord:
 
 
 def _joined(traces: list[Tensor]) -> Tensor:
-    """Traces of several batches beside each other; one that ended early keeps its last residual."""
+    """Concatenate the traces of several batches; shorter ones repeat their last residual."""
     if not traces:
         return torch.zeros(0, 0)
     longest = max(len(trace) for trace in traces)
