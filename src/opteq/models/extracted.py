@@ -21,7 +21,9 @@ from opteq.problems.base import Problem
 class ExtractedOptions(LayerOptions):
     """What OptEq models with an extractor share."""
 
-    extractor_blocks: tuple[int, ...] = option((3, 4, 6), wholes(), "bottleneck blocks of each stage of the extractor")
+    extractor_blocks: tuple[int, ...] = option(
+        (3, 4, 6), wholes(most=256, longest=8), "bottleneck blocks of each stage of the extractor"
+    )
     extractor_strides: tuple[int, ...] = option((1, 2, 1), wholes(), "2 for a stage that halves pictures, 1 for others")
     extractor_width: int = option(
         64, whole(), "channels of its first convolution; a stage puts out 4, 8, 16 times that"

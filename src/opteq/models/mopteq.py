@@ -22,7 +22,7 @@ class MOptEqOptions(BranchOptions):
     perturbation: float = option(
         0.0, number(open_below=False), "largest entry of what branches add to the next one's input in training"
     )
-    settle: int = option(8, whole(), "steps after which perturbations are frozen")
+    settle: int = option(8, whole(most=10**6), "steps after which perturbations are frozen")
 
     def __post_init__(self) -> None:
         super().__post_init__()
