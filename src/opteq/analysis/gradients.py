@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +20,10 @@ from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
 from opteq.solvers import SAM, Solver
 from opteq.states import State, blocks, map_state
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 Loss = Callable[[State], Tensor]
 
@@ -97,7 +99,7 @@ def compare_gradients(
                 )
             )
     if show:
-        (console or Console()).print(_table(rows))
+        _printed(rows, console)
     return rows
 
 
@@ -223,7 +225,16 @@ def _short_name(gradient: Gradient) -> str:
     return f"{type(gradient).__name__}({', '.join(str(value) for value in values if value is not None)})"
 
 
+def _printed(rows: list[GradientCost], console: Console | None) -> None:
+    # Imported here: a network needs no tables, and rich draws from Python's random numbers when it is loaded.
+    from rich.console import Console
+
+    (console or Console()).print(_table(rows))
+
+
 def _table(rows: list[GradientCost]) -> Table:
+    from rich.table import Table
+
     table = Table(title="Gradients against the exact one")
     for heading in ("gradient", "angle", "length ratio", "forward", "backward", "kept"):
         table.add_column(heading, justify="left" if heading == "gradient" else "right")
