@@ -19,7 +19,7 @@ from opteq.problems.base import Problem
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.solvers.capture import on
-from opteq.states import Layout, State, any_row, blocks, map_state
+from opteq.states import Layout, State, any_row, blocks, map_state, nan_rows
 
 _ON_FAILURE = ("warn", "raise", "ignore")
 
@@ -32,9 +32,10 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         solver: how the equilibrium is found; ``Anderson()`` by default.
         gradient: how it is differentiated; ``Implicit()``, the exact gradient, by default.
         on_failure: what happens when samples do not converge, forward or backward: ``"warn"`` once a layer,
-            ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``. On a GPU a
-            warning, or the error about an input that is not finite, may come after the call: with its backward pass, or
-            with the next call. ``"raise"`` waits for the device in every call.
+            ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``; it is NaN for a
+            sample whose very first step is not finite, because its input is not. Its batch mates are solved as if it
+            were not there. On a GPU a warning may come after the call: with its backward pass, or with the next call.
+            ``"raise"`` waits for the device in every call.
 
     ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
     gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call.
@@ -131,7 +132,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         self.__dict__["last"] = (report, slot)  # past torch, which would look whether it is a parameter or a module
         self._watch.judge(Finding(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
         features = hidden.features(state) if outcome.features is None else outcome.features
-        return Solution(features, state, report, slot)
+        # Without a finite step there is no state to speak of: that of the start would pass for an answer.
+        lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
+        return Solution(nan_rows(features, lost), nan_rows(state, lost), report, slot)
 
     def extra_repr(self) -> str:
         """Solver and gradient."""

@@ -115,7 +115,14 @@ def nan_samples(state: State, coupled: bool = False) -> State:
     finite = torch.stack([torch.isfinite(part).unsqueeze(-1).flatten(1).all(dim=1) for part in parts]).all(dim=0)
     if coupled:
         finite = finite.all(dim=0, keepdim=True)
-    return map_state(lambda part: torch.where(finite.reshape(-1, *[1] * (part.ndim - 1)), part, torch.nan), state)
+    return nan_rows(state, ~finite)
+
+
+def nan_rows(state: State, lost: Tensor) -> State:
+    """The same state, NaN in the samples that ``lost`` names, ``(B,)``."""
+    if lost.is_cpu and not any_row(lost, unseen=True):
+        return state
+    return map_state(lambda part: torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part), state)
 
 
 def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

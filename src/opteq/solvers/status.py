@@ -33,7 +33,8 @@ _MESSAGES = {
         "the map may not contract: give its operators a smaller bound, or read problem.certificate()"
     ),
     Status.NON_FINITE: (
-        "an iterate overflowed or was NaN, so the best finite one is kept. Check that the inputs are finite; "
+        "an iterate overflowed or was NaN, so the best finite one is kept, or NaN where there is none. Check that the "
+        "inputs are finite; "
         "give the operators a bound, or use Anderson or a damping below 1"
     ),
     Status.INDEFINITE: (
