@@ -19,7 +19,7 @@ from opteq.problems.base import Problem
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.solvers.capture import on
-from opteq.states import Layout, State, any_row, blocks, map_state, nan_rows
+from opteq.states import Layout, State, any_row, apart, blocks, map_state, nan_rows
 
 _ON_FAILURE = ("warn", "raise", "ignore")
 
@@ -134,7 +134,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         features = hidden.features(state) if outcome.features is None else outcome.features
         # Without a finite step there is no state to speak of: that of the start would pass for an answer.
         lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
-        return Solution(nan_rows(features, lost), nan_rows(state, lost), report, slot)
+        features, state = nan_rows(features, lost), nan_rows(state, lost)
+        # With an identity as activation and nothing to add, a step may hand on the very input.
+        return Solution(apart(features, x), apart(state, x), report, slot)
 
     def extra_repr(self) -> str:
         """Solver and gradient."""
