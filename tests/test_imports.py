@@ -25,6 +25,7 @@ FLOORS: list[set[str]] = [
         "_capturing",
         "_copying",
         "_copying_kernels",
+        "_derivatives",
         "_fast",
         "_files",
         "_held",
