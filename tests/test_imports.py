@@ -25,6 +25,7 @@ FLOORS: list[set[str]] = [
         "_capturing",
         "_copying",
         "_copying_kernels",
+        "_derivatives",
         "_fast",
         "_files",
         "_held",
@@ -232,3 +233,22 @@ def test_the_names_that_the_design_promises() -> None:
     gradients = {"Implicit", "Phantom", "OneStep", "Unrolled", "Shine"}
     rooms = {"operators", "kernels", "penalties", "regularizers"}
     assert {"Equilibrium"} | problems | solvers | gradients | rooms <= set(opteq.__all__)
+
+
+RANDOM_STATES = """
+import random, numpy, torch, opteq
+def states():
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tolist(), rest, torch.get_rng_state().tolist()
+before = states()
+for name in dir(opteq):
+    getattr(opteq, name)
+assert states() == before, "loading opteq drew random numbers"
+"""
+
+
+def test_loading_draws_no_random_numbers() -> None:
+    """Who seeds first and touches opteq later should see the same numbers as without it."""
+    subprocess.run(
+        [sys.executable, "-c", RANDOM_STATES], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    )

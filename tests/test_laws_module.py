@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import opteq
 from all_cases import CASES
@@ -173,3 +174,26 @@ def test_distributed_data_parallel_averages_gradients(tmp_path: Path) -> None:
     layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"])
     expected = torch.autograd.grad(layer(case.input(4)).square().mean(), list(layer.parameters()))
     assert difference(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize("gradient", [opteq.Implicit(tol=1e-12), opteq.Unrolled(10)], ids=["implicit", "unrolled"])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name in ("opteq-relu", "written", "affine", "splitting", "mopteq-perturbed")],
+    ids=lambda case: case.name,
+)
+def test_inside_a_checkpoint_that_is_not_reentrant(case: Case, gradient: Gradient) -> None:
+    """Its hooks on saved tensors kept torch.func from running, and so every step that comes from autograd."""
+    layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"], gradient, on_failure="ignore")
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.stack([part.square().sum() for part in blocks(layer(x))]).sum()
+
+    x = case.input(2).requires_grad_()
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    expected = torch.autograd.grad(loss(x), [x, *weights], allow_unused=True)
+    inside = checkpoint(loss, x, use_reentrant=False)
+    for found, wanted in zip(torch.autograd.grad(inside, [x, *weights], allow_unused=True), expected, strict=True):
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 import opteq
 from all_cases import CASES
-from cases import Case
+from cases import Case, by_name
 from opteq.solvers import Status
 from opteq.states import blocks
 
@@ -54,3 +56,90 @@ def test_a_scaler_of_gradients_sees_it() -> None:
     layer = opteq.Equilibrium(opteq.DeepOptEq([(W, U)], alpha=0.8), on_failure="ignore")
     (layer(torch.randn(2, 3)).sum() * float("nan")).backward()
     assert all(not torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None)
+
+
+SOLVERS = {
+    "picard": opteq.Picard(tol=1e-8, max_steps=500),
+    "anderson": opteq.Anderson(tol=1e-8),
+    "broyden": opteq.Broyden(tol=1e-8),
+}
+
+
+@PATHS
+@pytest.mark.parametrize("tape", [True, False], ids=["tape", "no tape"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((case, "anderson") for case in INDEPENDENT),
+        *itertools.product(by_name("opteq-relu deep mopteq-conv written-tuple"), ("picard", "broyden")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_sample_that_is_not_finite_is_lost_alone(case: Case, name: str, tape: bool, fast: bool) -> None:
+    x, solver = case.input(3), SOLVERS[name]
+    spoilt = x.clone()
+    spoilt[1].view(-1)[0] = torch.nan
+    layer = opteq.Equilibrium(case.problem(), solver, on_failure="ignore")
+    with opteq.fast_paths(fused=fast, graphs=fast), torch.set_grad_enabled(tape):
+        clean = layer.solve(x[[0, 2]])
+        found = layer.solve(spoilt)
+        plain = blocks(layer(spoilt))
+    assert found.status[1] is Status.NON_FINITE
+    assert [found.status[0], found.status[2]] == list(clean.status)
+    assert found.steps[[0, 2]].tolist() == clean.steps.tolist()
+    for name in ("features", "state"):
+        for whole, alone in zip(blocks(getattr(found, name)), blocks(getattr(clean, name)), strict=True):
+            assert torch.isnan(whole[1]).all()
+            torch.testing.assert_close(whole[[0, 2]], alone, rtol=1e-9, atol=1e-12)
+    for a, b in zip(plain, blocks(found.features), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+def relu_layer(**options: object) -> opteq.Equilibrium:
+    torch.manual_seed(0)
+    return opteq.Equilibrium(
+        opteq.OptEq(opteq.operators.Dense(3, 5, bound=0.9), torch.nn.Linear(4, 5)).double(), **options
+    )
+
+
+def test_warn_warns_once_and_names_the_input() -> None:
+    layer = relu_layer()
+    x = torch.ones(3, 4, dtype=torch.float64)
+    x[1, 2] = torch.nan
+    with pytest.warns(opteq.ConvergenceWarning, match=r"1x NON_FINITE(.|\n)*1 values .* first at index \(1, 2\)"):
+        features = layer(x)
+    assert torch.isnan(features[1]).all()
+    assert torch.isfinite(features[[0, 2]]).all()
+    layer(x)  # filterwarnings turns a second one into an error
+
+
+def test_raise_raises() -> None:
+    x = torch.ones(3, 4, dtype=torch.float64)
+    x[1, 2] = torch.inf
+    with pytest.raises(ValueError, match=r"the input has 1 values that are not finite, the first at index \(1, 2\)"):
+        relu_layer(on_failure="raise")(x)
+
+
+def test_mates_keep_their_gradients() -> None:
+    layer, x = relu_layer(on_failure="ignore"), torch.randn(3, 4, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(layer(inputs := x[[0, 2]].requires_grad_()).sum(), inputs)
+    spoilt = x.clone()
+    spoilt[1] = torch.nan
+    (found,) = torch.autograd.grad(layer(spoilt.requires_grad_())[[0, 2]].sum(), spoilt)
+    torch.testing.assert_close(found[[0, 2]], expected, rtol=1e-7, atol=1e-9)
+
+
+def test_an_objective_that_knows_missing_values_may_have_them() -> None:
+    """NaN marks a pixel that was not seen: the problem says what that means, and every step is finite."""
+
+    class Inpainting(opteq.HiddenProblem):
+        penalty = "identity"
+
+        def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+            seen = ~torch.isnan(x)
+            gap = torch.where(seen, y - torch.where(seen, x, 0.0), 0.0)
+            return 0.1 * gap.square().sum(1) + 0.1 * (y[:, 1:] - y[:, :-1]).square().sum(1)
+
+    x = torch.tensor([[1.0, torch.nan, 3.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
+    solution = opteq.Equilibrium(Inpainting(), on_failure="raise").solve(x)
+    assert torch.isfinite(solution.features).all()

@@ -6,7 +6,9 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -810,3 +812,21 @@ def test_project_is_the_nearest_point_of_the_domain(penalty: ElementwisePenalty)
     nearest = inside[(y[:, None] - inside).abs().argmin(dim=1)]
     torch.testing.assert_close(projected, nearest, rtol=0, atol=0.0101)  # the grid's spacing: an edge may lie between
     torch.testing.assert_close(penalty.project(projected), projected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("name", "slope"),
+    [
+        ("tanh", lambda t: 4 / (2 + np.exp(2 * t) + np.exp(-2 * t))),
+        ("sigmoid", lambda t: 1 / (2 + np.exp(t) + np.exp(-t))),
+        ("softsign", lambda t: 1 / (1 + np.abs(t)) ** 2),
+    ],
+)
+def test_slopes_of_saturated_units_are_relatively_accurate(
+    name: str, slope: Callable[[Any], Any], dtype: torch.dtype
+) -> None:
+    t = torch.cat([-torch.logspace(-6, 1.6, 60), torch.logspace(-6, 1.6, 60)]).to(dtype)
+    expected = slope(t.to(torch.float64).numpy().astype(np.longdouble))
+    found = penalties.get(name).derivative(t).numpy().astype(np.longdouble)
+    assert np.max(np.abs(found - expected) / expected) < 60 * torch.finfo(dtype).eps

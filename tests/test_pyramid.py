@@ -84,7 +84,7 @@ def test_inputs_that_do_not_fit() -> None:
         problem(())
     bad = x.clone()
     bad[0, 0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match="1 values that are not finite"):
+    with pytest.warns(opteq.ConvergenceWarning, match="1 values that are not finite"):
         opteq.Equilibrium(problem)((bad, *shrunk(x)[1:]))
     with pytest.raises(ValueError, match=r"one batch size; got \[2, 1, 1\]"):
         opteq.Equilibrium(problems()["parallel"]).solve((x, *(part[:1] for part in shrunk(x)[1:])))

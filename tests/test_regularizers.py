@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -907,3 +908,35 @@ def test_bad_features(R: Regularizer) -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     assert Incay(eps=np.float32(0.5)).gradient_lipschitz == 4
+
+
+class Unseen(Regularizer):
+    """Learned, but no module: an optimiser would not see its weight."""
+
+    name, convex, smooth, couples_batch = "unseen", True, True, False
+    gradient_lipschitz = None
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def value(self, z: Tensor) -> Tensor:
+        return self.weight * z.square().sum(1)
+
+    def prox(self, z: Tensor, weight: float) -> Tensor:
+        return z / (1 + 2 * weight * self.weight)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda W, prior: opteq.OptEq(W, regularizer=prior),
+        lambda W, prior: opteq.OptEq(W, regularizer=opteq.regularizers.Envelope(prior, 0.1)),
+        lambda W, prior: opteq.DeepOptEq([(W, nn.Linear(4, 4))], regularizer=prior),
+        lambda W, prior: opteq.Splitting(opteq.OptEq(W), prior, 0.1),
+        lambda W, prior: opteq.Equilibrium(opteq.OptEq(W), opteq.SAM(regularizer=prior, gamma=0.1, eta=0.5)),
+    ],
+    ids=["opteq", "envelope", "deep", "splitting", "sam"],
+)
+def test_a_parameter_of_a_prior_that_is_no_module_is_refused(build: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=r"holds weight, .* derive Unseen from torch.nn.Module as well: class Unseen"):
+        build(Dense(4, 4, bound=0.9), Unseen())

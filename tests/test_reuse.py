@@ -1,4 +1,4 @@
-"""What a user's functions compute again and again: the input's part once, convolutions with cheap second derivatives."""
+"""A user's functions: what depends on the input alone is computed once; second derivatives of convolutions."""
 
 from __future__ import annotations
 

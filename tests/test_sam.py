@@ -352,3 +352,24 @@ def test_wrong_options(options: dict[str, object], error: type[Exception], messa
 def test_unknown_option() -> None:
     with pytest.raises(TypeError, match="SAM has no option 'beta'; did you mean 'eta'"):
         opteq.SAM(regularizer=regularizers.Ridge(), beta=0.1)
+
+
+@pytest.mark.parametrize("polish", [0, 1, 4])
+@pytest.mark.parametrize("gradient", [opteq.Implicit(), opteq.Unrolled(10)], ids=["implicit", "unrolled"])
+def test_a_layer_returns_one_plain_step_beyond_the_last_iterate(gradient: object, polish: int) -> None:
+    torch.manual_seed(0)
+    problem = opteq.OptEq(op.Dense(3, 5, bound=0.9), nn.Linear(4, 5)).double()
+    sam = opteq.SAM(regularizer=regularizers.Ridge(), max_steps=10, polish=polish)
+    layer = opteq.Equilibrium(problem, sam, gradient, on_failure="ignore")
+    x = torch.randn(2, 4, dtype=torch.float64)
+    W, c = problem.W.prepare().weight, problem.U(x)
+
+    def plain(z: Tensor) -> Tensor:
+        return torch.relu(z @ W.mT + c) @ W
+
+    last = sam.solve(plain, torch.zeros(2, 3, dtype=torch.float64)).state
+    for solution in (layer.solve(x), torch.no_grad()(layer.solve)(x)):
+        torch.testing.assert_close(solution.state, torch.relu(last @ W.mT + c))
+        torch.testing.assert_close(solution.features, plain(last))
+        gap = (plain(last) - last).norm(dim=1) / plain(last).norm(dim=1)
+        torch.testing.assert_close(solution.residual, gap.detach())

@@ -19,7 +19,7 @@ from opteq.minimum import judged_minimum
 from opteq.problems.base import Problem
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
-from opteq.states import Layout, State, blocks, map_state
+from opteq.states import Layout, State, apart, blocks, map_state, nan_rows
 from opteq.tracing import trace_terms
 
 _ON_FAILURE = ("warn", "raise", "ignore")
@@ -33,9 +33,10 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         solver: how the equilibrium is found; ``Anderson()`` by default, ``FISTA`` for objectives.
         gradient: how it is differentiated; ``Implicit()``, the exact gradient, by default.
         on_failure: what happens when samples do not converge, forward or backward: ``"warn"``, and again when it gets
-            clearly worse, ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``.
-            On a GPU a warning, or the error about an input that is not finite, may come after the call: with its
-            backward pass, or with the next call. ``"raise"`` waits for the device in every call.
+            clearly worse, ``"raise"``, or ``"ignore"``. The best state found is returned unless it raises; it
+            is NaN for a sample whose very first step is not finite, because its input is not. Its batch mates are solved
+            as if it were not there. On a GPU a warning may come after the call: with its backward pass, or with
+            the next call. ``"raise"`` waits for the device in every call.
         compile: fuse the functions of a problem that a user has written by torch.compile, in captured solves on a GPU.
             The first calls then take some seconds longer.
 
@@ -146,7 +147,11 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         self.__dict__["last"] = (report, slot)  # past torch, which would look whether it is a parameter or a module
         self._monitor.judge(FailureCheck(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
         features = hidden.features(state) if outcome.features is None else outcome.features
-        return Solution(features, state, report, slot)
+        # Without a finite step there is no state to speak of: that of the start would pass for an answer.
+        lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
+        features, state = nan_rows(features, lost), nan_rows(state, lost)
+        # With an identity as activation and nothing to add, a step may hand on the very input.
+        return Solution(apart(features, x), apart(state, x), report, slot)
 
     def extra_repr(self) -> str:
         """Solver and gradient."""

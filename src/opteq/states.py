@@ -87,7 +87,22 @@ def nan_samples(state: State, coupled: bool = False) -> State:
     finite = torch.stack([torch.isfinite(part).unsqueeze(-1).flatten(1).all(dim=1) for part in parts]).all(dim=0)
     if coupled:
         finite = finite.all(dim=0, keepdim=True)
-    return map_state(lambda part: torch.where(finite.reshape(-1, *[1] * (part.ndim - 1)), part, torch.nan), state)
+    return nan_rows(state, ~finite)
+
+
+def nan_rows(state: State, lost: Tensor) -> State:
+    """The same state, NaN in the samples that ``lost`` names, ``(B,)``."""
+    if lost.is_cpu and not any_row(lost, unseen=True):
+        return state
+    return map_state(lambda part: torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part), state)
+
+
+def apart(state: State, other: State) -> State:
+    """The same state, copied where it lies in the memory of ``other``."""
+    if torch._C._are_functorch_transforms_active():  # which give out no memory
+        return state
+    taken = {part.untyped_storage().data_ptr() for part in blocks(other)}
+    return map_state(lambda part: part.clone() if part.untyped_storage().data_ptr() in taken else part, state)
 
 
 def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

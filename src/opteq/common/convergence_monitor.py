@@ -49,16 +49,15 @@ class FailureCheck:
         """The same for later, without the tape of the input."""
         return self if self.x is None else replace(self, x=map_state(Tensor.detach, self.x))
 
-    def refuse_input(self, when: str) -> None:
-        """Raise where the input has values that are not finite, and a sample is lost for that reason."""
+    def fault(self, when: str = "") -> str:
+        """What is wrong with the input, where it has values that are not finite and a sample is lost for that."""
         if self.x is None or int(Status.NON_FINITE) not in self.report.codes.tolist():
-            return
+            return ""
         for bad in (~torch.isfinite(part) for part in blocks(self.x)):
             if any_row(bad):
                 first = tuple(int(i) for i in bad.nonzero()[0])
-                raise ValueError(
-                    f"the input{when} has {int(bad.sum())} values that are not finite, the first at index {first}"
-                )
+                return f"the input{when} has {int(bad.sum())} values that are not finite, the first at index {first}"
+        return ""
 
 
 class AsyncHostCopy:
@@ -93,10 +92,9 @@ class _Pending:
         """Whether a sample has; waits for the codes."""
         return any(code not in _FINE for code in self.codes.read())
 
-    def refuse_input(self) -> None:
-        """Raise where the input is at fault, unless it was seen to be overwritten since."""
-        if self._versions == self._counted():
-            self.finding.refuse_input(" of an earlier call")
+    def fault(self) -> str:
+        """What is wrong with the input, unless it was seen to be overwritten since."""
+        return self.finding.fault(" of an earlier call") if self._versions == self._counted() else ""
 
     def _counted(self) -> list[int | None]:
         """How often parts of the input were changed; None where nobody counts."""
@@ -146,8 +144,7 @@ class ConvergenceMonitor:
             if oldest is not None:
                 self._settle(oldest)
         elif any_row(finding.report.failures()):
-            finding.refuse_input("")
-            _tell(finding, on_failure, self._warned)
+            _tell(finding, on_failure, self._warned, finding.fault())
 
     def catch_up(self, on_failure: str, wait_for: str | None = None) -> None:
         """Judge what has arrived by now; what went this ``way``, and all before it, is waited for.
@@ -166,19 +163,21 @@ class ConvergenceMonitor:
 
     def _settle(self, unseen: _Pending) -> None:
         if unseen.failed():
-            unseen.refuse_input()
-            _tell(unseen.finding, "warn", self._warned)
+            _tell(unseen.finding, "warn", self._warned, unseen.fault())
 
 
-def _tell(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent]) -> None:
+def _tell(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent], fault: str = "") -> None:
+    if fault and on_failure == "raise":
+        raise ValueError(fault)
+    about = "input" if fault else finding.way  # a solve that was slow once does not hide an input that is not finite
     extent = _Extent.of(finding.report)
-    earlier = warned.get(finding.way)
+    earlier = warned.get(about)
     if on_failure == "warn" and earlier is not None and not extent.clearly_worse(earlier):
         return
-    message = finding.report.describe_failures(finding.what)
+    message = finding.report.describe_failures(finding.what) + (f"\n  Note: {fault}." if fault else "")
     if on_failure == "raise":
         raise ConvergenceError(message)
-    warned[finding.way] = extent
+    warned[about] = extent
     note = "(This layer warns again when it gets clearly worse.)"
     warnings.warn(f"{message}\n  {note}", ConvergenceWarning, stacklevel=callers_level())
 

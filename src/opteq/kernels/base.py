@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from opteq.common.derivatives import gradient, pullback
 from opteq.common.options import NamedOptions
 from opteq.operators import LinearMap, Operator
 
@@ -40,7 +41,7 @@ class Similarity(ABC):
 
     def gradient(self, y: Tensor) -> Tensor:
         """``grad s(y)``, shaped like the state: what the activation is applied to."""
-        slope: Tensor = torch.func.grad(lambda state: self.value(state).sum())(y)
+        slope: Tensor = gradient(lambda state: self.value(state).sum(), y)
         return slope
 
     def gradient_and_value(self, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,8 +50,7 @@ class Similarity(ABC):
 
     def curvature_at(self, y: Tensor) -> Product:
         """``v -> hess s(y) v``; what can be computed once for all products is."""
-        pull = torch.func.vjp(self.gradient, y)[1]  # a Hessian is symmetric, so its transpose will do
-        return lambda v: pull(v)[0]
+        return pullback(self.gradient, y)[1]  # a Hessian is symmetric, so its transpose will do
 
     def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
         """Bounds of the eigenvalues of ``hess s`` over all states, for this input: two numbers a sample, or None.

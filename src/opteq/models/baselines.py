@@ -18,7 +18,7 @@ class ResNetOptions(Options):
     """Options of a residual network."""
 
     blocks: tuple[int, ...] = option(
-        (2, 2, 2, 2), wholes(), "blocks per stage; from the second on, a stage halves the image"
+        (2, 2, 2, 2), wholes(most=256, longest=8), "blocks a stage; from the second on, a stage halves pictures"
     )
     width: int = option(64, whole(), "channels of the first stage; each stage doubles them")
     bottleneck: bool = option(False, flag(), "blocks of 1x1, 3x3, 1x1 with four times the channels at the end")

@@ -9,6 +9,12 @@ from typing import Any
 
 from opteq.common.errors import UserError, unknown_name
 
+MOST = 2**14
+"""A width, a kernel's side or a number of steps is at most this, unless its option says otherwise."""
+LONGEST = 64
+"""So many entries may a list have: more branches or stages than any model has."""
+_HUGE = 1e300
+
 
 @dataclasses.dataclass(frozen=True)
 class Check:
@@ -24,6 +30,8 @@ class Check:
     test: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value
     names: tuple[str, ...] = ()
+    most: int | None = None  # of a whole number, or of each of a list
+    longest: int | None = None  # of a list
 
     def apply(self, option: str, value: Any) -> Any:
         """``value`` in its usual form, or an error that names the option, the value and what would be right."""
@@ -31,7 +39,21 @@ class Check:
             return self.convert(value)
         if self.names and isinstance(value, str):
             raise unknown_name(option, value, self.names)
-        raise UserError(f"{option} should be {self.wanted}; got {value!r}")
+        entries = value if isinstance(value, list | tuple) else [value]
+        if self.longest is not None and len(entries) > self.longest:
+            raise UserError(f"{option} should have at most {self.longest} entries; got {len(entries)}")
+        if self.most is not None and any(_is_whole(entry, self.most + 1) for entry in entries):
+            raise UserError(f"{option} should be at most {self.most}; got {_short(value)}")
+        raise UserError(f"{option} should be {self.wanted}; got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    """A value in a message of one line; of a number with thousands of digits Python writes none."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number with thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def option(default: Any, check: Check, help: str) -> Any:
@@ -45,25 +67,28 @@ def number(least: float = 0.0, most: float = math.inf, *, open_below: bool = Tru
     below = "" if most == math.inf else f" and at most {most:g}"
 
     def test(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -_HUGE < value < _HUGE:
             return False
         return (value > least if open_below else value >= least) and value <= most
 
     return Check(f"a finite number {above}{below}", test, float)
 
 
-def whole(least: int = 1) -> Check:
-    """A whole number of at least ``least``."""
-    return Check(f"a whole number of at least {least}", lambda value: _is_whole(value, least))
+def whole(least: int = 1, most: int = MOST) -> Check:
+    """A whole number of at least ``least`` and at most ``most``."""
+    return Check(f"a whole number of at least {least}", lambda value: _is_whole(value, least, most), most=most)
 
 
-def wholes(least: int = 1) -> Check:
+def wholes(least: int = 1, most: int = MOST, longest: int = LONGEST) -> Check:
     """A list of whole numbers, kept as a tuple."""
 
     def test(value: Any) -> bool:
-        return isinstance(value, list | tuple) and len(value) > 0 and all(_is_whole(entry, least) for entry in value)
+        if not isinstance(value, list | tuple) or not 0 < len(value) <= longest:
+            return False
+        return all(_is_whole(entry, least, most) for entry in value)
 
-    return Check(f"a list with at least one entry, all whole numbers of at least {least}", test, tuple)
+    wanted = f"a list with at least one entry, all whole numbers of at least {least}"
+    return Check(wanted, test, tuple, most=most, longest=longest)
 
 
 def flag() -> Check:
@@ -100,7 +125,11 @@ def either(first: Check, *rest: Check) -> Check:
         return next(check for check in checks if check.test(value)).convert(value)
 
     wanted = ", or ".join(check.wanted for check in checks)
-    return Check(wanted, lambda value: any(check.test(value) for check in checks), convert)
+    most, longest = (
+        max((limit for check in checks if (limit := getattr(check, name)) is not None), default=None)
+        for name in ("most", "longest")
+    )
+    return Check(wanted, lambda value: any(check.test(value) for check in checks), convert, (), most, longest)
 
 
 def optional(check: Check) -> Check:
@@ -108,5 +137,5 @@ def optional(check: Check) -> Check:
     return either(check, Check("none", lambda value: value is None or value == "none", lambda _: None))
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(value: Any, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

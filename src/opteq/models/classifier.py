@@ -58,9 +58,13 @@ class Classifier(nn.Module, metaclass=NamedOptions):
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write ``config.json`` and ``model.safetensors`` into ``folder``, for :func:`opteq.models.from_pretrained`.
 
-        Files are replaced atomically, so a write that fails leaves the old ones.
+        Each file is written beside the old one and then put in its place, so a write that fails loses nothing. Parts
+        that were replaced are noted: a configuration does not describe them, so they are given again for loading.
         """
-        return pretrained.save(self, self.config, folder)
+        from opteq.models.registry import described
+
+        known = described(self.config)
+        return pretrained.save(self, self.config, folder, [] if known is None else pretrained.replaced(self, known))
 
     def _before_head(self, x: Tensor) -> Any:
         if x.ndim != 4:

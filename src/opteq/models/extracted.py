@@ -21,10 +21,10 @@ from opteq.problems.base import Problem
 class ExtractedOptions(LayerOptions):
     """Options shared by OptEq models with an extractor."""
 
-    extractor_blocks: tuple[int, ...] = option((3, 4, 6), wholes(), "bottleneck blocks of each stage of the extractor")
-    extractor_strides: tuple[int, ...] = option(
-        (1, 2, 1), wholes(), "2 for a stage that halves the image, 1 for others"
+    extractor_blocks: tuple[int, ...] = option(
+        (3, 4, 6), wholes(most=256, longest=8), "bottleneck blocks of each stage of the extractor"
     )
+    extractor_strides: tuple[int, ...] = option((1, 2, 1), wholes(), "2 for a stage that halves pictures, 1 for others")
     extractor_width: int = option(64, whole(), "channels of its first convolution; the stages have 4, 8, 16 times that")
     widen: int = option(1, whole(), "factor of the channels inside its blocks; 2 is the wide residual network")
     channels: int = option(512, whole(), "channels of the features, where the layers' W begin and end")

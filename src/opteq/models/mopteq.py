@@ -26,7 +26,7 @@ class MOptEqOptions(BranchOptions):
     perturbation: float = option(
         0.0, number(open_below=False), "largest entry of the perturbation of the next branch's input in training"
     )
-    settle: int = option(8, whole(), "steps after which perturbations stay constant")
+    settle: int = option(8, whole(most=10**6), "steps after which perturbations stay constant")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,9 @@ from opteq.regularizers import Envelope
 class LayerOptions(SolvingOptions):
     """OptEq layers in a row. ``hidden`` has one value per layer; with one layer it is a plain OptEq."""
 
-    injected: tuple[int, ...] | None = option(None, optional(wholes(0)), "layers that see the input, from 0; none: all")
+    injected: tuple[int, ...] | None = option(
+        None, optional(wholes(0, longest=256)), "layers that see the input, from 0; none: all"
+    )
     alpha: float = option(0.8, number(0, 1), "weight of a layer's new value against its skip connection; deep only")
     learn_alpha: bool = option(False, flag(), "learn one alpha per layer; deep only")
     exact_prior: bool = option(False, flag(), "l1 and ridge as they are, by splitting, not by their envelope")

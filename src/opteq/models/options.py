@@ -67,8 +67,8 @@ class ClassifierOptions(Options):
     )
     stem_depth: int | tuple[int, ...] = option(
         0,
-        either(whole(0), wholes(0)),
-        "plain: convolutions after the first; else blocks, in a pyramid per level (or a list with one value per level)",
+        either(whole(0, most=256), wholes(0, most=256)),
+        "plain: convolutions after the first; else blocks, in a pyramid on each level (or a list: one a level)",
     )
     stem_block: str | tuple[str, ...] = option(
         "basic",
@@ -80,10 +80,12 @@ class ClassifierOptions(Options):
     stem_widths: tuple[int, ...] | None = option(
         None, optional(wholes()), "channels of a pyramid's levels, each half as large as the one before"
     )
-    stem_attention: bool = option(False, flag(), "squeeze-and-excitation in the residual blocks")
-    stem_kernel: int = option(3, whole(), "size of the first convolution's kernel, an odd number")
-    downsample: int = option(0, whole(0), "number of the stem's convolutions with stride 2, from the first on")
-    readout: str = option("concat", one_of(("concat", "mean")), "how the branches' pooled features are combined")
+    stem_attention: bool = option(
+        False, flag(), "residual blocks weigh their channels by what the whole picture shows, as SENet's do"
+    )
+    stem_kernel: int = option(3, whole(most=31), "size of the first convolution's kernel, an odd number")
+    downsample: int = option(0, whole(0), "how many of the stem's convolutions halve the picture, from the first on")
+    readout: str = option("concat", one_of(("concat", "mean")), "what is made of the branches' pooled features")
     head_width: int | None = option(
         None, optional(whole()), "units of a hidden layer before the last; none for no hidden layer"
     )
@@ -95,21 +97,21 @@ class ClassifierOptions(Options):
 class SolvingOptions(Options):
     """Options of the equilibrium, its solver and its gradient."""
 
-    hidden: tuple[int, ...] = option((64,), wholes(), "channels of the state, one value per branch (or layer)")
+    hidden: tuple[int, ...] = option(
+        (64,), wholes(longest=256), "channels of the state, one number a branch (or layer)"
+    )
     activation: str = option("relu", one_of(penalties.names()), "the prox of the penalty in the objective")
-    bound: float | None = option(0.95, optional(number()), "bound of the norm of every W; none for no bound")
-    weight_kernel: int = option(3, whole(), "size of the kernels of W, an odd number")
-    injection_kernel: int = option(3, whole(), "size of the kernels of U, an odd number")
+    bound: float | None = option(0.95, optional(number()), "largest norm of every W; none lets it grow")
+    weight_kernel: int = option(3, whole(most=31), "size of the kernels of W, an odd number; 1 mixes channels alone")
+    injection_kernel: int = option(3, whole(most=31), "size of the kernels of U, an odd number")
     injection_norm: str = option(
         "none", one_of(("none", "batch", "group")), "normalisation of U x: none, over the batch, or over each sample"
     )
     solver: str = option("anderson", one_of(("anderson", "picard", "broyden", "sam")), "how the equilibrium is found")
     tol: float = option(1e-3, number(), "relative residual at which a sample is finished")
-    max_steps: int = option(40, whole(), "maximal number of solver steps")
-    memory: int | None = option(None, optional(whole()), "memory of Anderson or Broyden; none for their default")
-    damping: float | None = option(
-        None, optional(number(0, 1)), "damping of the solver's steps; none for the problem's"
-    )
+    max_steps: int = option(40, whole(most=10**6), "steps of the solver at most")
+    memory: int | None = option(None, optional(whole()), "steps that Anderson or Broyden remember; none for their own")
+    damping: float | None = option(None, optional(number(0, 1)), "share of a new step; none for what the problem says")
     gradient: str = option(
         "implicit",
         one_of(("implicit", "phantom", "one-step", "unrolled", "shine")),
@@ -117,7 +119,7 @@ class SolvingOptions(Options):
     )
     gradient_tol: float = option(1e-3, number(), "residual of the implicit gradient's system, relative to the gradient")
     gradient_steps: int | None = option(
-        None, optional(whole()), "maximal number of steps of the gradient; none for its default"
+        None, optional(whole(most=10**6)), "steps of the gradient at most; none for its own number"
     )
     gradient_damping: float = option(0.8, number(0, 1), "damping of the phantom gradient's steps")
     on_failure: str = option("warn", one_of(("warn", "raise", "ignore")), "what happens when samples do not converge")

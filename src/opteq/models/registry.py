@@ -12,9 +12,14 @@ import torch
 
 from opteq.common.errors import UserError, needs_extra, unknown_name
 from opteq.models import baselines, extracted, geq, mopteq, opteq, pretrained, segmenter
+from opteq.models.checks import whole
 from opteq.models.classifier import Classifier
 from opteq.models.options import Options
 from opteq.models.parts import Parts
+from opteq.models.sketch import sketched
+
+MOST_PARAMETERS = 2**31
+MOST_CLASSES = 2**20
 
 
 @dataclass(frozen=True)
@@ -231,14 +236,18 @@ def create(name: str, num_classes: int = 10, in_channels: int = 3, **options: An
     (0.0, 100)
     """
     entry = _entry(name)
-    for what, value in (("num_classes", num_classes), ("in_channels", in_channels)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{what} should be a positive integer; got {value!r}")
+    whole(most=MOST_CLASSES).apply("num_classes", num_classes)
+    whole().apply("in_channels", in_channels)
     try:
         chosen = entry.options.changed(options)
+        if torch.get_default_device().type != "meta":
+            with sketched():
+                _check_size(entry.build(in_channels, num_classes, chosen))
         parts = entry.build(in_channels, num_classes, chosen)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{name}: {error}") from error
+    except RuntimeError as error:  # torch's own words for numbers of weights that it can't count, or has no memory for
+        raise UserError(f"{name}: {str(error).partition(chr(10))[0]}") from error
     config = {
         "name": name,
         "num_classes": num_classes,
@@ -261,20 +270,42 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
     with needs_extra("train"):  # huggingface_hub, for a name on the hub
         settings, weights = pretrained.locate(source)
     config = pretrained.read_config(settings)
+    replaced = config.pop("replaced")
     if model is None:
+        if replaced:
+            shown = ", ".join(replaced[:3]) + (", ..." if len(replaced) > 3 else "")
+            raise UserError(
+                f"{settings}: {shown} of the model was replaced before it was saved; give a model with the same parts: "
+                "from_pretrained(folder, model=yours)"
+            )
         try:
-            with torch.device("meta"):
+            with sketched():
                 model = create(config["name"], config["num_classes"], config["in_channels"], **config["options"])
         except ValueError as error:
             raise UserError(f"{settings}: {error}") from error
-    pretrained.load(model, pretrained.read_weights(weights), weights)
+    pretrained.load(model, weights)
     model.config = config
     return model.eval()
 
 
+def described(config: Mapping[str, Any]) -> Classifier | None:
+    """The model that a configuration describes, without memory; None where it describes none."""
+    try:
+        with sketched():
+            return create(config["name"], config["num_classes"], config["in_channels"], **config["options"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _check_size(parts: Parts) -> None:
+    count = sum(parameter.numel() for part in parts for parameter in part.parameters())
+    if count > MOST_PARAMETERS:
+        raise UserError(f"it would have {count:.2g} parameters, over {MOST_PARAMETERS:.2g}; make it smaller")
+
+
 @cache
 def _parameters(name: str) -> int:
-    with torch.device("meta"):  # no memory and no random numbers
+    with sketched():  # counting costs no memory and draws nothing at random
         return sum(parameter.numel() for parameter in create(name, _entry(name).classes).parameters())
 
 

@@ -126,6 +126,8 @@ class SeparableConv2d(Operator):
         """Draw the weights again and scale the pointwise part so that the whole has the initial norm."""
         nn.init.normal_(self.depthwise, std=self.depthwise[0].numel() ** -0.5)
         nn.init.normal_(self.pointwise, std=self.in_channels**-0.5)
+        if self.pointwise.is_meta:
+            return
         composed = self.pointwise * self.depthwise.transpose(0, 1)
         self.pointwise.mul_(initial_norm(self.bound) / kernel_norm(composed))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common import validate as _validate
+from opteq.common.derivatives import pullback
 from opteq.penalties.base import ElementwisePenalty
 
 
@@ -143,8 +144,8 @@ class FromActivation(ElementwisePenalty):
 
 def _derivative(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
     """The derivative of an elementwise function, by autograd; it can be differentiated again."""
-    pulled = torch.func.vjp(function, t)
-    slope: Tensor = pulled[1](torch.ones_like(pulled[0]))[0]
+    value, pull = pullback(function, t)
+    slope: Tensor = pull(torch.ones_like(value))
     return slope
 
 

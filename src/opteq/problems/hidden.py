@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
 from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
 from opteq.states import State, blocks, inner, map_state
@@ -90,15 +91,14 @@ class BoundMap(ABC):
 
     def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
         """The Jacobian of :meth:`step` at ``y``."""
-        pull = torch.func.vjp(self.step, y)[1]
+        pull = pullback(self.step, y)[1]
 
         def product(v: State) -> State:
             # u -> J'u is linear, so its own transpose is J: reverse mode twice, which every operation supports.
-            back = torch.func.vjp(lambda u: pull(u)[0], map_state(torch.zeros_like, y))[1]
-            forward: State = back(v)[0]
+            forward: State = pullback(pull, map_state(torch.zeros_like, y))[1](v)
             return forward
 
-        return Linearisation(product, lambda v: pull(v)[0])
+        return Linearisation(product, pull)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
         """The status codes of an unfinished solve, told more precisely where the problem knows its own troubles.
@@ -138,7 +138,7 @@ class Hidden(BoundMap):
 
     def preactivation(self, y: State) -> State:
         """``-grad g(y)``: what the activation is applied to."""
-        slope: State = torch.func.grad(lambda state: self.smooth(state).sum())(y)
+        slope: State = gradient(lambda state: self.smooth(state).sum(), y)
         return map_state(torch.neg, slope)
 
     def step(self, y: State) -> State:
@@ -164,8 +164,7 @@ class Hidden(BoundMap):
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> M v`` with ``M = -hess g(y)``; what can be computed once for all products is."""
-        pull = torch.func.vjp(self.preactivation, y)[1]  # M is symmetric, so its transpose will do
-        return lambda v: pull(v)[0]
+        return pullback(self.preactivation, y)[1]  # M is symmetric, so its transpose will do
 
     def curvature(self, y: State, v: State) -> State:
         """``M v``: minus the Hessian of g at ``y``, applied to ``v``."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opteq.common.derivatives import pullback
 from opteq.problems.branch import Branch, inject
 
 Tensors = tuple[Tensor, ...]
@@ -61,14 +62,13 @@ def _adjoint(branch: Branch, x: Tensor) -> Callable[[Tensor], Tensor]:
     if branch.U is None:
         return lambda y: y
     try:
-        linear = torch.func.vjp(branch.U, x)
+        value, pull = pullback(branch.U, x)
     except RuntimeError as error:
         raise ValueError(
             f"perturbations need the adjoint of U, and {type(branch.U).__name__} has none that torch.func.vjp could "
             f"take (a layer that changes its own buffers, such as batch normalisation, does not): {error}"
         ) from error
-    dtype, pull = linear[0].dtype, linear[1]
-    return lambda y: pull(y.to(dtype))[0]
+    return lambda y: pull(y.to(value.dtype))
 
 
 def _fitted(direction: Tensor, x: Tensor) -> Tensor:

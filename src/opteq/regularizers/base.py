@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opteq.common.autocast import has_autocast
+from opteq.common.derivatives import pullback, saved_as_they_are
 from opteq.common.options import NamedOptions
 
 # Elements of the largest temporary of a batch-coupled regulariser: 64 MiB in float32, enough to keep a GPU busy and
@@ -160,15 +161,15 @@ def _pullback(function: Callable[[Tensor], Tensor], z: Tensor, cotangent: Tensor
     being differentiated.
     """
     if torch._C._are_functorch_transforms_active():  # torch.func does not let torch.autograd be called inside
-        pulled = torch.func.vjp(function, z)
-        back: Tensor = pulled[1](torch.ones_like(pulled[0]) if cotangent is None else cotangent)[0]
+        value, pull = pullback(function, z)
+        back: Tensor = pull(torch.ones_like(value) if cotangent is None else cotangent)
         return back
     inputs = (z,) if cotangent is None else (z, cotangent)
     # Of a constant z it has to be tried out whether it meets parameters that are none.
     tracked = torch.is_grad_enabled() and (
         any(tensor.requires_grad for tensor in inputs) or function(z.detach()).requires_grad
     )
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), saved_as_they_are():
         if tracked and z.requires_grad:
             point = z
         else:

@@ -45,6 +45,10 @@ class SAM(Solver):
     is reported as it is. All ``max_steps`` are taken, since a start that happens to be a fixed point is not yet the
     chosen one. It runs on a problem's features, where R lives.
 
+    ``sam.solve(T, z)`` returns the last iterate ``z_K``, after ``max_steps = K`` steps of which the last ``polish`` are
+    plain. A layer returns the state that ``z_K`` belongs to, ``y = sigma(W z_K + c)`` for OptEq, and as features those
+    of that state: ``W' y = T(z_K)``, one plain step beyond ``z_K``. The residual that it reports is that of ``z_K``.
+
     Args:
         regularizer: R, from :mod:`opteq.regularizers` or anything with the ``gradient``, ``gradient_lipschitz`` and
             ``couples_batch`` that those have.
@@ -52,7 +56,8 @@ class SAM(Solver):
         eta: scale of both schedules, at most 1; None takes ``min(sqrt(2 L), L / 2, 1 / 2)``.
         rho: decay of ``b_k``.
         c: decay of ``l_k``. ``rho + 2 c < 1`` makes the averaged maps contract faster than they drift.
-        polish: how many of the last steps are plain ones, which bring the answer onto the set of fixed points.
+        polish: how many of the last steps are plain ones, ``z <- T(z)``, which bring the answer onto the set of fixed
+            points; 0 leaves a layer with the one plain step of its read-out.
 
     >>> import torch, opteq
     >>> sam = SAM(regularizer=opteq.regularizers.Ridge(), max_steps=1000, polish=10)

@@ -59,6 +59,8 @@ def kernel_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
     >>> kernel_norm(torch.full((1, 1, 3, 3), 1 / 9, dtype=torch.float64), fine=True).item()  # doctest: +ELLIPSIS
     1.00...
     """
+    if kernel.is_meta:  # a shape without numbers, of which none is the norm: 1 stands for any
+        return torch.ones((), dtype=kernel.dtype, device="cpu")
     unit, magnitude = _normalised(kernel)
     return _unit_norm(unit, groups, fine) * magnitude
 

@@ -1,0 +1,42 @@
+"""Derivatives of functions, as :mod:`torch.func` has them, that can be taken inside a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def gradient(function: Callable[[Any], Any], at: Any) -> Any:
+    """The gradient of a function of a state, whose value is one number."""
+    with saved_as_they_are():
+        return torch.func.grad(function)(at)
+
+
+def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The value of a function of a state, and ``v -> J' v`` for its Jacobian J there."""
+    with saved_as_they_are():
+        found: tuple[Any, ...] = torch.func.vjp(function, at)
+    value, pull = found
+    return value, lambda v: pull(v)[0]
+
+
+@contextmanager
+def saved_as_they_are() -> Iterator[None]:
+    """What is saved for a backward pass inside is kept, whoever asked for something else.
+
+    A checkpoint (``torch.utils.checkpoint`` with ``use_reentrant=False``) and ``save_on_cpu`` put hooks on what is
+    saved, and torch.func refuses to run beside hooks. The tensors of a step are kept, then, as without a checkpoint.
+    """
+    hooks: Any = torch._C._autograd
+    held = []
+    while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
+        held.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(held):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)

@@ -1,0 +1,51 @@
+"""Files of a repository on the Hugging Face hub, without a long wait where it can't be reached."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from opteq.common.errors import UserError
+
+PATIENCE = 5.0
+"""Seconds that the hub has to answer."""
+
+
+def _why_unreachable() -> str | None:
+    """Why the hub can't be reached, or None if it can.
+
+    The hub's client tries again for half a minute before it says so. Behind a proxy it is left to find out by itself.
+    """
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+    if constants.HF_HUB_OFFLINE or (address.scheme in getproxies() and not proxy_bypass(host)):
+        return None
+    try:
+        socket.create_connection((host, port), PATIENCE).close()
+    except OSError as error:
+        return f"{host} can't be reached ({error.strerror or error})"
+    return None
+
+
+def fetched(repository: str, *names: str) -> tuple[Path, Path]:
+    """Two files of a repository ``owner/name`` on the hub, of which nothing else is fetched."""
+    from huggingface_hub import hf_hub_download
+
+    unreachable = _why_unreachable()
+    # What was fetched before can be had without the network.
+    fetch = partial(hf_hub_download, local_files_only=True) if unreachable else hf_hub_download
+    try:
+        config, weights = (Path(fetch(repository, name)) for name in names)
+    except Exception as error:  # the hub's client has a class for every way to fail, and so has each of its versions
+        said = str(error).strip().splitlines()
+        reason = unreachable or (said[0] if said else type(error).__name__)
+        raise UserError(
+            f"there is no folder {repository}, and {' and '.join(names)} of {repository} could not be fetched from "
+            f"the hub: {reason}. Check the name, the network and, for a private model, your token"
+        ) from error
+    return config, weights
