@@ -145,6 +145,7 @@ SOLVERS = {
     "picard": opteq.Picard(tol=1e-12, max_steps=2000),
     "anderson": opteq.Anderson(tol=1e-12, max_steps=300),
     "broyden": opteq.Broyden(tol=1e-12, max_steps=300),
+    "fista": opteq.FISTA(tol=1e-12, max_steps=2000),
 }
 
 EXACT_GRADIENTS = {

@@ -1,6 +1,6 @@
 """All that ``import opteq`` hands out by name."""
 
-from opteq import analysis, couplings, kernels, models, operators, penalties, potentials, regularizers
+from opteq import analysis, couplings, kernels, models, operators, penalties, plot, potentials, regularizers
 from opteq._errors import ConvergenceError, ConvergenceWarning
 from opteq._fast import fast_paths
 from opteq.equilibrium import Equilibrium
@@ -64,6 +64,7 @@ __all__ = [
     "models",
     "operators",
     "penalties",
+    "plot",
     "potentials",
     "regularizers",
 ]

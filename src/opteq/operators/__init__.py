@@ -14,8 +14,12 @@ True
 """
 
 from opteq.operators.base import LinearMap, Operator
+from opteq.operators.blur import Blur, gaussian_kernel
+from opteq.operators.chain import ConvChain
 from opteq.operators.conv import Conv2d, SeparableConv2d
 from opteq.operators.dense import Dense
+from opteq.operators.downsample import Downsample
+from opteq.operators.mask import Mask
 from opteq.operators.norms import kernel_norm, module_norm
 from opteq.operators.patches import Patches
 from opteq.operators.resample import AveragePool, resample
@@ -24,15 +28,20 @@ from opteq.operators.together import bounded_together
 
 __all__ = [
     "AveragePool",
+    "Blur",
     "Conv2d",
+    "ConvChain",
     "Dense",
+    "Downsample",
     "Identity",
     "LinearMap",
+    "Mask",
     "Operator",
     "Patches",
     "SeparableConv2d",
     "Stack",
     "bounded_together",
+    "gaussian_kernel",
     "kernel_norm",
     "module_norm",
     "resample",

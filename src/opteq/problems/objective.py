@@ -249,4 +249,3 @@ class BoundObjective(Hidden):
 
 def _same(v: State) -> State:
     return v
-
