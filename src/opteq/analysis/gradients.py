@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +20,10 @@ from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
 from opteq.solvers import SAM, Solver
 from opteq.states import State, blocks, map_state
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 Loss = Callable[[State], Tensor]
 
@@ -97,6 +99,8 @@ def compare_gradients(
                 )
             )
     if show:
+        from rich.console import Console  # the library itself does without
+
         (console or Console()).print(_table(rows))
     return rows
 
@@ -224,6 +228,8 @@ def _short_name(gradient: Gradient) -> str:
 
 
 def _table(rows: list[GradientCost]) -> Table:
+    from rich.table import Table
+
     table = Table(title="Gradients against the exact one")
     for heading in ("gradient", "angle", "length ratio", "forward", "backward", "kept"):
         table.add_column(heading, justify="left" if heading == "gradient" else "right")
