@@ -116,10 +116,12 @@ def _solved(
 ) -> tuple[Tensor, Report]:
     """A tile, channels as the batch."""
     around = 2 * max(model.prior.filters.prepare().padding)
-    measurement, crop = None, (0, 0)
+    measurement: op.Operator | None = None
+    crop = (0, 0)
     if damage.blur > 0:
-        measurement = op.Blur(damage.blur, boundary="valid")
-        crop = tuple(size // 2 for size in measurement.kernel.shape)
+        kernel = op.gaussian_kernel(damage.blur)
+        measurement = op.Blur(kernel, boundary="valid")
+        crop = (kernel.shape[0] // 2, kernel.shape[1] // 2)
     elif damage.scale > 1:
         measurement = op.Downsample(damage.scale)
     elif mask is not None:

@@ -98,6 +98,8 @@ class BoundObjective(Hidden):
 
     structure = Structure.POSITIVE  # so that conjugate gradients solve the backward system, and say where it is not
 
+    penalty: ScaledPenalty | None  # type: ignore[assignment]
+
     convex = False
     """Whether the objective is known to be convex."""
 
@@ -114,7 +116,7 @@ class BoundObjective(Hidden):
             self.length = 1 / (curvature * _MARGIN if measured else curvature)
         chosen = getattr(problem, "penalty", None)
         written = None if chosen is None else penalties.get(chosen)
-        self.penalty = None if written is None else ScaledPenalty(written, self.length)  # type: ignore[assignment]
+        self.penalty = None if written is None else ScaledPenalty(written, self.length)
         self.has_merit = written is None or written.has_total
 
     @property
@@ -207,6 +209,7 @@ class BoundObjective(Hidden):
         return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.problem).__name__}.terms(y, x)")
 
     def _penalty_of(self, y: State) -> Tensor:
+        assert self.penalty is not None
         return torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
 
     def _prox(self, u: State) -> State:

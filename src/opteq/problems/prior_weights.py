@@ -29,9 +29,9 @@ class ResponseWeights(nn.Module, metaclass=NamedOptions):
         self.outward = nn.Conv2d(hidden, channels, 1)
         with torch.no_grad():
             self.around.weight.fill_(window**-2)
-            self.around.bias.zero_()
+            nn.init.zeros_(self.around.bias)  # type: ignore[arg-type]
             self.outward.weight.mul_(0.1)
-            self.outward.bias.fill_(1.5)
+            nn.init.constant_(self.outward.bias, 1.5)  # type: ignore[arg-type]
 
     def forward(self, responses: Tensor) -> Tensor:
         """Weights ``(B, C, h, w)`` from responses in units of their scale."""

@@ -190,6 +190,7 @@ class Restoration(Objective):
         low, high = 1.0, 1.0
         if isinstance(self.measurement, Operator):
             settled = settled_measurement(self.measurement, like)
+            assert settled is not None
             low, high = float(settled.least), float(settled.most)
         elif self.measurement is not None:
             low, high = 0.0, math.inf  # known only for images at hand
@@ -210,8 +211,8 @@ class BoundRestoration(BoundObjective):
     """The energy with measurements and noise levels bound, and closed forms of its derivatives."""
 
     structure = Structure.POSITIVE
-    has_merit = False
-    penalty = None  # type: ignore[assignment]
+    x: Tensor
+    penalty = None
 
     def __init__(
         self, x: Tensor, prior: BoundPrior, measurement: Measurement | None, strength: float, convex: bool
@@ -245,7 +246,8 @@ class BoundRestoration(BoundObjective):
         def product(v: State) -> State:
             image = single(v)
             data = image if self.measurement is None else self.measurement.adjoint(self.measurement(image))
-            return torch.add(data, inner(image), alpha=self.strength)
+            image = torch.add(data, inner(image), alpha=self.strength)
+            return image
 
         return product
 
