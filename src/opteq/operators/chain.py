@@ -139,7 +139,8 @@ def largest_response(powers: Tensor, weights: Tensor, kernel: Tensor, grid: int 
         raise ValueError(f"a grid of {grid} frequencies is too coarse for kernels of size {tuple(kernel.shape[2:])}")
     missed: float = math.prod(math.cos((size - 1) * math.pi / (2 * grid)) ** 2 for size in kernel.shape[2:])
     largest: Tensor = (weights.to(powers.dtype) @ powers).amax(dim=1)
-    return largest * ((1 + 1e-5) / missed)
+    bound: Tensor = largest * ((1 + 1e-5) / missed)
+    return bound
 
 
 def _check(who: str, v: Tensor, channels: int) -> None:
