@@ -13,6 +13,8 @@ from opteq._options import NamedOptions
 from opteq.operators.base import Operator
 from opteq.operators.chain import ChainMap, ConvChain, largest_response, response_powers
 from opteq.operators.measurement import Measurement, checked_measurement, settled_measurement
+from opteq.penalties import Identity
+from opteq.penalties.scaled import ScaledPenalty
 from opteq.potentials import Curve, Potential
 from opteq.problems.certificate import Certificate
 from opteq.problems.linearisation import Structure
@@ -212,7 +214,7 @@ class BoundRestoration(BoundObjective):
 
     structure = Structure.POSITIVE
     x: Tensor
-    penalty = None
+    penalised = False
 
     def __init__(
         self, x: Tensor, prior: BoundPrior, measurement: Measurement | None, strength: float, convex: bool
@@ -221,6 +223,7 @@ class BoundRestoration(BoundObjective):
         size = 1.0 if measurement is None else measurement.most**2
         self.length = (1 / (size + strength * prior.curvature)).detach()
         # Where the prior's concavity is kept within the margin, the energy is convex and plain steps descend.
+        self.penalty = ScaledPenalty(Identity(), self.length)
         self.convex = convex
         self.has_merit = not convex
         self._start = x if measurement is None else measurement.adjoint(x)
