@@ -125,7 +125,8 @@ def response_powers(kernel: Tensor, grid: int = 128) -> Tensor:
         raise ValueError(f"filters of one input channel have a power per frequency; got {kernel.shape[1]} channels")
     wide = kernel[:, 0].to(torch.promote_types(kernel.dtype, torch.float32))
     spectrum = torch.fft.rfft2(wide, s=(grid, grid))
-    return (spectrum.real.square() + spectrum.imag.square()).flatten(1)
+    powers: Tensor = spectrum.real.square() + spectrum.imag.square()
+    return powers.flatten(1)
 
 
 def largest_response(powers: Tensor, weights: Tensor, kernel: Tensor, grid: int = 128) -> Tensor:

@@ -249,8 +249,8 @@ class BoundRestoration(BoundObjective):
         def product(v: State) -> State:
             image = single(v)
             data = image if self.measurement is None else self.measurement.adjoint(self.measurement(image))
-            image = torch.add(data, inner(image), alpha=self.strength)
-            return image
+            total: Tensor = torch.add(data, inner(image), alpha=self.strength)
+            return total
 
         return product
 
