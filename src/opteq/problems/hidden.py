@@ -282,9 +282,9 @@ def checked_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
     for name, values in found.items():
         if not isinstance(values, Tensor) or values.shape != (batch,):
             got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            which = "it" if name == "smooth" else f"{name!r}"
+            which = "should return" if name == "smooth" else f"{name!r} should be"
             raise ValueError(
-                f"{who}: {which} should be one number per sample, shape ({batch},); got {got}. "
+                f"{who}: {which} one number per sample, shape ({batch},); got {got}. "
                 "Sum over every dimension but the first"
             )
     return found
