@@ -2,44 +2,48 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test lint format bench slow gpu clean
+.PHONY: demo test test-all gpu lint format bench clean
 
-# Trains a classifier on the embedded digits and leaves a page to open; a second call goes on where the first stopped.
-demo: $(STAMP)
+# Trains a classifier on the digits of the package and writes a report; a second call resumes where the first stopped.
+demo: $(VENV)/.demo
 	$(BIN)/opteq train digits --out runs/digits --resume
 
-test: $(STAMP) lint
+test: $(VENV)/.test lint
 	$(BIN)/python -m pytest -q -n auto --timeout 300 -m "not slow and not gpu"
 
-lint: $(STAMP)
+# The same and the slow tests, such as whole trainings.
+test-all: $(VENV)/.test lint
+	$(BIN)/python -m pytest -q -n auto --timeout 900 -m "not gpu"
+
+gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m gpu
+
+lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(VENV)/.test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow
+# Options by BENCH, such as `make bench BENCH='--device cpu --no-models'`.
+bench: $(VENV)/.bench
+	PYTHONPATH=benchmarks $(BIN)/python -m opteq_bench $(BENCH)
 
-gpu: $(STAMP)
-	$(BIN)/python -m pytest -q -m gpu
-
-bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/opteq bench
-
+$(VENV)/.demo: EXTRAS := all
+$(VENV)/.test: EXTRAS := test
+$(VENV)/.bench: EXTRAS := bench
 # The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries. Nothing is
 # compiled ahead: most files of most packages are never imported.
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.bench: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
-	touch $(STAMP)
+	$(PIP) torch
+	$(PIP) --editable '.[$(EXTRAS)]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from opteq.operators.half import Tiling
 
 from opteq.operators import squaring_kernels as kernels
-from opteq.operators.half import Tiling
 
 FREQUENCIES, CANDIDATES, SQUARINGS, TURNS = 74, 4, 4, 7
 

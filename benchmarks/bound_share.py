@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq import models
+from opteq.engine.cuda_graphs.bounds import Aside, Job, in_one_launch
 from opteq.operators import norms, together
-from opteq.operators.captured import Aside, Job, in_one_launch
 
 NAMES = ("opteq-199k", "mopteq-193k", "mopteq-0.48m", "geq-5m")
 

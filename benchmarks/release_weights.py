@@ -15,9 +15,8 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from runs_page import recipe_without_places  # beside this file
-
 from opteq.models import from_pretrained
+from runs_page import recipe_without_places  # beside this file
 
 LARGEST = 10 * 2**20  # what a release should carry for a small model
 NEEDED, WELCOME = ("config.json", "model.safetensors", "recipe.toml"), ("metrics.jsonl", "evaluation.json")

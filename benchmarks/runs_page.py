@@ -22,10 +22,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+import tomlkit
 
 from opteq import models
 
@@ -37,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     for run in options.add:
         keep(run, options.folder)
-    notes = tomllib.loads((options.folder / "notes.toml").read_text(encoding="utf-8"))
+    notes = tomlkit.parse((options.folder / "notes.toml").read_text(encoding="utf-8")).unwrap()
     runs = {path.stem: Run(path) for path in sorted(options.folder.glob("*.jsonl"))}
     missing = sorted(set(runs) ^ set(notes))
     if missing:
@@ -69,7 +66,7 @@ class Run:
     """A run as it was kept."""
 
     def __init__(self, metrics: Path) -> None:
-        self.recipe: dict[str, Any] = tomllib.loads(metrics.with_suffix(".toml").read_text(encoding="utf-8"))
+        self.recipe: dict[str, Any] = tomlkit.parse(metrics.with_suffix(".toml").read_text(encoding="utf-8")).unwrap()
         self.epochs = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
         evaluation = metrics.with_suffix(".evaluation.json")
         self.evaluation: dict[str, Any] | None = json.loads(evaluation.read_text()) if evaluation.exists() else None

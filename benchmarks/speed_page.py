@@ -1,6 +1,7 @@
-"""The figures of an ``opteq bench --json`` file as the Markdown tables of ``results/speed-*.md``.
+"""The figures of a ``python -m opteq_bench --json`` file as the Markdown tables of ``results/speed-*.md``.
 
-opteq bench --device cuda --json bench.json && python benchmarks/speed_page.py bench.json
+PYTHONPATH=benchmarks python -m opteq_bench --device cuda --json bench.json
+python benchmarks/speed_page.py bench.json
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from opteq.bench import stepping
-from opteq.bench.cases import MODELS, Precision, Shape, layer_case, layer_problem, model_case, pictures
-from opteq.bench.contenders import ours, shared
-from opteq.bench.exact import ExactAnderson, ExactPicard
+from opteq_bench import stepping
+from opteq_bench.cases import MODELS, Precision, Shape, layer_case, layer_problem, model_case, pictures
+from opteq_bench.contenders import ours, shared
+from opteq_bench.exact import ExactAnderson, ExactPicard
 
 BATCH, CALLS, SHOWN = 128, 3, 14
 

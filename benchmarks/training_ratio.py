@@ -1,6 +1,6 @@
-"""Forward and backward of a layer beside torchdeq's, and nothing else: with large batches `opteq bench` takes long.
+"""Forward and backward of a layer beside torchdeq's, and nothing else: `make bench` takes long with large batches.
 
-torchdeq goes back by plain iteration, which `opteq bench` finds to be its fastest way on most of these layers. Turn by
+torchdeq goes back by plain iteration, which `make bench` finds to be its fastest way on most of these layers. Turn by
 turn; medians.
 
     OMP_NUM_THREADS=2 python benchmarks/training_ratio.py --batch 128 --repeats 3
@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
-from opteq.bench import rivals
-from opteq.bench.cases import SHAPES, Precision, Shape, layer_problem, pictures
-from opteq.bench.contenders import ours, shared, torchdeq
+from opteq_bench import rivals
+from opteq_bench.cases import SHAPES, Precision, Shape, layer_problem, pictures
+from opteq_bench.contenders import ours, shared, torchdeq
 
 
 def main() -> None:

@@ -14,13 +14,13 @@ from rich.console import Console
 from torch import Tensor
 
 import opteq
-from opteq._errors import UserError
-from opteq.bench import command, contenders, epoch, floor, record, rivals, stepping, timing
-from opteq.bench import run as bench
-from opteq.bench.cases import Case, Precision, Shape, layer_case, layer_problem, model_case, pictures, settled_weight
-from opteq.bench.exact import ExactAnderson, ExactCG, ExactPicard
+from opteq.common.errors import UserError
 from opteq.gradients.forward import find_without_tape
 from opteq.states import blocks, single
+from opteq_bench import command, contenders, epoch, floor, record, rivals, stepping, timing
+from opteq_bench import run as bench
+from opteq_bench.cases import Case, Precision, Shape, layer_case, layer_problem, model_case, pictures, settled_weight
+from opteq_bench.exact import ExactAnderson, ExactCG, ExactPicard
 
 CPU = torch.device("cpu")
 SHAPE = Shape(3, 5, 6)

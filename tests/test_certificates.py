@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import opteq
+from all_cases import CASES as ALL_CASES
 from cases import CASES, Case
 from opteq import operators as op
 from opteq import penalties, regularizers
@@ -294,7 +295,7 @@ UNKNOWN: dict[str, tuple[Callable[[], Problem], dict[str, str]]] = {
     ),
     "deep U": (
         lambda: opteq.DeepOptEq([(op.Dense(5, 6, bound=0.9), nn.Sequential(nn.Linear(4, 6), nn.ReLU()))]),
-        {"lipschitz": "the norm of U in layer 0 is not known"},
+        {"lipschitz": "the norm of U in layer 0, a "},
     ),
     "deep readout": (lambda: deep(readout=nn.ReLU()), {"lipschitz": "the norm of the read-out is not known"}),
     "affine": (
@@ -376,3 +377,21 @@ def test_lipschitz_bound_holds_for_a_tuple_with_an_input_each(kind: str, scales:
     bound = problem.certificate().lipschitz
     assert bound is not None
     assert float(torch.linalg.matrix_norm(jacobian, 2)) <= bound
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
+@pytest.mark.parametrize("case", ALL_CASES, ids=[case.name for case in ALL_CASES])
+def test_weights_that_are_not_finite_have_no_certificate(case: Case, bad: float) -> None:
+    """A NaN compares as if it were small: the second of two branches with it was certified."""
+    problem = case.problem()
+    for name, weight in problem.named_parameters():
+        before = weight.detach().clone()
+        weight.data.view(-1)[-1] = bad
+        certificate = problem.certificate()
+        weight.data.copy_(before)
+        known = {field: getattr(certificate, field) for field in FIELDS}
+        assert all(value is None or math.isfinite(value) for value in known.values())
+        assert set(certificate.reasons) == set(FIELDS)
+        if bad != 1e200:
+            assert set(known.values()) == {None}
+            assert f"{name} has entries that are not finite" in certificate.reasons["exists"]

@@ -8,6 +8,7 @@ import pickle
 import resource
 import shutil
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,10 +19,9 @@ from PIL import Image
 
 from cli_cases import call, finished, no_page, refused, root, train
 from opteq import cli, models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.report.run import read_run
-from opteq.training.board import Board
-from opteq.training.checkpoints import Checkpoints
+from opteq.training.run.checkpoints import Checkpoints
 from training_cases import in_process, lines, train_here
 
 __all__ = ["finished", "no_page", "root"]  # fixtures
@@ -254,15 +254,18 @@ def test_a_full_disk(root: Path, tmp_path: Path) -> None:
     assert lines(tmp_path / "run") == lines(tmp_path / "undisturbed")
 
 
-def refuse_the_board(root: str, out: str) -> None:
+def refuse_the_event_file(root: str, out: str) -> None:
     """Train where the system writes no event file for TensorBoard, nor anything else that is not empty."""
-    make = Board.__init__
+    from torch.utils.tensorboard import SummaryWriter
 
-    def limited(self: Board, folder: Path, done: int = 0) -> None:
+    make = SummaryWriter.__init__
+
+    def limited(*arguments: Any, **options: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        make(self, folder, done)
+        make(*arguments, **options)
 
-    Board.__init__ = limited  # type: ignore[method-assign]
+    SummaryWriter.__init__ = limited
+    threading.excepthook = lambda _: None  # TensorBoard writes in a thread, which prints the error as well
     result = train(Path(root), Path(out))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     refused(result, "failed: File too large", "make room, then go on with --resume")
@@ -270,7 +273,7 @@ def refuse_the_board(root: str, out: str) -> None:
 
 
 def test_a_disk_too_full_for_tensorboard(root: Path, tmp_path: Path) -> None:
-    assert in_process(refuse_the_board, str(root), str(tmp_path / "run")) == 2
+    assert in_process(refuse_the_event_file, str(root), str(tmp_path / "run")) == 2
 
 
 # ---- a run that goes wrong stops itself
@@ -317,3 +320,7 @@ def test_the_last_good_checkpoint_stays(root: Path, tmp_path: Path, monkeypatch:
     found = Checkpoints(tmp_path / "run/checkpoints").latest()
     assert found is not None
     assert (found.step, found.values["epoch"], len(lines(tmp_path / "run"))) == (3, 1, 1)
+
+
+def test_bench_says_where_it_went() -> None:
+    refused(call("bench", "--device", "cpu"), "in a clone of opteq run `make bench`")

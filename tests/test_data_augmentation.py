@@ -18,9 +18,9 @@ from torch import Tensor
 
 import opteq
 from opteq.data import Augmentation, Batches, Split
-from opteq.data.augmentation import OPERATIONS
-from opteq.data.moving import crop_and_flip, mix, soft_labels
-from opteq.data.recolour import randaugment
+from opteq.data.augmentation.color import randaugment
+from opteq.data.augmentation.geometry import crop_and_flip, mix, soft_labels
+from opteq.data.augmentation.options import OPERATIONS
 
 RANDOM = np.random.default_rng(2)
 UNIT = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255,) * 3}  # a batch is then its bytes, as floats

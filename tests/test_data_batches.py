@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opteq.data import Augmentation, Batches, Split
-from opteq.data import residence as residence_module
+from opteq.data import prefetch as prefetch_module
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 ALL = Augmentation(
@@ -209,12 +209,12 @@ def test_an_abandoned_epoch_ends_its_thread() -> None:
 def test_auto_asks_for_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     images, cuda = torch.zeros(10, 1, 10, 10, dtype=torch.uint8), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2500, 10_000))
-    assert residence_module.stays_on_device(images, cuda, "auto")
+    assert prefetch_module.stays_on_device(images, cuda, "auto")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2499, 10_000))
-    assert not residence_module.stays_on_device(images, cuda, "auto")
-    assert residence_module.stays_on_device(images, cuda, "device")
-    assert residence_module.stays_on_device(images, torch.device("cpu"), "auto")
-    assert not residence_module.stays_on_device(images, torch.device("mps"), "auto")
+    assert not prefetch_module.stays_on_device(images, cuda, "auto")
+    assert prefetch_module.stays_on_device(images, cuda, "device")
+    assert prefetch_module.stays_on_device(images, torch.device("cpu"), "auto")
+    assert not prefetch_module.stays_on_device(images, torch.device("mps"), "auto")
 
 
 # ---- what is refused

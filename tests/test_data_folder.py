@@ -19,11 +19,12 @@ from PIL import Image
 
 import opteq
 from opteq import data
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data import cache as cache_module
-from opteq.data import decode, loading
-from opteq.data import folder as folder_module
-from opteq.data.places import cache_folder
+from opteq.data import loading
+from opteq.data.paths import cache_folder
+from opteq.data.readers import decode
+from opteq.data.readers import folder as folder_module
 
 RANDOM = np.random.default_rng(1)
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from opteq import data
-from opteq._errors import UserError
-from opteq.data.cifar import VERSIONS
-from opteq.data.idx import CLASSES, STEMS
-from opteq.data.safe_pickle import pixels, read_pickle
+from opteq.common.errors import UserError
+from opteq.data.readers.cifar import VERSIONS
+from opteq.data.readers.idx import CLASSES, STEMS
+from opteq.data.readers.safe_pickle import pixels, read_pickle
 
 RANDOM = np.random.default_rng(0)
 
@@ -137,7 +137,7 @@ def test_fashion_mnist_is_found_in_the_usual_places(tmp_path: Path, monkeypatch:
 
 
 def test_debians_folder_is_among_the_usual_places() -> None:
-    from opteq.data.places import data_folders
+    from opteq.data.paths import data_folders
 
     assert Path("/usr/share/datasets/fashion-mnist") in data_folders("fashion-mnist")
 
@@ -157,7 +157,7 @@ def test_fashion_mnist_resized(tmp_path: Path) -> None:
 def test_fashion_mnist_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=f"{STEMS[0]}: missing.*dataset-fashion-mnist"):
         data.load("fashion-mnist", tmp_path / "none")
-    from opteq.data import idx as module
+    from opteq.data.readers import idx as module
 
     monkeypatch.setattr(module, "data_folders", lambda name: [tmp_path / "a", tmp_path / "b"])
     with pytest.raises(UserError, match=r"in none of .*/a, .*/b; install"):

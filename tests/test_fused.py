@@ -23,7 +23,7 @@ from cases import Case
 from compiling import names_compiled
 from opteq import operators as op
 from opteq import penalties
-from opteq._fast import settings as paths
+from opteq.engine.settings import settings as paths
 from opteq.solvers import Outcome, Solver, Status
 from opteq.solvers.linear.base import LinearSolver
 from opteq.solvers.loop import Finish, PlainRun, Run, drive
@@ -35,10 +35,11 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: test_fast_paths_gpu.py", allow_module_level=True)
 
-from opteq.solvers.fused import kernels, ledger
-from opteq.solvers.fused.conjugate_gradients import FusedConjugateGradients
-from opteq.solvers.fused.fixed_point import FusedAnderson, FusedPlain
-from opteq.solvers.fused.image_anderson import FusedImageAnderson
+from opteq.engine.triton.image_anderson import FusedImageAnderson
+
+from opteq.engine.triton import kernels, ledger
+from opteq.engine.triton.conjugate_gradients import FusedConjugateGradients
+from opteq.engine.triton.fixed_point import FusedAnderson, FusedPlain
 
 # Rows overflow here on purpose, and the interpreter computes with numpy, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -1225,7 +1226,7 @@ import sys
 import triton.language as tl
 
 from compiling import ptx
-from opteq.solvers.fused import kernels as k
+from opteq.engine.triton import kernels as k
 
 NUMBERS = "tol floor growth rounding ridge root low high eps".split()
 BOOKS = dict.fromkeys("numbers gram scale weights targets units trace lengths".split(), "*fp64")
@@ -1297,7 +1298,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability: int, tmp_p
 
 @pytest.mark.parametrize("rows", [1, 7, 1024, 2500])
 def test_flags_are_told(rows: int) -> None:
-    from opteq.solvers.fused.telling import tell
+    from opteq.engine.triton.telling import tell
 
     flags = (torch.arange(rows, dtype=torch.int32) % 3 == 0).to(torch.int32)
     told = torch.full((rows + 1,), -1, dtype=torch.int32)

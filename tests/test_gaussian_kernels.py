@@ -11,7 +11,7 @@ from torch import Tensor
 
 import opteq
 from compiling import names_compiled
-from opteq._fast import settings as paths
+from opteq.engine.settings import settings as paths
 from opteq.kernels import Gaussian, gaussian_fused
 from opteq.operators import Conv2d, Patches
 

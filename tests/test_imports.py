@@ -43,7 +43,7 @@ FLOORS: list[set[str]] = [
     {"equilibrium"},
     {"models", "data"},
     {"training", "analysis", "plot"},
-    {"report", "demo", "bench", "restore"},
+    {"report", "demo", "restore"},
     {"opteq", "_front"},  # the front door: it hands out what the floors below have
     {"cli"},
     {"__main__"},

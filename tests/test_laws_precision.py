@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opteq
 from all_cases import CASES
 from cases import SOLVERS, Case
+from opteq import operators as op
 from opteq.gradients import Gradient
 from opteq.solvers import Solver
 from opteq.states import blocks
@@ -85,3 +88,46 @@ def test_tiny_and_huge_inputs_in_float32(name: str, scale: float) -> None:
     with torch.no_grad():
         expected, found = layer(x), layer(x * scale)
     torch.testing.assert_close(found / scale, expected, rtol=1e-4, atol=1e-5)
+
+
+class SixteenBitProducts(TorchDispatchMode):
+    """Notes products of 16-bit matrices: on ARM without bfloat16 one of them turns oneDNN off for the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul"):
+            self.seen += [f"{name} {a.dtype}" for a in args if isinstance(a, Tensor) and a.itemsize == 2]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "weights"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("last", [True, False], ids=["channels-last", "contiguous"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_no_matrices_of_16_bits_are_multiplied_on_a_cpu(
+    smoothing: float, last: bool, dtype: torch.dtype, autocast: bool, fast: bool
+) -> None:
+    branches = [
+        opteq.Branch(op.Conv2d(3, 4, 3, bound=0.7), nn.Conv2d(2, 4, 3, padding=1), scale=scale) for scale in (1, 2)
+    ]
+    rings = opteq.MOptEq(branches, diversity=0.05, smoothing=smoothing)
+    dense = opteq.OptEq(op.Dense(3, 4, bound=0.7))
+    for problem, shape in ((rings, (2, 2, 4, 4)), (dense, (2, 4))):
+        x = torch.randn(shape)
+        if last and x.ndim == 4:
+            x = x.to(memory_format=torch.channels_last)
+        layer = opteq.Equilibrium(problem, opteq.Anderson(max_steps=3), on_failure="ignore")
+        if not autocast:
+            layer, x = layer.to(dtype), x.to(dtype)
+        seen = SixteenBitProducts()
+        with seen, opteq.fast_paths(fused=fast, graphs=fast):
+            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                features = blocks(layer(x.requires_grad_()))
+            sum(part.float().square().mean() for part in features).backward()  # type: ignore[union-attr]
+        assert seen.seen == []
+        assert all(part.dtype == dtype for part in features)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import opteq
 import opteq.models
 from opteq import operators as op
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.models import Classifier, Segmenter
 from opteq.models.extracted import SeparableInjection
 from opteq.models.parts import Head

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from opteq import operators as op
 from opteq.operators import norms, supremum, symbol
-from opteq.operators.correlation import Autocorrelation
-from opteq.operators.gram import bounds_above, eigenvalue_bound
-from opteq.operators.norms import bounded, kernel_norm, module_norm
+from opteq.operators.spectral.autocorrelation import Autocorrelation
+from opteq.operators.spectral.gram import bounds_above, eigenvalue_bound
+from opteq.operators.spectral.norms import bounded, kernel_norm, module_norm
 
 quick = settings(deadline=None, max_examples=25, derandomize=True)
 OVERSHOOT = 1.001

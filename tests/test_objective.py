@@ -332,7 +332,7 @@ def test_low_precision_works(solver):
     [
         ({}, "empty dict"),
         (torch.zeros(2), "dict from names"),
-        ({"a": torch.zeros(2, 3)}, r"'a' should be one number per sample.*\(2, 3\)"),
+        ({"a": torch.zeros(2, 3)}, r"'a' should be one value per sample.*\(2, 3\)"),
         ({"a": 1.0}, "got float"),
     ],
 )

@@ -179,7 +179,7 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 # A model's options are those that models.describe lists, and tests/test_models.py holds that any other is refused; the
 # attributes of an HTML tag are any.
-CHECKED_KEYWORDS = {"opteq.models.registry.create", "opteq.report.markup.tag"}
+CHECKED_KEYWORDS = {"opteq.models.registry.create", "opteq.report.html.markup.tag"}
 
 
 def test_nothing_swallows_keywords() -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import opteq.models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.models import Classifier, pretrained
 
 FAMILIES: dict[str, dict[str, Any]] = {

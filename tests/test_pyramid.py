@@ -13,7 +13,7 @@ import opteq
 from all_cases import CASES
 from cases import Case
 from opteq import models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.couplings import Coupling, ring_norm
 from opteq.models.pyramid import Pyramid
 from opteq.models.residual import InvertedBlock

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from opteq import data, models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.training import Recipe, load_recipe, recipes
-from opteq.training.overrides import known_keys, parse
-from opteq.training.recipe_files import to_toml
-from opteq.training.toml import dumps, loads
+from opteq.training.recipe.files import to_toml
+from opteq.training.recipe.overrides import known_keys, parse
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -207,8 +206,18 @@ def test_every_key_can_be_named() -> None:
 @pytest.mark.parametrize(
     "value", [1, -2.5, 1e-8, True, 'a "b" \\ \n é \x7f', [1, [2.0]], {"a b": 1, "c": "none"}, float("inf")]
 )
-def test_what_is_written_is_read_back(value: object) -> None:
-    assert loads(dumps({"table": {"key": value}})) == {"table": {"key": value}}
+def test_what_is_written_is_read_back(value: object, tmp_path: Path) -> None:
+    recipe = load_recipe("digits")
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"options": {"key": value}})})
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "recipe.toml") == recipe
+
+
+def test_a_written_recipe_can_be_read_by_a_person() -> None:
+    recipe = load_recipe("digits", ["model.options.hidden=[3, 4]", "schedule.name=step", "schedule.milestones=[2, 3]"])
+    text = to_toml(recipe)
+    for part in ('name = "digits"\n', "\n[model.options]\n", "\nhidden = [3, 4]\n", "\nmilestones = [2, 3]\n"):
+        assert part in text
 
 
 def test_parse_falls_back_to_text() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import opteq
 from opteq import data, models
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.report import page, write
 from opteq.report.examine import Examination, Pictures, examine
 from opteq.report.examples import Example, choose

@@ -17,17 +17,17 @@ from all_cases import CASES
 from cases import Case
 from opteq.problems.certificate import Certificate
 from opteq.problems.hidden import Hidden
-from opteq.report.axes import linear_axis, log_axis, whole_ticks
-from opteq.report.curves import Chart, Series, line_chart
+from opteq.report.charts.axes import linear_axis, log_axis, whole_ticks
+from opteq.report.charts.curves import Chart, Series, line_chart
+from opteq.report.charts.images import heat, matrix_picture, photograph
+from opteq.report.charts.matrix import class_accuracies, confused_pairs, confusion_matrix
+from opteq.report.charts.waterfall import style_of, terms_table, waterfall
 from opteq.report.formula import formulas
 from opteq.report.guarantees import guarantees
-from opteq.report.markup import Html, join, tag
-from opteq.report.matrix import class_accuracies, confused_pairs, confusion_matrix
-from opteq.report.pictures import heat, matrix_picture, photograph
+from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.numbers import decimal, percent, scientific
+from opteq.report.html.typeset import typeset
 from opteq.report.sections import objective
-from opteq.report.typeset import typeset
-from opteq.report.waterfall import style_of, terms_table, waterfall
-from opteq.report.words import decimal, percent, scientific
 
 LETTER = re.compile(r"<i>([A-Za-z])</i>")
 

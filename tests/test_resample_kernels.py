@@ -19,8 +19,8 @@ import opteq
 from compiling import names_compiled
 from opteq import _triton
 from opteq import operators as op
-from opteq._fast import has_triton
-from opteq._fast import settings as paths
+from opteq.engine.settings import has_triton
+from opteq.engine.settings import settings as paths
 from opteq.operators import resample_fused
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -15,7 +15,7 @@ from PIL import Image
 import opteq
 from opteq import operators as op
 from opteq import potentials
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.grey import Crops, read_grey
 from opteq.models.denoiser import Denoiser, DenoiserConfig
 from opteq.problems.prior_levels import NoiseLevels

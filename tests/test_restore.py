@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from cli_cases import call, refused
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.models.denoiser import Denoiser, DenoiserConfig
 from opteq.restore import Damage, read_image, restore
 

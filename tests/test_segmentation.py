@@ -20,21 +20,21 @@ from typer.testing import CliRunner
 
 from cityscapes_cases import CAR, EGO, ROAD, SKY, cityscapes, settings
 from opteq import data, models
-from opteq._errors import UserError
 from opteq.cli import app
+from opteq.common.errors import UserError
 from opteq.data import Augmentation, Batches, Split
-from opteq.data.cityscapes import CLASSES
+from opteq.data.augmentation.windows import Windows
 from opteq.data.progress import progress
-from opteq.data.windows import Windows
+from opteq.data.readers.cityscapes import CLASSES
+from opteq.report.charts.images import class_colour
 from opteq.report.examine import Pictures
-from opteq.report.labelled import examine_maps, pixel_mistakes
-from opteq.report.pictures import class_colour
+from opteq.report.segmentation import examine_maps, pixel_mistakes
 from opteq.training import Interrupted, Recipe, evaluate, load_recipe, train
-from opteq.training.losses import cross_entropy
-from opteq.training.recipe import ScheduleSection
-from opteq.training.schedules import schedule
+from opteq.training.metrics import Tally
+from opteq.training.optim.losses import cross_entropy
+from opteq.training.optim.schedules import schedule
+from opteq.training.recipe.sections import ScheduleSection
 from opteq.training.step import Stepper
-from opteq.training.tally import Tally
 from training_cases import lines
 
 # ---- Cityscapes
@@ -86,7 +86,7 @@ def test_the_official_classes_are_those_that_are_judged() -> None:
 
 def test_maps_are_mapped_from_the_cache(streets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load(streets)
-    monkeypatch.setattr("opteq.data.cityscapes._labels", None)  # a second load decodes nothing
+    monkeypatch.setattr("opteq.data.readers.cityscapes._labels", None)  # a second load decodes nothing
     assert torch.equal(load(streets).train.labels, first.train.labels)
 
 

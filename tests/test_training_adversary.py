@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from cli_cases import call, finished, no_page, refused, root, train
 from opteq import data, models
-from opteq._errors import UserError
 from opteq.analysis import PGD
+from opteq.common.errors import UserError
 from opteq.data import Batches
 from opteq.report.run import Run
 from opteq.report.sections import learning
 from opteq.training import devices, evaluate, load_recipe
 from opteq.training.adversary import Adversary
-from opteq.training.losses import Loss
-from opteq.training.measure import measure, quiet
-from opteq.training.recipe import AdversarySection, LossSection, TrainSection
+from opteq.training.metrics import Tally
+from opteq.training.optim.losses import Loss
+from opteq.training.recipe.sections import AdversarySection, LossSection, TrainSection
 from opteq.training.step import Stepper
-from opteq.training.tally import Tally
+from opteq.training.validation import measure, quiet
 from test_training_parallel import free_port
 from training_cases import in_process, lines, start, train_and_die, train_as_rank, train_here
 

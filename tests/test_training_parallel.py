@@ -17,13 +17,13 @@ from torch import nn
 
 from opteq import models
 from opteq.training import devices
-from opteq.training.checkpoints import Checkpoints
-from opteq.training.losses import Loss
-from opteq.training.measure import quiet
-from opteq.training.recipe import LossSection, TrainSection
-from opteq.training.signals import AGREE_EVERY
+from opteq.training.metrics import Tally
+from opteq.training.optim.losses import Loss
+from opteq.training.recipe.sections import LossSection, TrainSection
+from opteq.training.run.checkpoints import Checkpoints
+from opteq.training.run.signals import AGREE_EVERY
 from opteq.training.step import Stepper
-from opteq.training.tally import Tally
+from opteq.training.validation import quiet
 from training_cases import in_process, lines, pictures, settings, start, train_as_rank, train_here
 
 # No dropout: each process draws its own. Batch normalisation stays, since it is shared.

@@ -18,20 +18,21 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from opteq import models, regularizers
-from opteq._errors import UserError
-from opteq._files import draft, plain_errors, remove_drafts, write_atomically
+from opteq.common.errors import UserError
+from opteq.common.files import draft, plain_errors, remove_drafts, write_atomically
 from opteq.couplings import diversity, heritage
 from opteq.solution import Report
-from opteq.training import CheckpointWarning, TrainingStopped, checkpoints, rng
-from opteq.training.board import Board
-from opteq.training.checkpoints import Checkpoint, Checkpoints
+from opteq.training import CheckpointWarning, TrainingStopped
 from opteq.training.guard import judge
-from opteq.training.losses import Loss
-from opteq.training.optimizers import optimizer
-from opteq.training.recipe import GuardSection, LossSection, OptimizerSection, ScheduleSection
-from opteq.training.run_folder import RunFolder
-from opteq.training.schedules import schedule
-from opteq.training.tally import Counts, Tally
+from opteq.training.metrics import Counts, Tally
+from opteq.training.optim.losses import Loss
+from opteq.training.optim.optimizers import optimizer
+from opteq.training.optim.schedules import schedule
+from opteq.training.recipe.sections import GuardSection, LossSection, OptimizerSection, ScheduleSection
+from opteq.training.run import checkpoints, rng
+from opteq.training.run.checkpoints import Checkpoint, Checkpoints
+from opteq.training.run.folder import RunFolder
+from opteq.training.run.records import Records
 
 
 def torch_factors(make: object, steps: int) -> list[float]:
@@ -367,22 +368,23 @@ def test_tensorboard_forgets_what_is_drawn_anew(tmp_path: Path) -> None:
     """An interrupted run drew four epochs, but its checkpoint knows of two: the last two are drawn once more."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = Board(tmp_path)
-    for epoch in range(1, 5):
-        first.add(epoch, {"loss/train": 1 / epoch, "loss/test": 2 / epoch})
-    again = Board(tmp_path, done=2)
-    again.add(3, {"loss/train": 0.25})
-    read = EventAccumulator(str(tmp_path))
+    history = [{"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 2 / epoch} for epoch in range(1, 5)]
+    first = Records(tmp_path, [])
+    for line in history:
+        first.add(line)
+    again = Records(tmp_path, history[:2])
+    again.add({"epoch": 3, "train_loss": 0.25})
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert [(event.step, event.value) for event in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5), (3, 0.25)]
     assert [event.step for event in read.Scalars("loss/test")] == [1, 2]
-    for board in (first, again):
-        board.close()
+    for records in (first, again):
+        records.close()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fcntl") is None, reason="this system has no locks on folders")
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from opteq.training.run_folder import RunFolder\n"
+    code = "import sys, time; from pathlib import Path; from opteq.training.run.folder import RunFolder\n"
     code += "with RunFolder(Path(sys.argv[1])).prepared(): print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

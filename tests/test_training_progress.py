@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from opteq.training import progress
-from opteq.training.progress import ProgressDisplay
-from opteq.training.tally import Counts
+from opteq.training.metrics import Counts
+from opteq.training.run import progress
+from opteq.training.run.progress import ProgressDisplay
 
 LINE = {
     "epoch": 2,

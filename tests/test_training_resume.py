@@ -16,11 +16,12 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from opteq._errors import UserError
-from opteq.training import TrainingStopped, state, train, trainer
-from opteq.training.checkpoints import Checkpoints
+from opteq.common.errors import UserError
+from opteq.training import TrainingStopped, train, trainer
 from opteq.training.devices import engine
-from opteq.training.run_folder import RunFolder
+from opteq.training.run import state
+from opteq.training.run.checkpoints import Checkpoints
+from opteq.training.run.folder import RunFolder
 from training_cases import in_process, lines, pictures, start, tiny, train_and_die, train_here
 
 MORE = ["train.checkpoint_steps=2"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opteq._untraced import constant, untraced
+from opteq.common.dynamo import constant, dynamo_disable
 
 
 def test_a_compiler_leaves_them_as_they_are() -> None:
     seen: list[bool] = []
 
-    @untraced
+    @dynamo_disable
     def inside(x: Tensor, *, shift: float = 0.0) -> Tensor:
         """A word."""
         seen.append(torch.compiler.is_compiling())

@@ -18,7 +18,7 @@ from opteq.training import Recipe, load_recipe
 
 # The forkserver imports torch once and never computes, so that its children start quickly and can be killed at will.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["opteq.training", "opteq.report", "tensorboard.summary.writer.record_writer"])
+_PROCESSES.set_forkserver_preload(["opteq.training", "opteq.report", "torch.utils.tensorboard"])
 
 # Dropout needs the random state, batch normalisation the buffers, momentum the optimiser's: a resumed run that
 # forgot one of them would end elsewhere.
@@ -106,7 +106,7 @@ def train_here(root: str, out: str, more: list[str], resume: bool = True) -> Non
 
 def train_and_die(root: str, out: str, more: list[str], event: int, number: int = signal.SIGKILL) -> None:
     """A run that is sent a signal at its ``event``-th moment: around a step, a write, a sync to disk, a rename."""
-    from opteq import _files
+    from opteq.common import files as _files
     from opteq.training.step import Stepper
 
     moments = 0

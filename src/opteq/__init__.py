@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # Loaded one by one: a room that is being loaded itself may ask for another, and for all of them would be a circle.
-_ROOMS = ("analysis", "couplings", "kernels", "models", "operators", "penalties", "plot", "potentials", "regularizers")
+_ROOMS = (
+    "analysis", "couplings", "engine", "kernels", "models", "operators", "penalties", "plot", "potentials",
+    "regularizers",
+)  # fmt: skip
 
 if TYPE_CHECKING:
-    from opteq._front import *  # noqa: F403
+    from opteq.api import *  # noqa: F403
 else:  # a type checker would take every name for granted
 
     def __getattr__(name: str) -> Any:
@@ -23,7 +26,7 @@ else:  # a type checker would take every name for granted
         # The import system asks here for modules as well, and goes on to their files when it hears that there is no
         # such name: `from opteq import data` should not load all else.
         if find_spec(f"opteq.{name}") is None:
-            front = import_module("opteq._front")
+            front = import_module("opteq.api")
             # From now on they are attributes like any others.
             globals().update({public: getattr(front, public) for public in ("__all__", *front.__all__)})
             if name in globals():

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import opteq
-from opteq._errors import UserError
-from opteq._files import look_into
+from opteq.common.errors import UserError
+from opteq.common.files import look_into
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,9 +63,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's newest checkpoint.")] = False,
 ) -> None:
     """Train a model by a recipe and leave weights, metrics and a report in a folder."""
-    from opteq import training
-
     with one_line_errors():
+        from opteq import training
+
         stored = (out or Path("runs/digits")) / "recipe.toml"
         if recipe is None and resume:
             look_into(stored.parent)
@@ -99,12 +99,12 @@ def evaluate(
     ] = None,
 ) -> None:
     """Test a trained model on all its test pictures; also writes RUN/evaluation.json."""
-    from opteq import training
-
     with one_line_errors():
+        from opteq import training
+
         result = training.evaluate(run, tol, max_steps, device, precision, root, attack, attack_steps, attack_step_size)
     if _rank() == 0:
-        from opteq.training.tables import evaluation_table
+        from opteq.training.run.tables import evaluation_table
 
         _console().print(evaluation_table(str(run), result))
 
@@ -135,71 +135,53 @@ def restore(
 @app.command()
 def recipes() -> None:
     """List the recipes, and what each reproduces."""
-    from opteq.training.tables import recipes_table
-
     with one_line_errors():
+        from opteq.training.run.tables import recipes_table
+
         console = _console()
         console.print(recipes_table(console.width))
 
 
-@app.command()
-def bench(
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    batch: Annotated[int | None, typer.Option(help="Pictures at a time; 128 on a GPU, 8 on a CPU by default.")] = None,
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CHANNELS,HIDDEN,SIDE", help="A layer, such as 32,64,32; several may be given."),
-    ] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="float32, tf32 or bf16; several may be given.")] = None,
-    models: Annotated[bool, typer.Option("--models/--no-models", help="Whole models too.")] = True,
-    repeats: Annotated[int, typer.Option(help="Turns that a median is taken of.")] = 10,
-    json: Annotated[Path | None, typer.Option(help="Write every figure to this file.")] = None,
-) -> None:
-    """Time solvers and training steps beside the bare map, torchdeq and the floor; status 1 if answers disagree."""
-    from opteq import bench as benchmark
-
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def bench() -> None:
+    """Say where the benchmark went."""
     with one_line_errors():
-        passed = benchmark.run(device, batch, shapes or (), precision or (), models, repeats, json)
-    if not passed:
-        raise typer.Exit(1)
+        raise UserError("the benchmark is not part of the installed package: in a clone of opteq run `make bench`")
 
 
 @app.command()
 def models() -> None:
     """List the models, their sizes, and what each reproduces."""
-    from opteq.training.tables import models_table
+    with one_line_errors():
+        from opteq.training.run.tables import models_table
 
-    _console().print(models_table())
+        _console().print(models_table())
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What goes wrong becomes one line on standard error and an exit status, without a traceback.
+    """Errors that the user can act on become one line on standard error and an exit status, without a traceback.
 
-    2: something that the person at the keyboard can mend. 3: training stopped itself. 128 + n: signal n stopped it.
+    The errors that are meant for the user carry that status: 2, something to correct in the command or its files; 3,
+    training stopped itself; 128 + n, signal n stopped it.
     """
-    from opteq.training import Interrupted, TrainingStopped
-
     try:
         with _one_line_warnings():
             yield
-    except UserError as error:
-        _stop(error, 2)
-    except TrainingStopped as error:
-        _stop(error, 3)
-    except Interrupted as error:
-        _stop(error, 128 + error.signal)
+    except Exception as error:
+        status = getattr(error, "exit_status", None)
+        if status is None:
+            raise
+        _stop(error, status)
 
 
 @contextmanager
 def _one_line_warnings() -> Iterator[None]:
-    """What opteq itself warns of is for the person at the keyboard: a line, without the place in the source."""
-    from opteq.training import CheckpointWarning
-
+    """Warnings of opteq's own categories become one line, without the place in the source."""
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, CheckpointWarning | opteq.ConvergenceWarning):
+        if category.__module__.startswith("opteq."):
             _say(f"warning: {message}")
         else:
             before(message, category, *place, **more)

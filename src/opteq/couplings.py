@@ -26,6 +26,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from opteq.common.precision import matrix_product
 from opteq.operators import resample
 from opteq.states import sum_over_sample, working_dtype
 
@@ -172,7 +173,7 @@ class Coupling:
                 for index, z in enumerate(features)
             )
         if signs is None:
-            signs = tuple(self.signs(torch.bmm(a, b.mT)) for a, b in pairs)
+            signs = tuple(self.signs(matrix) for matrix in _products(pairs))
         return self._spread(features, pairs, tuple(self._weights(matrix) for matrix in signs))
 
     def jacobian_at(self, features: Features) -> Callable[[Features], Features]:
@@ -251,7 +252,10 @@ def change(features: Features, v: Features) -> tuple[Tensor, ...]:
 
 
 def _change(here: Pairs, there: Pairs) -> tuple[Tensor, ...]:
-    return tuple(torch.baddbmm(torch.bmm(u, b.mT), a, w.mT) for (a, b), (u, w) in zip(here, there, strict=True))
+    first = [(u, b) for (_, b), (u, _) in zip(here, there, strict=True)]
+    second = [(a, w) for (a, _), (_, w) in zip(here, there, strict=True)]
+    sums = zip(_products(first), second, strict=True)
+    return tuple(matrix_product(torch.baddbmm, total, a, w.mT) for total, (a, w) in sums)
 
 
 def largest_neighbours(features: Features) -> Features:
@@ -320,7 +324,7 @@ def _heritage(pairs: Pairs) -> Tensor:
 
 
 def _products(pairs: Pairs) -> tuple[Tensor, ...]:
-    return tuple(torch.bmm(a, b.mT) for a, b in pairs)
+    return tuple(matrix_product(torch.bmm, a, b.mT) for a, b in pairs)
 
 
 def _hand_out(features: Features, pairs: Pairs, weights: tuple[Tensor, ...]) -> Features:
@@ -349,7 +353,9 @@ def _mixed(weights: Tensor, channels: Tensor, more: Tensor | None = None) -> Ten
 
 
 def _mixed_plainly(left: Tensor, right: Tensor, more: Tensor | None) -> Tensor:
-    return torch.bmm(left, right) if more is None else torch.baddbmm(more, left, right)
+    if more is None:
+        return matrix_product(torch.bmm, left, right)
+    return matrix_product(torch.baddbmm, more, left, right)
 
 
 def _at_size_of(z: Tensor, matrix: Tensor) -> Tensor:

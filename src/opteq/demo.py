@@ -1,4 +1,4 @@
-"""A first look: one OptEq on scikit-learn's digits, solved, checked and explained."""
+"""A first look: one OptEq on the digits of this package, solved, checked and explained."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from opteq.analysis import compare_gradients
+from opteq.data.readers.digits import read_digits
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit
 from opteq.operators import Dense
@@ -16,20 +17,12 @@ from opteq.solution import Solution
 from opteq.solvers import Anderson, Picard
 
 
-def load_digits() -> tuple[Tensor, Tensor]:
-    """The 8x8 digits inside scikit-learn: pictures ``(1797, 64)`` in 0..1 and their labels. No download."""
-    from sklearn.datasets import load_digits as read  # imported late: only the demo needs scikit-learn
-
-    pictures, labels = read(return_X_y=True)
-    return torch.from_numpy(pictures).float() / 16, torch.from_numpy(labels)
-
-
 def run(samples: int = 256, console: Console | None = None) -> Solution:
     """Solve one OptEq on the digits and print what it minimised, how it went and what is guaranteed."""
     console = console or Console()
     torch.manual_seed(0)
-    pictures, labels = load_digits()
-    x = pictures[:samples]
+    images, labels = map(torch.from_numpy, read_digits())
+    x = images[:samples].flatten(1) / 16
     problem = OptEq(Dense(32, 128, bound=0.95), U=nn.Linear(64, 128), activation="relu")
     layer = Equilibrium(problem, Anderson(tol=1e-5), Implicit())
 

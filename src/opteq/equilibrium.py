@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq._errors import unknown_name
-from opteq._held import HoldsOptions
-from opteq._options import NamedOptions
-from opteq._untraced import untraced
-from opteq._watch import Finding, Watch
+from opteq.common.convergence_monitor import ConvergenceMonitor, FailureCheck
+from opteq.common.dynamo import dynamo_disable
+from opteq.common.errors import unknown_name
+from opteq.common.options import NamedOptions
+from opteq.common.registration import HoldsOptions
 from opteq.gradients import Gradient, Implicit
 from opteq.minimum import judged_minimum
 from opteq.problems.base import Problem
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
-from opteq.solvers.capture import on
-from opteq.states import Layout, State, any_row, blocks, map_state
+from opteq.states import Layout, State, blocks, map_state
 from opteq.tracing import trace_terms
 
 _ON_FAILURE = ("warn", "raise", "ignore")
@@ -38,6 +36,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             clearly worse, ``"raise"``, or ``"ignore"``. The best state found is returned in any case but ``"raise"``.
             On a GPU a warning, or the error about an input that is not finite, may come after the call: with its
             backward pass, or with the next call. ``"raise"`` waits for the device in every call.
+        compile: fuse the functions of a problem that a user has written by torch.compile, in captured solves on a GPU.
+            The first calls then take some seconds longer.
 
     ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
     gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call.
@@ -56,6 +56,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         solver: Solver | None = None,
         gradient: Gradient | None = None,
         on_failure: str = "warn",
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.problem = _checked(problem, Problem, "problem", "a hidden problem such as opteq.OptEq")
@@ -67,14 +68,15 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if on_failure not in _ON_FAILURE:
             raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
+        self.compile_functions = compile
         self.last: tuple[Report, BackwardSlot] | None = None
-        self._watch = Watch()
+        self._monitor = ConvergenceMonitor()
 
     def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
-        if type(self).solve is not Equilibrium.solve or "solve" in vars(self):  # somebody has put in another one
+        if type(self).solve is not Equilibrium.solve or "solve" in vars(self):  # it is overridden
             return self.solve(x, start).features
-        solution: Solution = self._solve(x, start, state_too=False)
+        solution: Solution = self._solve(x, start, check_minimum=False)
         return solution.features
 
     def solve(self, x: State, start: State | None = None, trace_objective: bool = False) -> Solution:
@@ -84,32 +86,28 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         Lanczos steps: a maximum or a saddle has the status ``NOT_A_MINIMUM``.
 
         Args:
-            x: input, batch first; for problems with branches, or a tuple with an input a branch.
+            x: input, batch first; for problems with branches, or a tuple with an input per branch.
             start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
             trace_objective: record the terms of the objective step by step, by a second solve in the state's variable:
                 ``solution.objective_trace`` and ``solution.term_traces``.
         """
-        solution: Solution = self._solve(x, start, state_too=True)
+        solution: Solution = self._solve(x, start, check_minimum=True)
         return replace(solution, term_traces=self._traced(x, start)) if trace_objective else solution
 
-    @untraced
+    @dynamo_disable
     def _traced(self, x: State, start: State | None) -> dict[str, Tensor]:
         with torch.no_grad():
             return trace_terms(self.problem(x), self.solver, start)
 
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
-    @untraced
-    def _solve(self, x: State, start: State | None, state_too: bool) -> Solution:
-        devices = [part.device for part in blocks(x) if isinstance(part, Tensor)]
-        with on(devices[0]) if devices else nullcontext():
-            return self._solve_here(x, start, state_too)
-
-    def _solve_here(self, x: State, start: State | None, state_too: bool) -> Solution:
+    @dynamo_disable
+    def _solve(self, x: State, start: State | None, check_minimum: bool) -> Solution:
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
-        self._watch.catch_up(self.on_failure)
+        self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
-        layout = Layout.of(hidden.template())
+        hidden.fuse = self.compile_functions
+        layout = Layout.of(hidden.start())
         for part in blocks(x):
             if layout.batch != part.shape[0]:
                 raise ValueError(
@@ -127,28 +125,26 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
                 indefinite = report.codes == int(Status.INDEFINITE)
                 report = replace(report, codes=torch.where(indefinite, int(Status.NOT_A_MINIMUM), report.codes))
             slot.report = report
-            self._watch.catch_up(self.on_failure, wait_for="forward")
-            self._watch.judge(
-                Finding(report, "the gradient's linear system was not solved", "backward"), self.on_failure
+            self._monitor.catch_up(self.on_failure, wait_for="forward")
+            self._monitor.judge(
+                FailureCheck(report, "the gradient's linear system was not solved", "backward"), self.on_failure
             )
 
         if torch.is_grad_enabled():
-            run = self.gradient.run if state_too else self.gradient.run_for_features
-            state, outcome = run(hidden, self.solver, start, record)
+            state, outcome = self.gradient.run(hidden, self.solver, start, record)
         else:
             state, outcome = self.gradient.evaluate(hidden, self.solver, start)
         codes = outcome.codes
-        # Looking at the codes makes a GPU wait, so it is done only for problems that have more to say about them.
-        if hidden.jumps or (hidden.diagnoses and any_row(codes != int(Status.CONVERGED))):
+        if hidden.jumps:
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
-        if state_too and hidden.seeks_minimum:
+        if check_minimum and hidden.seeks_minimum:
             codes = judged_minimum(hidden, state, codes)
         report = Report(
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )
         self.__dict__["last"] = (report, slot)  # past torch, which would look whether it is a parameter or a module
-        self._watch.judge(Finding(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
+        self._monitor.judge(FailureCheck(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
         features = hidden.features(state) if outcome.features is None else outcome.features
         return Solution(features, state, report, slot)
 
@@ -158,7 +154,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def __getstate__(self) -> dict[str, Any]:
         # Reports belong to the process that made them: a copy begins without any, and warns for itself.
-        return {**self.__dict__, "last": None, "_watch": Watch()}
+        return {**self.__dict__, "last": None, "_monitor": ConvergenceMonitor()}
 
     def _refuse_forward_mode(self, x: State) -> None:
         # The solve takes no tangent along, so forward mode would see a constant where there is none.

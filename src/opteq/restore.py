@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opteq import operators as op
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.models.denoiser import Denoiser
 from opteq.problems.restoration import Restoration

@@ -1,20 +1,20 @@
-"""What a solve tells: one report for the way forward, one for the way back."""
+"""What a solve reports: one report for the forward pass, one for the backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from opteq.solvers.status import Status
-from opteq.solvers.trace import LateTrace, Trace, read_trace
 from opteq.states import State
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a solve went, sample by sample.
+    """How a solve went, per sample.
 
     Attributes:
         method: what was used, in words.
@@ -23,7 +23,7 @@ class Report:
         steps: steps taken, ``(B,)``.
         codes: a :class:`~opteq.solvers.status.Status` as an integer, ``(B,)``.
         tol: the tolerance that was applied.
-        history: residual after every step, or where they will be: :attr:`trace` reads it.
+        history: residual after every step, or a function that waits for it: :attr:`trace` reads it.
     """
 
     method: str
@@ -31,17 +31,17 @@ class Report:
     steps: Tensor
     codes: Tensor
     tol: float
-    history: Trace | None = None
+    history: Tensor | Callable[[], Tensor] | None = None
 
     @property
     def trace(self) -> Tensor | None:
         """Residual after every step, ``(steps + 1, B)``."""
-        return None if self.history is None else read_trace(self.history)
+        return self.history if self.history is None or isinstance(self.history, Tensor) else self.history()
 
     @property
-    def late(self) -> bool:
-        """Whether the solve may still be under way on the device, so that whoever reads a number waits for it."""
-        return isinstance(self.history, LateTrace)
+    def pending(self) -> bool:
+        """Whether the solve may still be running on the device, so that reading a value waits for it."""
+        return self.history is not None and not isinstance(self.history, Tensor)
 
     @property
     def converged(self) -> Tensor:
@@ -50,12 +50,13 @@ class Report:
 
     @property
     def status(self) -> tuple[Status, ...]:
-        """A status a sample; :attr:`Status.message` says what to try."""
+        """A status per sample; :attr:`Status.message` says what to try."""
         return tuple(Status(code) for code in self.codes.tolist())
 
     def failures(self) -> Tensor:
         """Which samples ended without what was asked for."""
-        return (self.codes != int(Status.CONVERGED)) & (self.codes != int(Status.APPROXIMATE))
+        fine = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
+        return torch.stack([self.codes != int(status) for status in fine]).all(dim=0)
 
     def describe_failures(self, what: str) -> str:
         """One message about all samples that failed: how many, how far off, and what to try."""
@@ -121,7 +122,7 @@ class Solution:
 
     @property
     def status(self) -> tuple[Status, ...]:
-        """A status a sample."""
+        """A status per sample."""
         return self.report.status
 
     @property

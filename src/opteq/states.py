@@ -1,15 +1,13 @@
-"""A state is a tensor or a tuple of tensors; solvers see it as one matrix with a row a sample."""
+"""A state is a tensor or a tuple of tensors; solvers see it as one matrix with one row per sample."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from opteq._fast import settings
 
 State = Tensor | tuple[Tensor, ...]
 
@@ -44,7 +42,7 @@ def sum_over_sample(tensor: Tensor) -> Tensor:
 
 
 def inner(a: State, b: State) -> Tensor:
-    """The inner product of two states, one number a sample."""
+    """The inner product of two states, one value per sample."""
     totals = [sum_over_sample(u.to(working_dtype(u.dtype)) * v) for u, v in zip(blocks(a), blocks(b), strict=True)]
     return torch.stack(totals).sum(dim=0)
 
@@ -60,11 +58,6 @@ def row_norms(matrix: Tensor) -> Tensor:
     Squares of float32 numbers overflow at 1e19 and vanish at 1e-23, which is well inside what a diverging or a
     dying network produces; in float64 they do neither.
     """
-    if settings.looking and matrix.device.type == "cpu" and matrix.dtype == torch.float32:
-        # A CPU would copy the matrix to float64 first. It may look instead, and do so only where it matters.
-        near: Tensor = torch.linalg.vector_norm(matrix, dim=1)
-        if not torch._C._are_functorch_transforms_active() and all(1e-15 < norm < 1e15 for norm in near.tolist()):
-            return near.to(torch.float64)
     dtype = torch.float32 if matrix.device.type == "mps" else torch.float64
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
     return norms
@@ -73,8 +66,6 @@ def row_norms(matrix: Tensor) -> Tensor:
 def any_row(mask: Tensor, unseen: bool = False) -> bool:
     """Whether any entry is set; ``unseen`` where a transformation of torch.func does not let the host look."""
     try:
-        if mask.ndim == 1 and mask.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
-            return True in mask.tolist()  # in a third of the time, and it is asked several times a step
         return bool(mask.any())
     except RuntimeError as error:
         if "vmap" in str(error):
@@ -82,28 +73,21 @@ def any_row(mask: Tensor, unseen: bool = False) -> bool:
         raise
 
 
-def all_rows(mask: Tensor) -> bool:
-    """Whether every row is set, on a CPU; False where looking would make a device wait, or is not allowed."""
-    if not settings.looking or mask.device.type != "cpu" or torch._C._are_functorch_transforms_active():
-        return False
-    return False not in mask.tolist()
-
-
 def choose_rows(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The rows of ``new`` where the mask is set, else those of ``old``; no copy where a CPU sees that all are new."""
-    return new if all_rows(mask) else torch.where(mask[:, None], new, old)
+    """The rows of ``new`` where the mask is set, else those of ``old``."""
+    return torch.where(mask[:, None], new, old)
 
 
-def rows_of(pictures: Tensor, rows: Tensor) -> Tensor:
-    """Some samples of a batch of pictures, in the layout that they have."""
-    return pictures.movedim(1, -1)[rows].movedim(-1, 1) if is_channels_last(pictures) else pictures[rows]
+def nan_samples(state: State, coupled: bool = False) -> State:
+    """The same state, NaN throughout in each sample (of a ``coupled`` state: in all) with an entry that is not finite.
 
-
-def with_rows(pictures: Tensor, rows: Tensor, new: Tensor) -> Tensor:
-    """A copy with some samples replaced, in the layout that they have: torch would give up channels last."""
-    if not is_channels_last(pictures):
-        return pictures.index_copy(0, rows, new)
-    return pictures.movedim(1, -1).index_copy(0, rows, new.movedim(1, -1)).movedim(-1, 1)
+    A single such entry may meet a zero on its way, and be lost.
+    """
+    parts = blocks(state)
+    finite = torch.stack([torch.isfinite(part).unsqueeze(-1).flatten(1).all(dim=1) for part in parts]).all(dim=0)
+    if coupled:
+        finite = finite.all(dim=0, keepdim=True)
+    return map_state(lambda part: torch.where(finite.reshape(-1, *[1] * (part.ndim - 1)), part, torch.nan), state)
 
 
 def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -116,7 +100,7 @@ def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
 class Layout:
     """How a state lies in a matrix ``(B, N)``.
 
-    A channels-last picture is flattened in its own memory order, so that packing it copies nothing. The matrix
+    A channels-last image is flattened in its own memory order, so that packing it copies nothing. The matrix
     is in float32 or better whatever the state's dtype: sums of bfloat16 differences would be noise.
 
     ``coupled`` states, whose samples depend on each other, are one row: their batch is solved as a whole.
@@ -175,10 +159,6 @@ class Layout:
         """Whether :meth:`unpack` keeps every digit of the matrix."""
         return all(dtype == self.dtype for dtype in self.dtypes)
 
-    def of_batch(self, batch: int) -> Layout:
-        """The same layout for another number of samples."""
-        return replace(self, shapes=tuple(torch.Size((batch, *shape[1:])) for shape in self.shapes))
-
     def check(self, state: State, what: str) -> None:
         """Raise unless ``state`` has the form, shapes and device of this layout, in any floating-point dtype."""
         if isinstance(state, tuple) != self.is_tuple or len(blocks(state)) != len(self.shapes):
@@ -227,7 +207,7 @@ class Layout:
         return parts if self.is_tuple else parts[0]
 
     def per_sample(self, rows: Tensor) -> Tensor:
-        """A number a row as a number a sample (coupled samples share theirs)."""
+        """One value per row as one value per sample (coupled samples share theirs)."""
         return rows.expand(self.batch) if self.coupled else rows
 
     def _width(self, shape: torch.Size) -> int:
@@ -235,7 +215,7 @@ class Layout:
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether a picture's channels lie next to each other in memory."""
+    """Whether an image's channels lie next to each other in memory."""
     # By strides, since torch.func does not answer is_contiguous with a memory format.
     if tensor.ndim != 4 or tensor.shape[1] == 1:
         return False

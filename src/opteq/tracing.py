@@ -7,7 +7,8 @@ from torch import Tensor
 
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solvers import Solver
-from opteq.solvers.loop import PlainRun
+from opteq.solvers.base import FixedPointTask
+from opteq.solvers.loop import Loop
 from opteq.states import State, any_row, map_state
 
 
@@ -23,31 +24,26 @@ def trace_terms(hidden: BoundMap, solver: Solver, start: State | None) -> dict[s
     if solver.works_on_features:
         raise TypeError(f"trace_objective needs a solver that works on the state; {type(solver).__name__} does not")
     start = hidden.start() if start is None else start
-    session = solver.open(
-        hidden.step,
-        map_state(Tensor.detach, start),
-        measured=None if hidden.contracts else hidden.measured,
-        project=hidden.project,
-        damping=hidden.damping,
-        coupled=hidden.coupled,
-    )
-    run, layout = session.run, session.layout
-    assert isinstance(run, PlainRun)
+    measured = None if hidden.contracts else hidden.measured
+    start = map_state(Tensor.detach, start)
+    solve = solver.open(FixedPointTask(hidden.step, start, measured, hidden.project, hidden.damping, hidden.coupled))
+    loop, layout = solve.iteration, solve.layout
+    assert isinstance(loop, Loop)
     traces: dict[str, list[Tensor]] = {}
 
     def note() -> None:
-        point = getattr(run.process, "point", run.best)
-        point = torch.where(run.unfinished()[:, None], point, run.best)
+        point = getattr(loop.process, "point", loop.best)
+        point = torch.where(loop.unfinished()[:, None], point, loop.best)
         state = hidden.project(layout.unpack(point))
         for name, values in hidden.terms(state).items():
             traces.setdefault(name, []).append(values)
 
-    with session.caller.off():
-        run.begin()
+    with solve.caller.off():
+        loop.begin()
         note()
-        for _ in range(run.rule.max_steps):
-            if not any_row(run.unfinished()):
+        for _ in range(loop.rule.max_steps):
+            if not any_row(loop.unfinished()):
                 break
-            run.advance()
+            loop.advance()
             note()
     return {name: torch.stack(values) for name, values in traces.items()}

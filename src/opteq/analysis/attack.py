@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opteq import _validate
-from opteq._options import NamedOptions
 from opteq.analysis.terms import evaluating
+from opteq.common import validate as _validate
+from opteq.common.options import NamedOptions
 from opteq.states import working_dtype
 
 REACH = 2.5

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from opteq._errors import unknown_name
+from opteq.common.errors import unknown_name
 from opteq.kernels.gaussian import DIP, response
 
 FORMS = ("main", "appendix", "proved")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from opteq.common.errors import needs_extra
 from opteq.couplings import Features, check_not_negative, diversity, heritage, products
 from opteq.equilibrium import Equilibrium
 from opteq.problems.base import Problem
@@ -178,8 +179,8 @@ def plot_perturbations(effects: Sequence[PerturbationEffect], axes: Axes | None 
 def _axes(axes: Axes | None) -> Axes:
     if axes is not None:
         return axes
-    # Here and not above: the rest of this file should not need a plotting library.
-    from matplotlib.figure import Figure
+    with needs_extra("report"):
+        from matplotlib.figure import Figure
 
     return Figure(layout="constrained").subplots()
 

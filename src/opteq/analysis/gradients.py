@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opteq.common.errors import needs_extra
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
 from opteq.solvers import SAM, Solver
@@ -23,7 +24,6 @@ from opteq.states import State, blocks, map_state
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 Loss = Callable[[State], Tensor]
 
@@ -72,9 +72,14 @@ def compare_gradients(
             which favours no direction.
         gradients: what to compare; by default one of each kind.
         repeats: timed runs, of which the median is shown.
-        show: print the table.
+        show: print the table, which needs rich.
         console: where to print it; standard output by default.
     """
+    if show and console is None:
+        with needs_extra("cli"):
+            from rich.console import Console
+
+        console = Console()
     if repeats < 1:
         raise ValueError(f"repeats should be at least 1; got {repeats}")
     if isinstance(layer.solver, SAM):
@@ -98,10 +103,8 @@ def compare_gradients(
                     kept_bytes=_kept_bytes(probe, x, loss, rewind),
                 )
             )
-    if show:
-        from rich.console import Console  # the library itself does without
-
-        (console or Console()).print(_table(rows))
+    if show and console is not None:
+        _print(rows, console)
     return rows
 
 
@@ -227,7 +230,7 @@ def _short_name(gradient: Gradient) -> str:
     return f"{type(gradient).__name__}({', '.join(str(value) for value in values if value is not None)})"
 
 
-def _table(rows: list[GradientCost]) -> Table:
+def _print(rows: list[GradientCost], console: Console) -> None:
     from rich.table import Table
 
     table = Table(title="Gradients against the exact one")
@@ -242,4 +245,4 @@ def _table(rows: list[GradientCost]) -> Table:
             f"{1e3 * row.backward_seconds:.1f} ms",
             f"{row.kept_bytes / 2**20:.2f} MiB" if row.kept_bytes >= 2**20 else f"{row.kept_bytes / 2**10:.1f} KiB",
         )
-    return table
+    console.print(table)

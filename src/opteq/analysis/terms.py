@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import ConvergenceError
+from opteq.common.errors import ConvergenceError
 from opteq.equilibrium import Equilibrium
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.side_by_side import BoundParallel

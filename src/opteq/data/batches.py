@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opteq._errors import UserError
-from opteq._options import NamedOptions
-from opteq.data.augmentation import Augmentation
+from opteq.common.errors import UserError
+from opteq.common.options import NamedOptions
+from opteq.data.augmentation.options import Augmentation
+from opteq.data.augmentation.shard import Plan
+from opteq.data.augmentation.transform import Maker
 from opteq.data.dataset import Split
-from opteq.data.making import Maker
-from opteq.data.plan import Plan
-from opteq.data.residence import Keep, fetched, stays_on_device, to_device
+from opteq.data.prefetch import Keep, fetched, stays_on_device, to_device
 
 _ORDER, _CHANGES, _NOISE = 0, 1, 2  # what random numbers are for; part of their seed
 _MISPLACING = ("crop_padding", "randaugment", "mixup", "cutmix")

@@ -25,10 +25,10 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.data.dataset import Colours, Dataset, Pixels, Split
 from opteq.data.progress import progress
-from opteq.data.source import Found, Source, Stream
+from opteq.data.readers.source import Found, Source, Stream
 
 FORMAT = 1  # raised when an entry's layout or the way of decoding changes; it is part of the fingerprint
 

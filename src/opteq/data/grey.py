@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 
 _ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff", ".pgm")
 

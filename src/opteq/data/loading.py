@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from opteq._errors import UserError, unknown_name
+from opteq.common.errors import UserError, unknown_name
 from opteq.data.cache import cached
-from opteq.data.cifar import find_cifar
-from opteq.data.cityscapes import find_cityscapes
 from opteq.data.dataset import Dataset, Pixels, Split, colours
-from opteq.data.digits import load_digits
-from opteq.data.folder import find_folder
-from opteq.data.idx import find_fashion_mnist
-from opteq.data.places import cache_folder
-from opteq.data.source import Found, Source, Stream
+from opteq.data.paths import cache_folder
+from opteq.data.readers.cifar import find_cifar
+from opteq.data.readers.cityscapes import find_cityscapes
+from opteq.data.readers.digits import load_digits
+from opteq.data.readers.folder import find_folder
+from opteq.data.readers.idx import find_fashion_mnist
+from opteq.data.readers.source import Found, Source, Stream
 
 _ARRAYS: dict[str, Callable[[Path | None], Found]] = {
     "fashion-mnist": find_fashion_mnist,
@@ -44,7 +44,7 @@ def load(
 ) -> Dataset:
     """A data set by name, decoded into bytes once and from then on mapped from a cache.
 
-    - ``digits``: 1797 grey 8x8 pictures inside scikit-learn; a fixed, stratified fifth is held out. No file is needed.
+    - ``digits``: 1797 grey 8x8 images inside this package; a fixed, stratified fifth is held out. No file is needed.
     - ``fashion-mnist``: the four idx files (``.gz`` or not), in ``root`` or where Debian's package puts them.
     - ``cifar10``, ``cifar100``: ``root`` is the official archive, its unpacked folder, or the folder that either is in.
       The python version's pickles are read without running anything in them.
@@ -57,7 +57,8 @@ def load(
     ``image_size`` brings pictures to that size: the shorter side is resized, the middle square is kept (of Cityscapes
     all is kept). A folder of pictures of several sizes needs it. ``cache`` is the folder for decoded pictures: by
     default ``OPTEQ_CACHE``, or ``opteq`` among the platform's caches. It can be deleted at any time. A file that is
-    missing, damaged or something else raises :class:`~opteq._errors.UserError`, which says where it is and what to do.
+    missing, damaged or something else raises :class:`~opteq.common.errors.UserError`, which says where it is and what
+    to do.
 
     >>> digits = load("digits")
     >>> len(digits.train), len(digits.test), tuple(digits.train.images.shape[1:])
@@ -70,7 +71,7 @@ def load(
     place = None if root is None else Path(root).expanduser()
     if name == "digits":
         if place is not None:
-            raise UserError(f"data set 'digits' is inside scikit-learn and takes no root; got {str(root)!r}")
+            raise UserError(f"data set 'digits' is inside this package and takes no root; got {str(root)!r}")
         return _resized_digits(image_size)
     folder = (cache_folder() if cache is None else Path(cache).expanduser()) / "data"
     try:

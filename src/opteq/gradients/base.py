@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from opteq._options import NamedOptions
-from opteq.gradients.forward import find_without_tape
+from opteq.common.options import NamedOptions
+from opteq.gradients.forward import find_no_grad
 from opteq.problems.hidden import BoundMap
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
@@ -37,20 +37,13 @@ class Gradient(metaclass=NamedOptions):
             record: called in the backward pass with its report.
         """
 
-    def run_for_features(
-        self, hidden: BoundMap, solver: Solver, start: State | None, record: Record
-    ) -> tuple[State, Outcome]:
-        """The same where nobody is going to see the state: where the outcome has features, it need not be of use."""
-        return self.run(hidden, solver, start, record)
-
     def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
         """Solve where no gradient is wanted."""
-        state, outcome = find_without_tape(hidden, solver, start, with_features=True)
-        return state, outcome if outcome.known is None else replace(outcome, features=outcome.known[-1])
+        return find_no_grad(hidden, solver, start)
 
 
 def wants_gradient(state: State) -> bool:
-    """Whether anything depends on the state through a tape."""
+    """Whether autograd tracks the state."""
     return any(part.requires_grad for part in blocks(state))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opteq.gradients.base import Gradient, Record, approximate
-from opteq.gradients.forward import find_without_tape
-from opteq.gradients.replay import Steps, differentiated_steps
+from opteq.gradients.attach import attach
+from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
+from opteq.gradients.forward import find_no_grad
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State
@@ -18,6 +18,9 @@ class OneStep(Gradient):
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape, then put one step on it."""
-        state, outcome = find_without_tape(hidden, solver, start)
+        state, outcome = find_no_grad(hidden, solver, start)
+        image = hidden.step(state)
+        if not wants_gradient(image):
+            return state, outcome
         report = approximate("one step", state, 1)
-        return differentiated_steps(hidden, state, Steps(), lambda: record(report)), outcome
+        return attach(state, image, notice=lambda: record(report)), outcome

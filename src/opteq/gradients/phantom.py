@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opteq._validate import share, whole
-from opteq.gradients.base import Gradient, Record, approximate
-from opteq.gradients.forward import find_without_tape
-from opteq.gradients.replay import Steps, differentiated_steps
+from opteq.common.validate import share, whole
+from opteq.gradients.attach import attach
+from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
+from opteq.gradients.forward import find_no_grad
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
-from opteq.states import State
+from opteq.states import State, map_state
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Phantom(Gradient):
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape, then put the damped steps on one."""
-        state, outcome = find_without_tape(hidden, solver, start)
+        state, outcome = find_no_grad(hidden, solver, start)
+        reached = state
+        for _ in range(self.steps):
+            reached = map_state(lambda old, new: old + self.damping * (new - old), reached, hidden.step(reached))
+        if not wants_gradient(reached):
+            return state, outcome
         report = approximate(f"{self.steps} phantom steps of {self.damping}", state, self.steps)
-        return differentiated_steps(hidden, state, Steps(self.steps, self.damping), lambda: record(report)), outcome
+        return attach(state, reached, notice=lambda: record(report)), outcome

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq._autocast import Autocast
-from opteq._validate import positive
+from opteq.common.autocast import Autocast
+from opteq.common.validate import positive
 from opteq.gradients.attach import attach
 from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
-from opteq.gradients.forward import find_without_tape
+from opteq.gradients.forward import find_no_grad
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.method import InverseEstimate
@@ -39,7 +39,7 @@ class Shine(Gradient):
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape; the backward pass applies the estimate."""
-        state, outcome = find_without_tape(hidden, solver, start, keep_inverse=True)
+        state, outcome = find_no_grad(hidden, solver, start, keep_inverse=True)
         carrier = hidden.step(state)
         if not wants_gradient(carrier):
             return state, outcome

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from opteq._validate import whole
+from opteq.common.validate import whole
 from opteq.gradients.attach import attach
 from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
-from opteq.gradients.forward import find, find_without_tape
+from opteq.gradients.forward import find, find_no_grad
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State
@@ -35,7 +35,7 @@ class Unrolled(Gradient):
 
     def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
         """The same number of steps where no gradient is wanted: the network does not change with the mode."""
-        return find_without_tape(hidden, replace(solver, max_steps=self.steps), start, as_on_tape=True)
+        return find_no_grad(hidden, replace(solver, max_steps=self.steps), start, same_steps=True)
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve on the tape."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
+from opteq.common.options import NamedOptions
 from opteq.operators import LinearMap, Operator
 
 Product = Callable[[Tensor], Tensor]

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from opteq.kernels import gaussian_fused
+from opteq.common.override import overridable
 from opteq.kernels.base import Kernel, Product, Similarity
-from opteq.operators import Dense, LinearMap, Patches
+from opteq.operators import Dense, LinearMap, Patches, unhooked
 from opteq.states import sum_over_sample, working_dtype
 
 DIP = 2 * math.exp(-1.5)
@@ -95,7 +95,7 @@ class Gaussian(Kernel):
         """Cut, project and, where it is automatic, choose gamma."""
         cut = _Whole(c.shape[1:]) if self.patches is None else self.patches.prepare()
         grid = (1, 1, 1) if self.patches is None else _grid(self.patches, c)
-        project = None if self.projection is None else self.projection.prepare()
+        project = None if self.projection is None else unhooked(self.projection, "kernel.projection").prepare()
         view = _View(cut, project)
         gamma: float | Tensor
         if self.log_gamma is not None:
@@ -167,21 +167,16 @@ class GaussianSimilarity(Similarity):
 
     def _pulled(self, y: Tensor) -> tuple[Tensor, Tensor]:
         q = self._projected(y)
-        weights, weighed = gaussian_fused.weigh(q, self.gamma) or _weighed(q, self.gamma)
+        weights, weighed = weigh(q, self.gamma)
         return self.W.adjoint(self.view.adjoint(weighed)), weights
 
     def curvature_at(self, y: Tensor) -> Product:
         """``v -> -W' R' [e_i (a_i - 2 gamma q_i <q_i, a_i>) W_h']`` with ``a_i`` patch i of ``W v``, projected."""
         q, weights = self._compare(y)
-        pull = 2 * self.gamma * weights
 
         def product(v: Tensor) -> Tensor:
             a = self.view(self.W(v))
-            bent = gaussian_fused.bend(q, a, self.gamma, weights)
-            if bent is None:
-                along = (q.to(pull.dtype) * a).sum(dim=-1)
-                bent = _scale(pull * along, q) - _scale(weights, a)
-            return self.W.adjoint(self.view.adjoint(bent))
+            return self.W.adjoint(self.view.adjoint(bend(q, a, self.gamma, weights)))
 
         return product
 
@@ -225,10 +220,18 @@ class _View(LinearMap):
         return self.cut.adjoint(u if self.project is None else self.project.adjoint(u))
 
 
-def _weighed(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The weights of projected patches, and the patches times theirs."""
+@overridable
+def weigh(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The weights ``e_i = exp(-gamma |q_i|^2)`` of projected patches, and the patches times theirs."""
     weights = torch.exp(-gamma * squares(q))
     return weights, _scale(weights, q)
+
+
+@overridable
+def bend(q: Tensor, a: Tensor, gamma: float | Tensor, weights: Tensor) -> Tensor:
+    """``e_i (2 gamma <q_i, a_i> q_i - a_i)``: the derivative of ``-e_i q_i`` along ``a_i``."""
+    along = (q.to(weights.dtype) * a).sum(dim=-1)
+    return _scale(2 * gamma * weights * along, q) - _scale(weights, a)
 
 
 def squares(q: Tensor) -> Tensor:
@@ -275,13 +278,13 @@ def _scale(numbers: Tensor, rows: Tensor) -> Tensor:
 def _grid(patches: Patches, c: Tensor) -> tuple[int, int, int]:
     if c.ndim != 4:
         raise ValueError(
-            "Gaussian.patch cuts pictures (batch, channels, height, width), "
+            "Gaussian.patch cuts images (batch, channels, height, width), "
             f"but W's output and U x + b have shape {tuple(c.shape)}; leave patch and split out"
         )
     try:
         return patches.prepare().grid(c.shape)
     except ValueError as error:
-        raise ValueError(f"{error} The picture is W's output, which has the shape of U x + b.") from error
+        raise ValueError(f"{error} The image is W's output, which has the shape of U x + b.") from error
 
 
 def _check_gamma(gamma: float | str, learn: bool) -> float | None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from opteq._errors import UserError, unknown_name
+from opteq.common.errors import UserError, unknown_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Check:
     >>> whole(1).apply("max_steps", 0)
     Traceback (most recent call last):
     ...
-    opteq._errors.UserError: max_steps should be a whole number of at least 1; got 0
+    opteq.common.errors.UserError: max_steps should be a whole number of at least 1; got 0
     """
 
     wanted: str

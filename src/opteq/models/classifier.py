@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
+from opteq.common.options import NamedOptions
 from opteq.equilibrium import Equilibrium
 from opteq.models import pretrained
-from opteq.operators import bounded_together
 
 
 class Classifier(nn.Module, metaclass=NamedOptions):
@@ -68,11 +67,7 @@ class Classifier(nn.Module, metaclass=NamedOptions):
     def _before_head(self, x: Tensor) -> Any:
         if x.ndim != 4:
             raise ValueError(f"the input should be pictures (batch, channels, height, width); got {tuple(x.shape)}")
-        if not x.is_cuda:
-            return self.equilibrium(self.stem(x))
-        # The bounds on the equilibrium's weights do not depend on the pictures: they are computed beside the stem.
-        with bounded_together(self.equilibrium, ahead=True):
-            return self.equilibrium(self.stem(x))
+        return self.equilibrium(self.stem(x))
 
 
 def equilibria(model: nn.Module) -> list[tuple[str, Equilibrium]]:

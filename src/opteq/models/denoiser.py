@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit
 from opteq.operators.chain import ConvChain

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.models.baselines import Bottleneck
 from opteq.models.checks import flag, number, option, whole, wholes
 from opteq.models.opteq import LayerOptions, make_problem

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.kernels import Gaussian, Kernel, Linear, Polynomial, Sigmoid
 from opteq.models.checks import Check, either, flag, number, one_of, option, optional, whole
 from opteq.models.options import BranchOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.models.checks import flag, number, one_of, option, whole
 from opteq.models.options import BranchOptions
 from opteq.models.parts import Head, Parts, Stem, make_injection, make_stem

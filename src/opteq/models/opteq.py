@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.models.checks import flag, number, option, optional, wholes
 from opteq.models.options import EquilibriumOptions, SolvingOptions
 from opteq.models.parts import Head, Parts, make_injection, make_stem

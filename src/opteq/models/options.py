@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from opteq import penalties, regularizers
-from opteq._errors import UserError, unknown_name
+from opteq.common.errors import UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
 from opteq.models.checks import each_of, either, flag, number, one_of, option, optional, whole, wholes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import UserError
+from opteq.common.errors import UserError
 from opteq.models.options import ClassifierOptions, SolvingOptions
 from opteq.models.pyramid import Pyramid
 from opteq.models.residual import BLOCKS, normalised_conv

@@ -17,8 +17,8 @@ from urllib.request import getproxies, proxy_bypass
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import UserError, unknown_name
-from opteq._files import draft, look_into, sync_folder
+from opteq.common.errors import UserError, unknown_name
+from opteq.common.files import draft, look_into, sync_folder
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

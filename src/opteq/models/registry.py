@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opteq._errors import UserError, unknown_name
+from opteq.common.errors import UserError, needs_extra, unknown_name
 from opteq.models import baselines, extracted, geq, mopteq, opteq, pretrained, segmenter
 from opteq.models.classifier import Classifier
 from opteq.models.options import Options
@@ -258,7 +258,8 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
         model: put the weights into this model instead of one made from the configuration; for models whose parts
             were replaced, which a configuration can't describe.
     """
-    settings, weights = pretrained.locate(source)
+    with needs_extra("train"):  # huggingface_hub, for a name on the hub
+        settings, weights = pretrained.locate(source)
     config = pretrained.read_config(settings)
     if model is None:
         try:

@@ -13,18 +13,17 @@ torch.Size([2, 3, 16, 16])
 True
 """
 
-from opteq.operators.base import LinearMap, Operator
+from opteq.operators.base import LinearMap, Operator, is_hooked, unhooked, use_prepared
 from opteq.operators.blur import Blur, gaussian_kernel
 from opteq.operators.chain import ConvChain
 from opteq.operators.conv import Conv2d, SeparableConv2d
 from opteq.operators.dense import Dense
 from opteq.operators.downsample import Downsample
 from opteq.operators.mask import Mask
-from opteq.operators.norms import kernel_norm, module_norm
 from opteq.operators.patches import Patches
 from opteq.operators.resample import AveragePool, resample
+from opteq.operators.spectral.norms import kernel_norm, module_norm
 from opteq.operators.stack import Identity, Stack
-from opteq.operators.together import bounded_together
 
 __all__ = [
     "AveragePool",
@@ -40,9 +39,11 @@ __all__ = [
     "Patches",
     "SeparableConv2d",
     "Stack",
-    "bounded_together",
     "gaussian_kernel",
+    "is_hooked",
     "kernel_norm",
     "module_norm",
     "resample",
+    "unhooked",
+    "use_prepared",
 ]

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
-
-
-class Around(ABC):
-    """``v -> A' relu(A v + c)`` for many v, and its two halves."""
-
-    @abstractmethod
-    def __call__(self, v: Tensor | None) -> Tensor:
-        """The map at ``v``; None stands for zero."""
-
-    @abstractmethod
-    def there(self, v: Tensor) -> Tensor:
-        """``relu(A v + c)``."""
-
-    @abstractmethod
-    def back(self, u: Tensor) -> Tensor:
-        """``A' u``, for a u of the kind that :meth:`there` gives."""
+from opteq.common.options import NamedOptions
 
 
 class LinearMap(ABC):
@@ -44,50 +29,18 @@ class LinearMap(ABC):
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u`` with the exact adjoint."""
 
-    def rectified(self, v: Tensor, c: Tensor) -> Tensor:
-        """``relu(A v + c)``, which some maps have a faster way for."""
-        return torch.relu(self(v) + c)
 
-    def rectified_back(self, c: Tensor, solved_for: float | None = None) -> Around:  # noqa: ARG002
-        """``v -> A' relu(A v + c)``, for many v.
-
-        ``solved_for`` tells that these are the steps of a solver of ``v = solved_for * A' relu(A v + c)``.
-        """
-        return _Rectified(self, c)
-
-    def weighed(
-        self,
-        v: Tensor,
-        weigh: Callable[[Tensor], Tensor],
-        diagonal: Callable[[], Tensor] | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        """``D A v``, where ``weigh`` multiplies by D, and ``diagonal`` gives D where it is diagonal."""
-        return weigh(self(v))
-
-    def weighed_back(
-        self,
-        weigh: Callable[[Tensor], Tensor],
-        diagonal: Callable[[], Tensor] | None = None,  # noqa: ARG002
-    ) -> Callable[[Tensor], Tensor]:
-        """``v -> A' D A v``, for many v: ``weigh`` multiplies by D, and ``diagonal`` gives D where it is diagonal."""
-        return lambda v: self.adjoint(weigh(self(v)))
+_prepared: ContextVar[Mapping[Operator, LinearMap] | None] = ContextVar("_prepared", default=None)
 
 
-class _Rectified(Around):
-    """The map as it is written."""
-
-    def __init__(self, linear: LinearMap, c: Tensor) -> None:
-        self.linear = linear
-        self.c = c
-
-    def __call__(self, v: Tensor | None) -> Tensor:
-        return self.back(torch.relu(self.c) if v is None else self.there(v))
-
-    def there(self, v: Tensor) -> Tensor:
-        return self.linear.rectified(v, self.c)
-
-    def back(self, u: Tensor) -> Tensor:
-        return self.linear.adjoint(u)
+@contextmanager
+def use_prepared(maps: Mapping[Operator, LinearMap]) -> Iterator[None]:
+    """Inside, operators that are called apply these maps, so that no bound is computed again."""
+    token = _prepared.set({**(_prepared.get() or {}), **maps})
+    try:
+        yield
+    finally:
+        _prepared.reset(token)
 
 
 class Operator(nn.Module, metaclass=NamedOptions):
@@ -95,13 +48,13 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     ``bound=b`` keeps the spectral norm at or below ``b`` at every moment, whatever an optimiser or a checkpoint
     writes into the parameters: the weight that acts is ``weight * min(1, b / s(weight))``, where ``s`` is a certified
-    upper bound of the norm (see :mod:`opteq.operators.norms`). ``bound=None`` uses the weight as it is.
+    upper bound of the norm (see :mod:`opteq.operators.spectral.norms`). ``bound=None`` uses the weight as it is.
 
     The bounded weight is a function of the parameters and of nothing else. No buffer remembers anything, so training,
     evaluation, checkpoints, copies and ``torch.func`` transformations all see the same map. (In another dtype it is
     another by up to 0.05 %, where the bound acts: that is what float32 leaves to rounding.) Nothing is cached either:
     code that writes through ``parameter.data`` leaves no trace that a cache could notice. Call :meth:`prepare` once
-    and keep its result wherever one weight serves many products.
+    and keep its result wherever one weight serves many products; a layer does so for every operator of its problem.
     """
 
     bound: float | None = None
@@ -112,23 +65,50 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     @abstractmethod
     def norm(self) -> Tensor:
-        """A certified upper bound of the spectral norm of the map that acts, for every picture size.
+        """A certified upper bound of the spectral norm of the map that acts, for every image size.
 
-        A scalar without gradient. It lies at most 0.5 % above the supremum over picture sizes, unless the class says
+        A scalar without gradient. It lies at most 0.5 % above the supremum over image sizes, unless the class says
         otherwise.
         """
 
-    def bounded_by(self) -> tuple[Any, ...] | None:
-        """The weight that the bound scales, the bound, and the factors beside that weight; None without a bound."""
-        return None
-
     def forward(self, v: Tensor) -> Tensor:
         """The product ``A v``."""
-        return self.prepare()(v)
+        return self._current()(v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u``."""
-        return self.prepare().adjoint(u)
+        return self._current().adjoint(u)
+
+    def _current(self) -> LinearMap:
+        return (_prepared.get() or {}).get(self) or self.prepare()
+
+
+def unhooked(operator: Operator, name: str) -> Operator:
+    """``operator``, unless it has hooks: solvers apply its prepared map, so that a hook would have no effect.
+
+    The older utilities of torch (``torch.nn.utils.spectral_norm``, ``weight_norm``, ``prune``) work by such a hook: the
+    weight would stay as it was when they were applied, and what they train would get no gradient.
+    """
+    for part in operator.modules():
+        if isinstance(part, Operator) and is_hooked(part, backward=True):
+            kinds = sorted({type(hook).__name__ for hooks in _hooks(part, backward=True) for hook in hooks})
+            raise ValueError(
+                f"{name} has hooks ({', '.join(kinds)}), which would have no effect: its weights are read once a "
+                "batch, not at every call. Reparametrise it by torch.nn.utils.parametrize (for instance "
+                "torch.nn.utils.parametrizations.spectral_norm), and watch values by a hook on U or on the layer"
+            )
+    return operator
+
+
+def is_hooked(module: nn.Module, backward: bool = False) -> bool:
+    """Whether hooks may change what a call of ``module`` gives, or (``backward``) its gradient."""
+    return any(_hooks(module, backward)) or "forward" in vars(module)
+
+
+def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
+    names = ["_forward_hooks", "_forward_pre_hooks"]
+    names += ["_backward_hooks", "_backward_pre_hooks"] if backward else []
+    return [list(getattr(module, name).values()) for name in names]
 
 
 def initial_norm(bound: float | None) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
-from opteq.operators.norms import kernel_norm
+from opteq.operators.spectral.norms import kernel_norm
 
 
 class ChainMap(LinearMap):

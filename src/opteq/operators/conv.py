@@ -2,114 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq._fast import settings
-from opteq._triton import may_keep
-from opteq.operators import narrow
-from opteq.operators.anchored import AnchoredTrip
-from opteq.operators.base import Around, LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
-from opteq.operators.choice import faster, rounded_for_autocast, zeros_at_hand
-from opteq.operators.narrow_products import Rows
-from opteq.operators.norms import bounded, certified_norm, kernel_norm
-from opteq.operators.round_trip import RectifiedTrip, RoundTrip
+from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
+from opteq.operators.spectral.norms import bounded, certified_norm, kernel_norm
 
 
 class ConvMap(LinearMap):
-    """Convolution with a settled weight ``(m, c, k1, k2)``, stride 1 and zero padding that keeps the picture's size."""
+    """Convolution with a settled weight ``(m, c, k1, k2)``, stride 1 and zero padding that keeps the image's size."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.padding = (weight.shape[2] // 2, weight.shape[3] // 2)
-        # Autocast would round the weight again at every product.
-        self.rounded = rounded_for_autocast(weight)
-        self._turned: Tensor | None = None
-        self.rows: dict[Hashable, Rows] = {}
-        self.prepared: dict[Hashable, Any] = {}  # forms of the weight that solves on a CPU have made of it
 
     def __call__(self, v: Tensor) -> Tensor:
-        _check_picture("the convolution", v, self.weight.shape[1])
-        return narrow.product(self, v, False, lambda: F.conv2d(v, self.acting, padding=self.padding))
+        _check_image("the convolution", v, self.weight.shape[1])
+        return F.conv2d(v, self.weight, padding=self.padding)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """Transposed convolution with the same weight: for stride 1 and odd kernels the exact adjoint.
-
-        It is also the convolution with the weight turned by half a circle, its two channel dimensions exchanged; where
-        no tape is wanted, a GPU takes whichever it found to be faster.
-        """
-        _check_picture("the adjoint of the convolution", u, self.weight.shape[0])
-        weight = self.acting
-
-        def transposed() -> Tensor:
-            return F.conv_transpose2d(u, weight, padding=self.padding)
-
-        if torch.is_grad_enabled() or not u.is_cuda:
-            return narrow.product(self, u, True, transposed)
-
-        def turned() -> Tensor:
-            own = self._turned
-            if own is None or own.dtype != weight.dtype:
-                own = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
-                self._turned = own if may_keep(own) else self._turned
-            return F.conv2d(u, own, padding=self.padding)
-
-        key = ("adjoint", u.shape, u.stride(), u.dtype, weight.shape, weight.dtype)
-        return narrow.product(self, u, True, lambda: faster(key, transposed, turned))
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_turned": None, "rows": {}, "prepared": {}}
-
-    def rectified(self, v: Tensor, c: Tensor) -> Tensor:
-        """Convolution, sum and rectification in one kernel of cuDNN, where it can be used and no tape is wanted."""
-        if not _one_kernel(v, self.weight, c):
-            return super().rectified(v, c)
-        _check_picture("the convolution", v, self.weight.shape[1])
-        weight = self.acting.to(c.dtype)
-        bias = zeros_at_hand(len(weight), c)  # none would be made anew at every call
-
-        def joined() -> Tensor:
-            image: Tensor = torch.cudnn_convolution_add_relu(
-                v.to(c.dtype), weight, c, 1.0, bias, (1, 1), self.padding, (1, 1), 1
-            )
-            return image
-
-        return narrow.rectified(self, v, c, joined)
-
-    def rectified_back(self, c: Tensor, solved_for: float | None = None) -> Around:
-        """``v -> A' relu(A v + c)``; in captured solves by kernels of our own where they are faster."""
-        plain = super().rectified_back(c)
-        return RectifiedTrip(self, plain, c) if solved_for is None else AnchoredTrip(self, plain, c, solved_for)
-
-    def weighed(
-        self, v: Tensor, weigh: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor] | None = None
-    ) -> Tensor:
-        """``D A v``; likewise."""
-
-        def plain() -> Tensor:
-            return weigh(self(v))
-
-        return plain() if diagonal is None else narrow.weighed(self, v, diagonal, plain)
-
-    def weighed_back(
-        self, weigh: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor] | None = None
-    ) -> Callable[[Tensor], Tensor]:
-        """``v -> A' D A v``; likewise."""
-        plain = super().weighed_back(weigh, diagonal)
-        return plain if diagonal is None else RoundTrip(self, plain, diagonal, rectify=False)
-
-    @property
-    def acting(self) -> Tensor:
-        """The weight in the precision of products."""
-        return (
-            self.rounded
-            if self.rounded is not None and torch.is_autocast_enabled(self.weight.device.type)
-            else self.weight
-        )
+        """Transposed convolution with the same weight: for stride 1 and odd kernels the exact adjoint."""
+        _check_image("the adjoint of the convolution", u, self.weight.shape[0])
+        return F.conv_transpose2d(u, self.weight, padding=self.padding)
 
 
 class SeparableConvMap(LinearMap):
@@ -122,37 +37,22 @@ class SeparableConvMap(LinearMap):
 
     def __call__(self, v: Tensor) -> Tensor:
         channels = self.depthwise.shape[0]
-        _check_picture("the separable convolution", v, channels)
+        _check_image("the separable convolution", v, channels)
         return F.conv2d(F.conv2d(v, self.depthwise, padding=self.padding, groups=channels), self.pointwise)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The two adjoints, in the opposite order."""
-        _check_picture("the adjoint of the separable convolution", u, self.pointwise.shape[0])
+        _check_image("the adjoint of the separable convolution", u, self.pointwise.shape[0])
         mixed = F.conv_transpose2d(u, self.pointwise)
         return F.conv_transpose2d(mixed, self.depthwise, padding=self.padding, groups=self.depthwise.shape[0])
-
-
-def _one_kernel(v: Tensor, weight: Tensor, c: Tensor) -> bool:
-    """Whether cuDNN's kernel for relu(A v + c) gives what the three operations would.
-
-    Under autocast they run in its dtype, so the sum has to be in that one already.
-    """
-    if not (settings.fused and v.is_cuda and torch.backends.cudnn.enabled) or torch.is_grad_enabled():
-        return False
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        return False
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    if v.ndim != 4 or c.shape != (v.shape[0], weight.shape[0], *v.shape[2:]):  # a bias alone would be broadcast
-        return False
-    return c.dtype == dtype and dtype != torch.float64 and (dtype == weight.dtype or torch.is_autocast_enabled("cuda"))
 
 
 class Conv2d(Operator):
     """A convolution ``(B, c, h, w) -> (B, m, h, w)`` of stride 1 with zero padding.
 
-    With ``bound=b`` the norm never exceeds ``b``, for pictures of every size. Where the bound acts, the norm on large
-    pictures lies above 0.93 ``b``, typically at 0.96 ``b``, if input or output has at most 128 channels; and above 0.91
-    ``b``, typically at 0.93 ``b``, if both have more (:mod:`opteq.operators.norms` explains why).
+    With ``bound=b`` the norm never exceeds ``b``, for images of every size. Where the bound acts, the norm on large
+    images lies above 0.93 ``b``, typically at 0.96 ``b``, if input or output has at most 128 channels; and above 0.91
+    ``b``, typically at 0.93 ``b``, if both have more (:mod:`opteq.operators.spectral.norms` explains why).
 
     Args:
         c: channels of the input.
@@ -187,9 +87,6 @@ class Conv2d(Operator):
 
     def prepare(self) -> ConvMap:
         return ConvMap(bounded(self.weight, self.bound))
-
-    def bounded_by(self) -> tuple[Any, ...] | None:
-        return None if self.bound is None else (self.weight, self.bound)
 
     def norm(self) -> Tensor:
         return certified_norm(self.prepare().weight, self.bound)
@@ -236,9 +133,6 @@ class SeparableConv2d(Operator):
         pointwise = bounded(self.pointwise, self.bound, self.depthwise.transpose(0, 1))
         return SeparableConvMap(self.depthwise, pointwise)
 
-    def bounded_by(self) -> tuple[Any, ...] | None:
-        return None if self.bound is None else (self.pointwise, self.bound, self.depthwise.transpose(0, 1))
-
     def norm(self) -> Tensor:
         linear = self.prepare()
         return certified_norm(linear.pointwise, self.bound, linear.depthwise.transpose(0, 1))
@@ -260,6 +154,6 @@ def _odd_pair(kernel_size: object) -> tuple[int, int]:
     return height, width
 
 
-def _check_picture(who: str, v: Tensor, channels: int) -> None:
+def _check_image(who: str, v: Tensor, channels: int) -> None:
     if v.ndim != 4 or v.shape[1] != channels:
         raise wrong_shape(who, f"(batch, {channels}, height, width)", v)

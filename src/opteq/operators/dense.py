@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opteq.common.precision import matrix_product
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
-from opteq.operators.norms import bounded, certified_norm, kernel_norm
+from opteq.operators.spectral.norms import bounded, certified_norm, kernel_norm
 
 
 class DenseMap(LinearMap):
@@ -22,14 +21,14 @@ class DenseMap(LinearMap):
         n, m = self.weight.shape
         if v.ndim == 0 or v.shape[-1] != m:
             raise wrong_shape(f"Dense({m}, {n})", f"(..., {m})", v)
-        return F.linear(v, self.weight)
+        return matrix_product(F.linear, v, self.weight)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """``A' u = u @ weight``."""
         n, m = self.weight.shape
         if u.ndim == 0 or u.shape[-1] != n:
             raise wrong_shape(f"the adjoint of Dense({m}, {n})", f"(..., {n})", u)
-        return F.linear(u, self.weight.mT)
+        return matrix_product(F.linear, u, self.weight.mT)
 
 
 class Dense(Operator):
@@ -69,9 +68,6 @@ class Dense(Operator):
 
     def prepare(self) -> DenseMap:
         return DenseMap(bounded(self.weight, self.bound))
-
-    def bounded_by(self) -> tuple[Any, ...] | None:
-        return None if self.bound is None else (self.weight, self.bound)
 
     def norm(self) -> Tensor:
         return certified_norm(self.prepare().weight, self.bound)

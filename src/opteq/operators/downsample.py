@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq.operators.base import LinearMap, Operator, checked_size, wrong_shape
-from opteq.operators.norms import kernel_norm
+from opteq.operators.spectral.norms import kernel_norm
 
 
 class DownsampleMap(LinearMap):

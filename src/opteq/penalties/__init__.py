@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from opteq._errors import unknown_name
+from opteq.common.errors import unknown_name
 from opteq.penalties.base import ElementwisePenalty, Linearised, Penalty
 from opteq.penalties.custom import FromActivation
 from opteq.penalties.linear import LinearActivation

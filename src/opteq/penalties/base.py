@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq._options import NamedOptions
+from opteq.common.options import NamedOptions
 from opteq.states import sum_over_sample, working_dtype
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from opteq import _validate
+from opteq.common import validate as _validate
 from opteq.penalties.base import ElementwisePenalty
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from opteq import _validate
-from opteq._autocast import Autocast
+from opteq.common import validate as _validate
+from opteq.common.autocast import Autocast
 from opteq.penalties.base import Linearised, Penalty
 from opteq.states import sum_over_sample, working_dtype
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opteq import _validate
+from opteq.common import validate as _validate
 from opteq.penalties.base import ElementwisePenalty, Linearised
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opteq import _validate
+from opteq.common import validate as _validate
 from opteq.penalties.base import ElementwisePenalty
 from opteq.penalties.dilogarithm import dilogarithm
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
+from opteq.common.options import NamedOptions
 
 
 class Curve(ABC):

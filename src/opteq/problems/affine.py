@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from opteq.problems.base import Problem
 from opteq.problems.block import Block
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
 from opteq.problems.opteq import OptEq
 from opteq.states import State, single, working_dtype
@@ -56,14 +56,19 @@ class AffineOptEq(Problem):
         """T for this input and the inverse matrix, once."""
         return BoundAffineOptEq(self.problem.bind(x).block, self.matrix, self.shift)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Existence and uniqueness are those of the inner problem; a step contracts in the changed norm only."""
         inner = self.problem.certificate()
+        spectrum = torch.linalg.svdvals(self.matrix.detach().double())
+        rounding = len(spectrum) * torch.finfo(spectrum.dtype).eps * float(spectrum[0])
+        least = float(spectrum[-1]) - rounding
+        if least <= 0:
+            return unknown("the matrix may be singular: its least singular value is lost in rounding")
         exists, unique, reasons = existence(inner.contraction, self.problem.penalty.bounded)
         lipschitz, why = None, inner.reasons.get("lipschitz", "")
         if inner.lipschitz is not None:
-            matrix = self.matrix.detach()
-            lipschitz = inner.lipschitz / float(torch.linalg.svdvals(matrix.to(working_dtype(matrix.dtype)))[-1])
+            lipschitz = inner.lipschitz / least
             why = "the inner problem's, times |matrix^-1|"
         reasons |= {"contraction": "a step contracts in the norm |matrix u|, not in |u|", "lipschitz": why}
         return Certificate(exists, unique, None, lipschitz, reasons)

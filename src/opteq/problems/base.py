@@ -8,34 +8,32 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from opteq import penalties
-from opteq._held import HoldsOptions
-from opteq._options import NamedOptions
-from opteq.operators import bounded_together
+from opteq import engine, penalties
+from opteq.common.options import NamedOptions
+from opteq.common.registration import HoldsOptions
 from opteq.penalties import Penalty
-from opteq.problems.certificate import Certificate, existence
-from opteq.problems.hidden import BoundMap, WrittenHidden
+from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
+from opteq.problems.hidden import BoundMap
+from opteq.problems.written import WrittenHidden
 from opteq.solvers.base import Solver
-from opteq.states import State, blocks
+from opteq.states import State
 
 
 class Problem(HoldsOptions, metaclass=NamedOptions):
     """Something whose fixed points are sought once an input is bound: ``problem(x)`` binds it."""
 
     takes_tuples: ClassVar[bool] = False
-    """Whether the input may be a tuple of tensors, one a branch."""
+    """Whether the input may be a tuple of tensors, one per branch."""
 
     @abstractmethod
     def bind(self, x: Any) -> BoundMap:
         """The problem with ``x`` bound. All work that depends on ``x`` and the weights alone is done here, once."""
 
     def forward(self, x: State) -> BoundMap:
-        """Check ``x``, a tensor (for problems with branches, or a tuple with one a branch), then bind it."""
+        """Check ``x``, a tensor (for problems with branches, or a tuple with one per branch), then bind it."""
         for part in x if self.takes_tuples and isinstance(x, tuple) and x else (x,):
             self._check_input(part)
-        if not blocks(x)[0].is_cuda:
-            return self.bind(x)
-        with bounded_together(self, beside=blocks(x)[0]):
+        with engine.bounded_weights(self):
             return self.bind(x)
 
     def default_solver(self) -> Solver | None:
@@ -48,9 +46,7 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
 
     def certificate(self) -> Certificate:
         """What is guaranteed, from the weights as they are now."""
-        unknown = f"{type(self).__name__} declares nothing to conclude this from"
-        names = ("exists", "unique", "contraction", "lipschitz")
-        return Certificate(reasons=dict.fromkeys(names, unknown))
+        return unknown(f"{type(self).__name__} declares nothing to conclude this from")
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor):
@@ -77,7 +73,7 @@ class HiddenProblem(Problem):
     implicit gradient follow by autograd.
 
     - ``penalty``: an activation's name or a :class:`~opteq.penalties.Penalty`; the activation is its prox.
-    - ``smooth(y, x)``: one number per sample, or a dict of several with names, whose sum it is.
+    - ``smooth(y, x)``: one value per sample, or a dict of several with names, whose sum it is.
     - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
     - ``features(y)``: what the network hands on; ``y`` by default.
 
@@ -96,7 +92,7 @@ class HiddenProblem(Problem):
 
     @abstractmethod
     def smooth(self, y: State, x: Tensor) -> Tensor | dict[str, Tensor]:
-        """g(y; x), one number per sample; or a dict of terms, each with one number per sample, whose sum it is."""
+        """g(y; x), one value per sample; or a dict of terms, each with one value per sample, whose sum it is."""
 
     def start(self, x: Tensor) -> State:
         """The starting state for input ``x``."""
@@ -108,13 +104,14 @@ class HiddenProblem(Problem):
 
     def bind(self, x: Tensor) -> BoundMap:
         """The problem with ``x`` bound, everything by autograd."""
-        return WrittenHidden(self._activation(), lambda y: self.smooth(y, x), self.start(x), self.features)
+        return WrittenHidden(self._activation(), self, x, self.start(x))
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Existence where the activation's range is bounded; the rest needs bounds that only the author knows."""
         exists, unique, reasons = existence(None, self._activation().bounded)
-        unknown = "no bound on the curvature of smooth is known; override certificate() to state one"
-        return Certificate(exists, unique, None, None, {**reasons, "contraction": unknown, "lipschitz": unknown})
+        why = "no bound on the curvature of smooth is known; override certificate() to state one"
+        return Certificate(exists, unique, None, None, {**reasons, "contraction": why, "lipschitz": why})
 
     def _activation(self) -> Penalty:
         penalty = getattr(self, "penalty", None)

@@ -7,13 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from opteq._errors import ConvergenceError
+from opteq.common.errors import ConvergenceError
 from opteq.operators import LinearMap
-from opteq.operators.anchored import is_anchored
-from opteq.operators.base import Around
-from opteq.operators.conv import ConvMap
-from opteq.operators.recalled import recalled_adjoint
-from opteq.penalties import Penalty, ReLU
+from opteq.penalties import Penalty
 from opteq.solvers import Anderson
 from opteq.states import sum_over_sample
 
@@ -30,11 +26,6 @@ class Block:
         self.c = c
         self.penalty = penalty
         self.mu = mu
-        self._around: Around | None = None
-        self._steps: Around | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_around": None, "_steps": None}
 
     def preactivation(self, z: Tensor) -> Tensor:
         """``W z + c``."""
@@ -42,47 +33,16 @@ class Block:
 
     def activation(self, z: Tensor) -> Tensor:
         """``sigma(W z + c)``."""
-        if type(self.penalty) is not ReLU:
-            return self.penalty.prox(self.preactivation(z))
-        # What steps have found out serves here, too.
-        return self.W.rectified(z, self.c) if self._steps is None else self._steps.there(z)
-
-    def has_fine_steps(self, z: Tensor) -> bool:
-        """Whether :meth:`step` in a captured solve is finer at ``z`` than a product would be by itself."""
-        return type(self.penalty) is ReLU and isinstance(self.W, ConvMap) and is_anchored(self.W, z)
-
-    def features(self, y: Tensor) -> Tensor:
-        """``W' y / mu`` of activations y."""
-        z = self.W.adjoint(y) if self._steps is None else self._steps.back(y)
-        return z if self.mu == 1 else z / self.mu
+        return self.penalty.prox(self.preactivation(z))
 
     def back(self, u: Tensor) -> Tensor:
-        """``W' u / mu`` of any u."""
+        """``W' u / mu``."""
         z = self.W.adjoint(u)
         return z if self.mu == 1 else z / self.mu
 
-    def recalled_back(self, y: Tensor, z: Tensor) -> Tensor:
-        """:meth:`features` of a constant y, where they are known to be z, on a tape that leads to the weights."""
-        back = recalled_adjoint(self.W, y, z)  # of which the derivative counts, not the value
-        return back if self.mu == 1 else back / self.mu
-
     def __call__(self, z: Tensor) -> Tensor:
         """``T(z)``."""
-        if type(self.penalty) is not ReLU:
-            return self.back(self.activation(z))
-        if self._around is None:
-            self._around = self.W.rectified_back(self.c)
-        image = self._around(z)
-        return image if self.mu == 1 else image / self.mu
-
-    def step(self, z: Tensor | None) -> Tensor:
-        """``T(z)`` for a solver of ``z = T(z)``, which asks for it again and again; None stands for zero."""
-        if type(self.penalty) is not ReLU:
-            return self.back(self.penalty.prox(self.c) if z is None else self.activation(z))
-        if self._steps is None:
-            self._steps = self.W.rectified_back(self.c, solved_for=1 / self.mu)
-        image = self._steps(z)
-        return image if self.mu == 1 else image / self.mu
+        return self.back(self.activation(z))
 
     def potential(self, z: Tensor) -> Tensor:
         """``psi(z)``, of which T is the gradient."""
@@ -125,5 +85,5 @@ class Block:
 
 
 def half_square(z: Tensor) -> Tensor:
-    """``1/2 |z|^2``, one number a sample."""
+    """``1/2 |z|^2``, one value per sample."""
     return sum_over_sample(z.to(torch.promote_types(z.dtype, torch.float32)).square()) / 2

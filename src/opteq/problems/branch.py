@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
-from opteq.operators import Operator
-from opteq.operators.biased import convolved
+from opteq.common.options import NamedOptions
+from opteq.operators import Operator, is_hooked, unhooked
 
 
 class Branch(nn.Module, metaclass=NamedOptions):
@@ -36,10 +35,10 @@ class Branch(nn.Module, metaclass=NamedOptions):
 
 
 def check_operator(W: Any, name: str) -> Operator:
-    """``W`` if it is an operator."""
+    """``W`` if it is an operator without hooks."""
     if not isinstance(W, Operator):
         raise TypeError(f"{name} should be one of opteq.operators, which have an exact adjoint; got {type(W).__name__}")
-    return W
+    return unhooked(W, name)
 
 
 def check_injection(U: Any) -> nn.Module | None:
@@ -47,6 +46,12 @@ def check_injection(U: Any) -> nn.Module | None:
     if U is not None and not isinstance(U, nn.Module):
         raise TypeError(f"U should be a torch module that carries the input into the state's space; got {U!r}")
     return U
+
+
+def unknown_norm(U: nn.Module | None, where: str = "") -> str:
+    """Why the norm of ``U`` is not known."""
+    why = ": it has hooks, which may change what it gives" if U is not None and is_hooked(U) else ""
+    return f"the norm of U{where}, a {type(U).__name__}, is not known{why}"
 
 
 def check_positive(name: str, value: float) -> float:
@@ -59,10 +64,7 @@ def check_positive(name: str, value: float) -> float:
 def inject(U: nn.Module | None, x: Tensor) -> Tensor:
     """``U x + b``, with an error that shows the input's shape."""
     try:
-        injected = x if U is None else convolved(U, x)
-        if injected is None:
-            assert U is not None
-            injected = U(x)
+        injected = x if U is None else U(x)
     except RuntimeError as error:
         raise ValueError(f"U could not take an input of shape {tuple(x.shape)}: {error}") from error
     if not isinstance(injected, torch.Tensor):

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+FIELDS = ("exists", "unique", "contraction", "lipschitz")
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,37 @@ class Certificate:
             shown = "unknown" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
             return f"{name:<12} {shown:<8} {self.reasons.get(name, '')}".rstrip()
 
-        return "\n".join(line(name) for name in ("exists", "unique", "contraction", "lipschitz"))
+        return "\n".join(line(name) for name in FIELDS)
+
+
+def unknown(why: str) -> Certificate:
+    """The certificate that says nothing, and why."""
+    return Certificate(reasons=dict.fromkeys(FIELDS, why))
+
+
+def for_finite_weights(certify: Callable[[M], Certificate]) -> Callable[[M], Certificate]:
+    """A ``certificate`` method that says nothing of weights that are not finite, and gives no bound that overflowed.
+
+    Bounds compare numbers, and a NaN compares as if it were small.
+    """
+
+    @functools.wraps(certify)
+    def certificate(problem: M) -> Certificate:
+        for name, weight in itertools.chain(problem.named_parameters(), problem.named_buffers()):
+            if weight.is_floating_point() and not bool(weight.detach().isfinite().all()):
+                return unknown(f"{name} has entries that are not finite")
+        overflow = "the weights are so large that bounds of what they do overflow"
+        try:
+            found = certify(problem)
+        except OverflowError:
+            return unknown(overflow)
+        if found.contraction is not None and not math.isfinite(found.contraction):
+            found = replace(found, contraction=None, reasons={**found.reasons, "contraction": overflow})
+        if found.lipschitz is not None and not math.isfinite(found.lipschitz):
+            found = replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": overflow})
+        return found
+
+    return certificate
 
 
 BANACH = "a contraction of a complete space has exactly one fixed point (Banach)"

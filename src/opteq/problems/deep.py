@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.operators import Operator, Stack, module_norm
+from opteq.operators import Operator, Stack, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
-from opteq.problems.branch import Branch, check_positive, inject
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.branch import Branch, check_positive, inject, unknown_norm
+from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.feedforward import by_gram, by_slots, read_mlp
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.linearisation import Linearisation
@@ -106,13 +106,14 @@ class DeepOptEq(Problem):
         blocks = []
         for branch in self.branches:
             c = inject(branch.U, x) if branch.U is not None else x.new_zeros(())
-            blocks.append(Block(branch.W.prepare(), c, self.penalty, self.mu))
+            blocks.append(Block(unhooked(branch.W, "W of a layer").prepare(), c, self.penalty, self.mu))
         return BoundDeepOptEq(blocks, self.alphas, self.readout, self.regularizer, self.gamma)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``, and of the regulariser's."""
         slope = self.penalty.lipschitz
-        norms = [float(branch.W.norm()) for branch in self.branches]
+        norms = [float(unhooked(branch.W, "W of a layer").norm()) for branch in self.branches]
         alphas = [_number(alpha) for alpha in self.alphas]
         factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
         stretch, _ = prior_factors(self.regularizer, self.gamma)
@@ -148,7 +149,7 @@ class DeepOptEq(Problem):
         for index, branch in enumerate(self.branches):
             carried = 0.0 if branch.U is None else module_norm(branch.U)
             if carried is None:
-                return None, f"the norm of U in layer {index} is not known"
+                return None, unknown_norm(branch.U, f" in layer {index}")
             later = math.prod(factors[index + 1 :])
             total += later * alphas[index] * self.penalty.lipschitz * norms[index] / self.mu * float(carried)
         return float(outer) * total / (1 - contraction), "what layers add, carried through the later ones, / (1 - k)"

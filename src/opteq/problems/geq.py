@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.kernels import Gaussian, Kernel, Similarity
-from opteq.operators import Operator, module_norm
+from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
-from opteq.problems.branch import check_injection, check_operator, inject
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.branch import check_injection, check_operator, inject, unknown_norm
+from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import Hidden
 from opteq.problems.linearisation import Structure
 from opteq.states import State, inner, single
@@ -59,8 +59,8 @@ class GEQ(Problem):
 
     def bind(self, x: Tensor) -> BoundGEQ:
         """``U x + b``, the bounded W, and the kernel with its parameters settled, computed once."""
-        c = inject(self.U, x)  # before W, whose bound may be computed meanwhile
-        W = self.W.prepare()
+        c = inject(self.U, x)
+        W = unhooked(self.W, "W").prepare()
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)
         # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.
@@ -69,6 +69,7 @@ class GEQ(Problem):
         curvature = similarity.curvature_interval(square) if always is None else _scaled(always, square)
         return BoundGEQ(self.penalty, similarity, start, curvature)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Strong convexity where the kernel's curvature is bounded, coercivity where its growth is.
 
@@ -108,7 +109,7 @@ class GEQ(Problem):
             return None, reason
         carried = 1.0 if self.U is None else module_norm(self.U)
         if carried is None:
-            return None, f"the norm of U, a {type(self.U).__name__}, is not known"
+            return None, unknown_norm(self.U)
         projection = self.kernel.projection
         return float(carried) * (1.0 if projection is None else _norm(projection)) * gain, reason
 
@@ -191,7 +192,7 @@ def _bound_or_norm(operator: Operator) -> float:
 
 
 def _norm(operator: Operator) -> float:
-    return float(operator.norm())
+    return float(unhooked(operator, "W").norm())
 
 
 def _scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from opteq.solvers.scaled import ScaledProduct
 from opteq.states import State
 
 Product = Callable[[State], State]
@@ -35,22 +34,15 @@ class Reduction:
     With ``u = C F w`` the system ``(I - F' M F) w = F' g`` becomes ``(I - C D B) u = C D g`` with ``v = g + B u``. It
     is symmetric where C is a multiple of ``B'``, and has the same eigenvalues but for ones.
 
-    Where the features of a state y are ``B' y`` and a gradient h arrives at them, g gains ``B h``; and what the
-    features get in all is ``h + u``, since ``u = C D v``.
-
     Attributes:
         product: ``u -> C D B u``.
         restrict: ``g -> C D g``.
         expand: ``u -> B u``.
-        weighed: ``u -> D B u``, where it can be had in one go.
-        scaled: gives ``product`` for arguments like the given one that are kept as halves, or None.
     """
 
     product: Product
     restrict: Product
     expand: Product
-    weighed: Product | None = None
-    scaled: Callable[[State], ScaledProduct | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,20 +75,3 @@ class SymmetricLinearisation:
     def scaled(self, w: State) -> State:
         """``F' M F w``, the symmetric form of J."""
         return self.factor_adjoint(self.curvature(self.factor(w)))
-
-
-@dataclass(frozen=True)
-class TapedLinearisation:
-    """A linearisation of a step that is on the tape, so that gradients of weights need no second step.
-
-    Attributes:
-        reduction: the adjoint system in the variable of the features, of constants.
-        image: the step as a function of constant features, on the tape.
-        features: the features of the constant state, on the tape.
-        inside: the same step without its activation, where its gradient can be multiplied by D beforehand.
-    """
-
-    reduction: Reduction
-    image: Callable[[], State]
-    features: Callable[[], State]
-    inside: Callable[[], State] | None = None

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
-from opteq.operators import Conv2d, LinearMap
-from opteq.penalties import Penalty, ReLU
+from opteq.operators import Conv2d, LinearMap, unhooked
+from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch, inject
 from opteq.problems.branches import check_branches, feature_channels, views
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.chattering import Tensors, inclusion_residual, returns, signs_change
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Structure
@@ -100,7 +100,7 @@ class MOptEq(Problem):
         """
         branches = self.each()
         inputs = views(x, [branch.scale for branch in branches])
-        maps = [branch.W.prepare() for branch in branches]
+        maps = [unhooked(branch.W, "W of a branch").prepare() for branch in branches]
         if not (self.perturbation and self.training and len(branches) > 1):
             injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
             return BoundMOptEq(self, maps, injections)
@@ -139,6 +139,7 @@ class MOptEq(Problem):
         largest = max(bound for bound in bounds if bound is not None)
         return self.penalty.lipschitz * largest**2 * self.coupling.curvature_bound(channels, sizes) < 1
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """What follows from the norms of the W, from lambda and from the number of channels."""
         return certify(self.penalty, self.coupling, self.each(), self.channels())
@@ -152,8 +153,6 @@ class BoundMOptEq(Hidden):
         injections: ``c_i = U_i x_i + b_i``, with perturbations where there are any.
         perturbation: the chain of perturbations and their frozen directions, or None.
     """
-
-    aside = ("problem", "damping", "perturbation")
 
     def __init__(
         self,
@@ -174,13 +173,13 @@ class BoundMOptEq(Hidden):
             self.has_merit = self.penalty.has_total
         self.jumps = self.coupling.diversity > 0 and not self.coupling.smoothing
 
+    def __getstate__(self) -> dict[str, object]:
+        # What a step needs: a copy for a captured solve does without the module.
+        return {name: value for name, value in vars(self).items() if name not in ("problem", "perturbation", "damping")}
+
     def start(self) -> Tensors:
         """Zeros."""
         return tuple(torch.zeros_like(c) for c in self.injections)
-
-    def template(self) -> Tensors:
-        """The input terms."""
-        return tuple(self.injections)
 
     def features(self, y: State) -> Features:
         """``z_i = W_i' y_i``."""
@@ -216,12 +215,7 @@ class BoundMOptEq(Hidden):
             return tuple(self.penalty.prox(part) for part in inside)
 
         start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
-        return FeatureForm(lambda z: self.features(state(z)), start, state, reads_out=True)
-
-    @property
-    def diagnoses(self) -> bool:
-        """Where signs jump."""
-        return self.jumps
+        return FeatureForm(lambda z: self.features(state(z)), start, state)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """``CYCLING`` where signs jump for ever.
@@ -278,10 +272,7 @@ class BoundMOptEq(Hidden):
 
     def _activated(self, fused: Features) -> Tensors:
         """``sigma(W_i h_i + c_i)``."""
-        triples = zip(self.maps, fused, self.injections, strict=True)
-        if type(self.penalty) is ReLU:
-            return tuple(W.rectified(h, c) for W, h, c in triples)
-        return tuple(self.penalty.prox(W(h) + c) for W, h, c in triples)
+        return tuple(self.penalty.prox(part) for part in self._carry(fused, self.injections))
 
     def _largest_norm(self) -> float:
         return max(float(branch.W.norm()) for branch in self.problem.each())
@@ -294,8 +285,7 @@ class BoundMOptEq(Hidden):
         A product inside its kink, of width tau, adds a slope of ``lambda / tau`` times the squared norm of a channel as
         W carries it: s is that for the largest channels that are met after a step without D. An estimate, and no
         bound: it follows the scale of the input, sample by sample. (More steps change it by hundredths.) With one or
-        two branches both neighbours are the same, so every product counts twice. It is computed when a solver asks: on
-        a GPU inside a captured graph.
+        two branches both neighbours are the same, so every product counts twice.
         """
         if not (self.coupling.diversity and self.coupling.smoothing):
             return 1.0

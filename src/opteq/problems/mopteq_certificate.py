@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from opteq.couplings import Coupling
-from opteq.operators import Conv2d, Identity, SeparableConv2d, module_norm
+from opteq.operators import Conv2d, Identity, SeparableConv2d, is_hooked, module_norm, unhooked
 from opteq.penalties import Penalty
-from opteq.problems.branch import Branch
+from opteq.problems.branch import Branch, unknown_norm
 from opteq.problems.certificate import Certificate, existence
 
 
@@ -28,7 +28,7 @@ def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], ch
         branches: with W and U.
         channels: C, or None where it is not known.
     """
-    zeta = max(float(branch.W.norm()) for branch in branches)
+    zeta = max(float(unhooked(branch.W, "W of a branch").norm()) for branch in branches)
     if channels is None and coupling.diversity:
         unknown = "the operators do not say how many channels there are"
         return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), unknown))
@@ -67,6 +67,8 @@ _SIZE_KEEPERS = (nn.BatchNorm2d, nn.GroupNorm, nn.Identity, Conv2d, SeparableCon
 
 def keeps_size(U: nn.Module | None) -> bool:
     """Whether pictures leave ``U`` as large as they entered, as far as its type tells."""
+    if U is not None and is_hooked(U):
+        return False
     if isinstance(U, nn.Sequential):
         return all(keeps_size(part) for part in U)
     if isinstance(U, nn.Conv2d):
@@ -112,7 +114,7 @@ def _lipschitz(
     for index, branch in enumerate(branches):
         carried = 1.0 if branch.U is None else module_norm(branch.U)
         if carried is None:
-            return None, f"the norm of U in branch {index}, a {type(branch.U).__name__}, is not known"
+            return None, unknown_norm(branch.U, f" in branch {index}")
         squares += (float(carried) / branch.scale) ** 2
         most = max(most, float(carried))
     why = (

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from opteq import penalties
-from opteq.operators.settled import settle
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate
-from opteq.problems.hidden import Hidden, checked_terms
+from opteq.problems.hidden import Hidden
 from opteq.problems.linearisation import Structure, SymmetricLinearisation
+from opteq.problems.written import BoundModule, checked_terms
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, inner, map_state, working_dtype
@@ -91,8 +91,7 @@ class BoundObjective(Hidden):
     :meth:`terms` and :meth:`objective` give F and h as they were written.
 
     Attributes:
-        problem: the objective.
-        x: its input.
+        bound: the user's module with its input.
         length: the step length t, ``(B,)``.
     """
 
@@ -105,10 +104,9 @@ class BoundObjective(Hidden):
     """Whether the objective is known to be convex."""
 
     def __init__(self, problem: Objective, x: Any) -> None:
-        self.problem = problem
-        self.x = x
-        self.settled = settle(problem)
+        self.bound = BoundModule(problem, x)
         self._start = problem.start(x)
+        self._smooth_parts(self._start)  # what depends on the input alone is computed here, differentiably
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
         with torch.no_grad():
@@ -130,7 +128,9 @@ class BoundObjective(Hidden):
         return self._start
 
     def features(self, y: State) -> State:
-        return self.problem.features(y)
+        with self.bound.entered():
+            found: State = self.bound.module.features(y)
+        return found
 
     def value(self, y: State) -> Tensor:
         """F(y), one number per sample."""
@@ -175,11 +175,6 @@ class BoundObjective(Hidden):
     def project(self, y: State) -> State:
         return map_state(self.penalty.project, y) if self.penalised else y
 
-    @property
-    def interval(self) -> tuple[float, float] | None:  # type: ignore[override]
-        """Not told: the penalty is scaled."""
-        return None
-
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> v - t H v`` with H the Hessian of F."""
         hessian = self.hessian_at(y)
@@ -202,9 +197,9 @@ class BoundObjective(Hidden):
         return self._prox(self._forward_step(y, slope)), merit
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
-        with self.settled.in_force(self.problem):
-            found = self.problem.terms(y, self.x)
-        return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.problem).__name__}.terms(y, x)")
+        with self.bound.entered():
+            found = self.bound.module.terms(y, self.bound.x)
+        return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
 
     def _penalty_of(self, y: State) -> Tensor:
         return torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
@@ -234,7 +229,7 @@ class BoundObjective(Hidden):
     def _declared(self, curvature: Any) -> Tensor:
         first = blocks(self._start)[0]
         batch, dtype = first.shape[0], working_dtype(first.dtype)
-        name = f"{type(self.problem).__name__}.curvature"
+        name = f"{type(self.bound.module).__name__}.curvature"
         if isinstance(curvature, Tensor):
             if curvature.shape not in ((), (batch,)):
                 raise ValueError(

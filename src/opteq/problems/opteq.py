@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq._triton import may_keep
-from opteq.operators import Operator, module_norm
-from opteq.operators.conv import ConvMap
-from opteq.operators.recalled import recalled
-from opteq.operators.round_trip import RoundTrip
+from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Linearised, Penalty
 from opteq.problems.base import Problem
 from opteq.problems.block import Block, half_square
-from opteq.problems.branch import check_injection, check_operator, check_positive, inject
-from opteq.problems.certificate import Certificate, existence
-from opteq.problems.expansion import Expansion
+from opteq.problems.branch import check_injection, check_operator, check_positive, inject, unknown_norm
+from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
-from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation, TapedLinearisation
+from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
 from opteq.problems.prior import check_prior, prior_factors
 from opteq.regularizers import Regularizer
-from opteq.states import State, inner, is_channels_last, single
+from opteq.states import State, inner, single
 
 
 class OptEq(Problem):
@@ -72,8 +66,7 @@ class OptEq(Problem):
 
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""
-        c = inject(self.U, x)  # before W, whose bound may be computed meanwhile
-        return BoundOptEq(self, Block(self.W.prepare(), c, self.penalty, self.mu))
+        return BoundOptEq(self, Block(unhooked(self.W, "W").prepare(), inject(self.U, x), self.penalty, self.mu))
 
     def known_contraction(self) -> bool:
         """Whether the bound on W alone, whatever the weights, makes a step contract."""
@@ -82,6 +75,7 @@ class OptEq(Problem):
         bound = self.W.bound
         return bound is not None and self.penalty.lipschitz * bound**2 < self.mu
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Theorem 1, with existence put right: strict convexity alone does not give a minimiser.
 
@@ -90,7 +84,7 @@ class OptEq(Problem):
         bounds the step. The second is enough for uniqueness and the Lipschitz constant: sigma is the gradient of a
         convex function, so ``<dy, dt> >= |dy|^2 / L`` for the states y and pre-activations t of two equilibria.
         """
-        norm, slope = float(self.W.norm()), self.penalty.lipschitz
+        norm, slope = float(unhooked(self.W, "W").norm()), self.penalty.lipschitz
         factor = slope * norm**2 / self.mu
         stretch, pull = prior_factors(self.regularizer, self.gamma)
         contraction = None if stretch is None else factor * stretch
@@ -108,7 +102,7 @@ class OptEq(Problem):
         elif factor * pull >= 1:
             reasons["lipschitz"] = f"needs L |W|^2 / mu below {1 / pull:.4g}; it is bounded by {factor:.4g}"
         elif carried is None:
-            reasons["lipschitz"] = f"the norm of U, a {type(self.U).__name__}, is not known"
+            reasons["lipschitz"] = unknown_norm(self.U)
         else:
             lipschitz = float(carried) * slope * norm / self.mu / (1 - factor * pull)
             share = "" if pull == 1 else f"{pull:.4g} "
@@ -149,13 +143,9 @@ class BoundOptEq(Hidden):
         """Zeros."""
         return torch.zeros_like(self.block.c)
 
-    def template(self) -> Tensor:
-        """The input term."""
-        return self.block.c
-
     def features(self, y: State) -> Tensor:
         """``z = W'y / mu``."""
-        return self.block.features(single(y))
+        return self.block.back(single(y))
 
     def smooth(self, y: State) -> Tensor:
         """``-|W'y|^2 / (2 mu) - <c, y> + mu gamma R(z)``."""
@@ -207,32 +197,7 @@ class BoundOptEq(Hidden):
         z = self.features(y)
         if self.regularizer is not None or z.numel() > single(y).numel():
             return super().linearise(y)
-        return self._linearised(y, self.block.preactivation(z))
-
-    def linearise_on_tape(self, y: State, features: State, close: bool = False) -> TapedLinearisation | None:
-        """The same, where it is by way of the features and the step is the one above."""
-        z = single(features)
-        step, linearise, own = type(self).step, type(self).linearise, type(self).features
-        if self.regularizer is not None or (step, linearise, own) != _CLOSED_FORM or z.numel() > single(y).numel():
-            return None
-        block, features_on_tape = self.block, partial(self.block.recalled_back, single(y), z)
-        if isinstance(block.W, ConvMap) and self.penalty.tells_slope:
-            with torch.no_grad():
-                # Which units are cut off makes the derivative. Where steps contract, the state was found as an image of
-                # features (compact_form), finely: close to the equilibrium it tells more than a rounded product.
-                known = close and self.contracts and block.has_fine_steps(z)
-                image = single(y) if known else block.activation(z)
-            local = self.penalty.linearise_at_image(image)
-            bare = partial(recalled, block.W, z, block.c, image)  # of which the derivative counts, not the value
-            on_tape = partial(bare, local.derivative)
-            return TapedLinearisation(self._reduction(local), on_tape, features_on_tape, bare)
-        inside = block.preactivation(z)
-        with torch.no_grad():
-            local = self.penalty.linearise(inside.detach())
-        return TapedLinearisation(self._reduction(local), lambda: self.penalty.prox(inside), features_on_tape)
-
-    def _linearised(self, y: State, inside: Tensor) -> SymmetricLinearisation:
-        local = self.penalty.linearise(inside)
+        local = self.penalty.linearise(self.block.preactivation(z))
         return SymmetricLinearisation(
             self.curvature_at(y),
             lambda w: local.factor(single(w)),
@@ -241,62 +206,29 @@ class BoundOptEq(Hidden):
         )
 
     def _reduction(self, local: Linearised) -> Reduction:
+        """``J`` of the features, ``W' D W / mu``, which is symmetric."""
         block, mu = self.block, self.mu
-        diagonal = None if local.diagonal is None else _remembered(local.diagonal)
-        around = block.W.weighed_back(local.derivative, diagonal)
 
-        def product(u: State) -> Tensor:
-            image = around(single(u))
-            return image if mu == 1 else image / mu
-
-        def expand(u: State) -> Tensor:
+        def carry(u: State) -> Tensor:
             carried = block.W(single(u))
             return carried if mu == 1 else carried / mu
 
-        def weighed(u: State) -> Tensor:
-            image = block.W.weighed(single(u), local.derivative, diagonal)
-            return image if mu == 1 else image / mu
-
         return Reduction(
-            product=product,
-            weighed=weighed,
-            scaled=partial(around.scaled_for, share=1 / mu) if isinstance(around, RoundTrip) else None,
+            product=lambda u: block.W.adjoint(local.derivative(carry(u))),
             restrict=lambda g: block.W.adjoint(local.derivative(single(g))),
-            expand=expand,
+            expand=carry,
         )
 
     def feature_form(self) -> FeatureForm:
         """``z <- W' sigma(W z + c) / mu``, begun at zero features."""
         if self.regularizer is not None:
             raise ValueError("a solver that works on features needs OptEq without a regulariser of its own")
-        start = self._no_features()
-        c = self.block.c
         return FeatureForm(
-            lambda z: self.block.step(single(z)),
-            start,
+            lambda z: self.block(single(z)),
+            torch.zeros_like(self.features(self.start())),
             lambda z: self.block.activation(single(z)),
             self._measured_features if self.has_merit else None,
-            # W 0 + c = c, unless a product in another precision would have changed the dtype of the sum.
-            partial(self.block.step, None) if start.dtype == c.dtype else None,
-            zero_state=True,
-            reads_out=type(self).features is BoundOptEq.features,
         )
-
-    def _no_features(self) -> Tensor:
-        c, W = self.block.c, self.block.W
-        if isinstance(W, ConvMap) and c.ndim == 4 and c.shape[1] == W.weight.shape[0]:  # known without a product
-            size = (len(c), W.weight.shape[1], *c.shape[2:])
-            none = torch.empty(size, dtype=W.acting.dtype, device=c.device, memory_format=_format(c, W.weight))
-            return none.zero_()
-        # What features look like is told by those of one sample; what is wrong with an input, by all of it.
-        try:
-            one = self.features(torch.zeros_like(c[:1]))
-        except ValueError:
-            one = self.features(self.start())
-        if not is_channels_last(one):
-            return one.new_zeros(len(c), *one.shape[1:])
-        channels, height, width = one.shape[1:]
-        return one.new_zeros(len(c), height, width, channels).movedim(-1, 1)
 
     def compact_form(self) -> FeatureForm | None:
         """The paper's variable, where it is not the larger one.
@@ -310,11 +242,6 @@ class BoundOptEq(Hidden):
         form = self.feature_form()
         return form if single(form.start).numel() <= self.block.c.numel() else None
 
-    def expansion(self) -> Expansion | None:
-        """The paper's variable again, on a CPU: where a step contracts, and features are not larger than the state."""
-        found = Expansion.of(self.block) if self.contracts else None
-        return found if found is not None and found.W.weight.shape[1] <= found.W.weight.shape[0] else None
-
     def _measured_features(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""
         inside = self.block.preactivation(single(z))
@@ -327,28 +254,6 @@ class BoundOptEq(Hidden):
         inside = self.block.preactivation(z)
         merit = half_square(z) - self.penalty.potential(inside) / self.mu
         return self.penalty.prox(inside), merit
-
-
-# What has to be as it is here for the tape of a linearisation to be that of a step.
-_CLOSED_FORM = BoundOptEq.step, BoundOptEq.linearise, BoundOptEq.features
-
-
-def _format(*tensors: Tensor) -> torch.memory_format:
-    """That of a convolution's output, by its operands."""
-    return torch.channels_last if any(is_channels_last(tensor) for tensor in tensors) else torch.contiguous_format
-
-
-def _remembered(make: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """What ``make`` gives, made once if it may be kept."""
-    made: list[Tensor] = []
-
-    def get() -> Tensor:
-        found = made[0] if made else make()
-        if not made and may_keep(found):
-            made.append(found)
-        return found
-
-    return get
 
 
 def _name(regularizer: Regularizer | None) -> str:

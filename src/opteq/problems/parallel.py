@@ -10,7 +10,7 @@ from torch import nn
 
 from opteq.problems.base import Problem
 from opteq.problems.branches import views
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import Hidden
 from opteq.problems.side_by_side import BoundParallel, HiddenParallel
 from opteq.states import State
@@ -33,6 +33,7 @@ class SideBySide(Problem):
         hidden = [part for part in bound if isinstance(part, Hidden)]
         return HiddenParallel(hidden) if len(hidden) == len(bound) else BoundParallel(bound)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """What holds for all parts, since none depends on another."""
         parts = self.parts()

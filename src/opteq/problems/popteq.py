@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq._errors import unknown_name
+from opteq.common.errors import unknown_name
 from opteq.operators import module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branch import Branch
 from opteq.problems.branches import check_branches
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.mopteq_certificate import keeps_size
 from opteq.problems.opteq import OptEq
 from opteq.problems.parallel import SideBySide
@@ -86,6 +86,7 @@ class POptEq(SideBySide):
             raise ValueError(f'fuse="sum" needs the same number of channels in all branches; got {channels}')
         return torch.stack(features).sum(dim=0)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """What holds for all branches; repeating pixels ``r`` times in height and width has norm r."""
         found = super().certificate()
@@ -107,7 +108,9 @@ class POptEq(SideBySide):
             rule = "the sum of the branches' (for a tuple, sqrt of the sum of squares, each times its scale)"
         else:
             carried = module_norm(self.convolution)
-            assert carried is not None
+            if carried is None:
+                why = "the norm of the convolution is not known: it has hooks, which may change what it gives"
+                return replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": why})
             bound = float(carried) * max(math.hypot(*pooled), *repeated)
             rule = "|conv| sqrt of the sum of squares (for a tuple, the largest times its scale)"
         reasons = {**found.reasons, "lipschitz": f"{rule}, at the finest size. {found.reasons['lipschitz']}"}

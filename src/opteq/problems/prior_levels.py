@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
+from opteq.common.options import NamedOptions
 
 
 class NoiseLevels(nn.Module, metaclass=NamedOptions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
+from opteq.common.options import NamedOptions
 
 
 class ResponseWeights(nn.Module, metaclass=NamedOptions):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from opteq._options import NamedOptions
+from opteq.common.options import NamedOptions
 from opteq.operators.base import Operator
 from opteq.operators.chain import ChainMap, ConvChain, largest_response, response_powers
 from opteq.operators.measurement import Measurement, checked_measurement, settled_measurement

@@ -23,8 +23,6 @@ class BoundParallel(BoundMap):
     fusion: Callable[[tuple[Tensor, ...]], Tensor] | None = None
     """What is made of all features; None hands on the tuple."""
 
-    aside = ("fusion", "damping")
-
     def __init__(self, parts: Sequence[BoundMap]) -> None:
         self.parts = list(parts)
         self._starts = [part.start() for part in parts]
@@ -42,11 +40,6 @@ class BoundParallel(BoundMap):
         """The least of the parts'."""
         return _least([part.damping for part in self.parts])
 
-    @property
-    def reads_out_aside(self) -> bool:  # type: ignore[override]
-        """Whether there is a fusion, here or in a part."""
-        return self.fusion is not None or any(part.reads_out_aside for part in self.parts)
-
     def start(self) -> State:
         """Where every part begins."""
         return self._join(self._starts)
@@ -63,12 +56,6 @@ class BoundParallel(BoundMap):
     def project(self, y: State) -> State:
         """Every part by itself."""
         return self._join(part.project(piece) for part, piece in self._pairs(y))
-
-    @property
-    def interval(self) -> tuple[float, float] | None:  # type: ignore[override]
-        """The interval that all parts share, if they do."""
-        intervals = {part.interval for part in self.parts}
-        return intervals.pop() if len(intervals) == 1 else None
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The terms of all parts, with the part's number before the name."""
@@ -93,11 +80,6 @@ class BoundParallel(BoundMap):
                 self._each(one.factor_adjoint for one in symmetric),
             )
         return Linearisation(self._each(one.product for one in local), self._each(one.adjoint for one in local))
-
-    @property
-    def diagnoses(self) -> bool:
-        """Whether any part does."""
-        return any(part.diagnoses for part in self.parts)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """What any part says about its own piece."""

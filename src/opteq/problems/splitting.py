@@ -8,7 +8,7 @@ from torch import Tensor
 from opteq.problems.base import Problem
 from opteq.problems.block import Block
 from opteq.problems.branch import check_positive
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.opteq import OptEq
 from opteq.regularizers import Regularizer
@@ -52,6 +52,7 @@ class Splitting(Problem):
         """T for this input, once."""
         return BoundSplitting(self.problem.bind(x).block, self.regularizer, self.gamma)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Where T contracts, phi is strongly convex, so ``phi + gamma R`` has exactly one minimiser.
 

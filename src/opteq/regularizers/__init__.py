@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opteq._errors import unknown_name
+from opteq.common.errors import unknown_name
 from opteq.regularizers.base import Regularizer
 from opteq.regularizers.decorrelation import Decorrelation
 from opteq.regularizers.envelope import Envelope

@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq._autocast import has_autocast
-from opteq._options import NamedOptions
+from opteq.common.autocast import has_autocast
+from opteq.common.options import NamedOptions
 
 # How many numbers the largest temporary of a batch-coupled regulariser may hold: 64 MiB in float32, enough to
 # keep a GPU busy and little beside the activations of a network.

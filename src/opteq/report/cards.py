@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from opteq.report.charts.images import heat, photograph
+from opteq.report.charts.waterfall import terms_table, waterfall
 from opteq.report.examples import Example
-from opteq.report.markup import Html, join, tag
-from opteq.report.pictures import heat, photograph
+from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.numbers import decimal, percent
 from opteq.report.run import Run
 from opteq.report.sections import section
-from opteq.report.waterfall import terms_table, waterfall
-from opteq.report.words import decimal, percent
 
 
 def cards(examples: Sequence[Example], classes: Sequence[str]) -> Html:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import ConvergenceWarning
+from opteq.common.errors import ConvergenceWarning
 from opteq.equilibrium import Equilibrium
 from opteq.solution import Report
 from opteq.solvers import Status

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opteq._errors import ConvergenceWarning
 from opteq.analysis.attention import attention_map, patch_weights
 from opteq.analysis.saliency import saliency_map
 from opteq.analysis.terms import equilibrium_inputs, objective_terms
+from opteq.common.errors import ConvergenceWarning
 from opteq.report.examine import Examination, Pictures
 from opteq.states import blocks
 

@@ -10,8 +10,8 @@ import torch
 from opteq import kernels, penalties
 from opteq.penalties import HardTanh, Identity, Penalty, ReLU, SoftThreshold
 from opteq.problems import GEQ, AffineOptEq, DeepOptEq, MOptEq, OptEq, Parallel, POptEq, Problem, Splitting
-from opteq.report.markup import Html, join, tag
-from opteq.report.typeset import typeset
+from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.typeset import typeset
 
 
 @dataclass(frozen=True)

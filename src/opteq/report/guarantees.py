@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from opteq.problems.certificate import Certificate
-from opteq.report.markup import Html, join, tag
+from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.numbers import decimal, readable
 from opteq.report.sections import section
-from opteq.report.words import decimal, readable
 
 _PART = re.compile(r"(?:^|\. |; )part (\d+): ")
 

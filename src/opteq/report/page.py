@@ -12,8 +12,8 @@ from string import Template
 import torch
 from torch import nn
 
-from opteq._files import plain_errors, write_atomically
 from opteq.analysis.terms import evaluating
+from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
 from opteq.problems.certificate import Certificate
 from opteq.report import sections
@@ -22,10 +22,10 @@ from opteq.report.examine import Examination, Pictures, SolveRecord, examine
 from opteq.report.examples import Example, explain
 from opteq.report.formula import formulas
 from opteq.report.guarantees import guarantees
-from opteq.report.labelled import MapExamination, examine_maps, map_cards, pixel_mistakes
-from opteq.report.markup import Html, join, tag
+from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.numbers import count, decimal, duration, percent, plural, scientific, short_count
 from opteq.report.run import Run, read_run
-from opteq.report.words import count, decimal, duration, percent, plural, scientific, short_count
+from opteq.report.segmentation import MapExamination, examine_maps, map_cards, pixel_mistakes
 
 
 @dataclass
@@ -99,7 +99,7 @@ def render(run: Run, found: Findings) -> str:
         ]
     parts.append(appendix(run))
     notes = tag("ul", *(tag("li", note) for note in run.notes), class_="notes") if run.notes else None
-    here = resources.files("opteq.report")
+    here = resources.files("opteq.report") / "web"
     page = Template(here.joinpath("page.html").read_text(encoding="utf-8"))
     return page.substitute(
         title=join(run.name),

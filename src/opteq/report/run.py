@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opteq._errors import UserError
-from opteq._files import look_into
-from opteq.training import toml
+import tomlkit
+from tomlkit.exceptions import ParseError
+
+from opteq.common.errors import UserError
+from opteq.common.files import look_into
 
 _SIGNS = ("recipe.toml", "metrics.jsonl", "config.json", "model.safetensors")
 
@@ -77,8 +79,8 @@ def read_run(folder: Path) -> Run:
     notes: list[str] = []
     recipe_text = _read(folder / "recipe.toml", notes)
     try:
-        recipe = toml.loads(recipe_text)
-    except toml.TOMLDecodeError as error:
+        recipe = tomlkit.parse(recipe_text).unwrap()
+    except ParseError as error:
         recipe = {}
         notes.append(f"recipe.toml can't be read: {error}.")
     return Run(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from opteq.report.curves import Chart, Series, line_chart
+from opteq.report.charts.curves import Chart, Series, line_chart
+from opteq.report.charts.matrix import class_accuracies, confused_pairs, confusion_matrix, legend
+from opteq.report.charts.waterfall import style_of
 from opteq.report.examine import Examination, SolveRecord
 from opteq.report.formula import Formula
-from opteq.report.markup import Html, join, raised, tag
-from opteq.report.matrix import class_accuracies, confused_pairs, confusion_matrix, legend
+from opteq.report.html.markup import Html, join, raised, tag
+from opteq.report.html.numbers import count, decimal, percent, plural, scientific
 from opteq.report.run import Run
-from opteq.report.waterfall import style_of
-from opteq.report.words import count, decimal, percent, plural, scientific
 
 
 def section(name: str, title: str, *content: object, lead: object = None) -> Html:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from opteq._room import Room
-from opteq._validate import share, whole
+from opteq.common.validate import share, whole
 from opteq.solvers.base import Solver
-from opteq.solvers.fused.available import MOST_COLUMNS, supports
 from opteq.solvers.history import History, with_column
-from opteq.solvers.looking import LookingAnderson
-from opteq.solvers.loop import Rule, Run
-from opteq.solvers.method import InverseEstimate, Method, StateTask, Task
-from opteq.solvers.refined import KnowingRun, Known, Refinable
-from opteq.states import blocks, row_norms, zeros_a_row
-
-_HISTORIES = ("auto", "half", "full")
-_LEAST_TOL_FOR_HALF = 1e-5
+from opteq.solvers.method import InverseEstimate, Method, Task
+from opteq.states import row_norms, zeros_a_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +26,6 @@ class Anderson(Solver):
     Args:
         memory: number of differences. Five is where most of the gain is; more costs memory and conditioning.
         damping: share of the residual that is added; None takes what the problem recommends, else 1.
-        history: how differences are kept by the fused steps of a GPU: ``"full"`` in float32, ``"half"`` as scaled
-            float16, which moves half the memory and bends steps by some 1e-4; ``"auto"`` is half for tolerances of 1e-5
-            and above. Double precision and the plain path keep all digits in any case.
 
     >>> import torch
     >>> outcome = Anderson(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
@@ -46,44 +35,16 @@ class Anderson(Solver):
 
     memory: int = 5
     damping: float | None = None
-    history: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole(self, "memory")
         if self.damping is not None:
             share(self, "damping")
-        if self.history not in _HISTORIES:
-            raise ValueError(f"Anderson.history should be one of {', '.join(_HISTORIES)}; got {self.history!r}")
 
     def _method(self, task: Task) -> Method:
         damping = task.damping if self.damping is None else self.damping
         return _AndersonMixing(task.start, self.memory, damping, ridge(task.start.dtype, task.eps))
-
-    def _looked(self, task: Task, refinable: Refinable, known: Known, rule: Rule) -> KnowingRun | None:
-        if not LookingAnderson.suits(task):
-            return None
-        damping = task.damping if self.damping is None else self.damping
-        lift = ridge(task.start.dtype, task.eps)
-        return LookingAnderson(
-            task, refinable, known, rule, self.floor, self.memory, damping, lift, refinable.room or Room()
-        )
-
-    def _fused(self, task: StateTask, rule: Rule) -> Run | None:
-        if self.memory > MOST_COLUMNS or not supports(blocks(task.start)):
-            return None
-        from opteq.solvers.fused.fixed_point import MANY_PROGRAMS, FusedAnderson
-        from opteq.solvers.fused.image_anderson import FusedImageAnderson, keeps_images
-        from opteq.solvers.fused.ledger import Blocks
-
-        layout = Blocks(blocks(task.known[0]), task.layout.rows, many=MANY_PROGRAMS)
-        if not layout.fits:
-            return None
-        task = task if self.damping is None else replace(task, damping=self.damping)
-        half = self.history == "half" or (self.history == "auto" and rule.tol >= _LEAST_TOL_FOR_HALF)
-        lift = ridge(task.wide, task.eps)
-        kind = FusedImageAnderson if half and keeps_images(task) else FusedAnderson
-        return kind(task, layout, rule, self.floor, self.memory, Method.growth, lift, half)
 
 
 def ridge(dtype: torch.dtype, eps: float) -> float:

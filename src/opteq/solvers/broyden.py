@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq._validate import share, whole
+from opteq.common.validate import share, whole
 from opteq.solvers.base import Solver
 from opteq.solvers.history import History, with_column
 from opteq.solvers.method import InverseEstimate, Method, Task

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq._validate import share
+from opteq.common.validate import share
 from opteq.solvers.base import Solver
 from opteq.solvers.loop import Process, relative
 from opteq.solvers.method import Method, Task
@@ -138,7 +138,7 @@ class AcceleratedIteration:
             self.merit = torch.where(taken, merit, self.merit)
         return self.point, self._estimated_error() if self.error else self.residual
 
-    def dead_ends(self) -> Tensor | None:
+    def breakdowns(self) -> Tensor | None:
         """Rows where even the shortest step is not finite."""
         return self.codes
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -11,16 +9,6 @@ from opteq.solvers.loop import relative
 from opteq.solvers.method import Method, Task
 from opteq.solvers.status import Status
 from opteq.states import choose_rows, row_norms
-
-
-class Seen(NamedTuple):
-    """A point evaluated: its image and merit, ``image - point``, the length of that, and its share of the image's."""
-
-    image: Tensor
-    merit: Tensor | None
-    change: Tensor
-    gap: Tensor
-    residual: Tensor
 
 
 class GuardedIteration:
@@ -49,14 +37,15 @@ class GuardedIteration:
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The start and its residual."""
-        seen = self._seen(self.point, self.image)
-        self.change, self.gap, self.least = seen.change, seen.gap, seen.gap
-        return self.point, seen.residual
+        self.change, self.gap, residual = self._measured(self.point, self.image)
+        self.least = self.gap
+        return self.point, residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """One proposal, judged."""
         proposal = self.admissible(self.method.propose(self.point, self.image, self.change, active))
-        image, merit, change, gap, residual = self._measure(proposal, active)
+        image, merit = self.evaluate(proposal)
+        change, gap, residual = self._measured(proposal, image)
         finite = torch.isfinite(residual)
         plain = self.method.plain()
         self.codes = torch.where(finite if plain is None else finite | ~plain, 0, int(Status.NON_FINITE))
@@ -80,14 +69,9 @@ class GuardedIteration:
         self.least = torch.fmin(self.least, gap)
         return proposal, residual
 
-    def dead_ends(self) -> Tensor | None:
+    def breakdowns(self) -> Tensor | None:
         """Rows where even a plain step is not finite."""
         return self.codes
-
-    def _measure(self, proposal: Tensor, active: Tensor) -> Seen:  # noqa: ARG002
-        """The map at a proposal."""
-        image, merit = self.evaluate(proposal)
-        return self._seen(proposal, image, merit)
 
     def _harmless(self, gap: Tensor, merit: Tensor | None) -> Tensor:
         if merit is None or self.merit is None:
@@ -96,7 +80,8 @@ class GuardedIteration:
         rounding = 64 * self.eps * self.merit.abs()
         return merit <= self.merit + rounding
 
-    def _seen(self, point: Tensor, image: Tensor, merit: Tensor | None = None) -> Seen:
+    def _measured(self, point: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``image - point``, its length, and that relative to the length of the image."""
         change = image - point
         gap = row_norms(change)
-        return Seen(image, merit, change, gap, relative(gap, row_norms(image), self.floor))
+        return change, gap, relative(gap, row_norms(image), self.floor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opteq.states import all_rows, zeros_a_row
+from opteq.states import zeros_a_row
 
 
 class History:
@@ -44,9 +44,6 @@ class History:
         new = slot == self.filled
         self.filled += new
         taped = torch.is_grad_enabled() and (vector.requires_grad or self._ring.requires_grad)
-        if not taped and all_rows(rows):
-            torch.div(vector, scale, out=self._ring[:, slot])
-            return
         column = torch.where(rows[:, None], vector / scale, 0.0 if new else self._ring[:, slot])
         if taped:  # the old columns are still needed as they were
             self._ring = torch.cat([self._ring[:, :slot], column[:, None], self._ring[:, slot + 1 :]], dim=1)

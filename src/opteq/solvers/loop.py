@@ -1,4 +1,4 @@
-"""The loop: one stopping rule, one best-so-far rule, finished samples frozen. Every solver here runs in it."""
+"""The loop: one stopping rule, one best-so-far rule, finished samples frozen. Every solver runs in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opteq.states import any_row, choose_rows
 
 
 class Process(Protocol):
-    """What a method does between two looks at the residual. Points are matrices with a row a sample."""
+    """What a method does between two measurements of the residual. Points are matrices with one row per sample."""
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The starting point ``(R, N)`` and its relative residual ``(R,)``."""
@@ -23,8 +23,8 @@ class Process(Protocol):
         """The next point and its residual; rows outside ``active`` are finished and may hold anything."""
         ...
 
-    def dead_ends(self) -> Tensor | None:
-        """A status code a row: above zero where the method cannot go on. None where that never happens."""
+    def breakdowns(self) -> Tensor | None:
+        """A status code per row: above zero where the method cannot go on. None where that never happens."""
         ...
 
 
@@ -35,11 +35,10 @@ class Rule:
     Args:
         tol: largest relative residual that counts as converged.
         max_steps: number of steps at most.
-        check_every: how often the host looks at whether all rows have finished. Looking makes a GPU wait, and
-            finished rows are frozen on the device in any case, so answers do not depend on it. More than ``max_steps``
-            means never.
+        check_every: steps between two checks of the host whether all rows have finished. A check synchronises a GPU.
+            Finished rows are frozen on the device in any case, so answers do not depend on it.
         to_the_end: take every step and return the last point: for methods whose early points have a small
-            residual without being what is sought.
+            residual without being what is sought, and for a fixed number of steps.
     """
 
     tol: float
@@ -50,11 +49,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finish:
-    """Where rows stand: best point, its residual, steps taken, status code, and the residual's history.
+    """Where rows stand: best point ``(R, N)``, its residual, steps taken, status code, and the residual's history.
 
-    ``point`` is a matrix with a row a sample, or the parts of a state where a run works on these directly. ``room`` is
-    all of the memory whose beginning is ``trace``, where every tensor here is at the same place after every step.
-    ``image`` is what the map makes of ``point``, in the form of it, where that was asked for and is known.
+    ``point`` may be the parts of a state instead, for an :class:`Iteration` that works on these directly.
     """
 
     point: Tensor | tuple[Tensor, ...]
@@ -62,12 +59,10 @@ class Finish:
     steps: Tensor
     codes: Tensor
     trace: Tensor
-    room: Tensor | None = None
-    image: tuple[Tensor, ...] | None = None
 
 
-class Run(Protocol):
-    """A solve in progress. Nothing here waits for the device; whoever drives it decides when to look."""
+class Iteration(Protocol):
+    """A solve in progress. None of its methods synchronises with the device."""
 
     rule: Rule
 
@@ -80,7 +75,7 @@ class Run(Protocol):
         ...
 
     def unfinished(self) -> Tensor:
-        """Rows that are neither converged nor at a dead end, ``(R,)``: true there, or 1."""
+        """Rows that are neither converged nor broken down, ``(R,)``: true there, or 1."""
         ...
 
     def finish(self) -> Finish:
@@ -88,8 +83,8 @@ class Run(Protocol):
         ...
 
 
-class PlainRun:
-    """The bookkeeping of a solve in tensor operations: it works on every device, on a tape and under vmap.
+class Loop:
+    """The bookkeeping of a solve in tensor operations: it works on every device, under autograd and under vmap.
 
     A row's answer is its first point within the tolerance, else the finite point with the least residual.
     ``steps`` counts updates, so a start that is already an equilibrium takes 0, and the residual is always that
@@ -106,7 +101,7 @@ class PlainRun:
         finite = torch.isfinite(residual)
         self.best_residual = torch.where(finite, residual, torch.inf)
         self.steps = torch.zeros_like(residual, dtype=torch.int64)
-        self.dead = torch.where(finite, 0, int(Status.NON_FINITE))
+        self.broken = torch.where(finite, 0, int(Status.NON_FINITE))
         self.done = self.best_residual <= self.rule.tol
         self.trace = [residual]
 
@@ -114,40 +109,41 @@ class PlainRun:
         """Advance the process, and choose."""
         rule, active = self.rule, self.unfinished()
         point, residual = self.process.advance(active)
-        self.chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
-        self.best = choose_rows(self.chosen, point, self.best)
-        self.best_residual = torch.where(self.chosen, residual, self.best_residual)
+        chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
+        self.best = choose_rows(chosen, point, self.best)
+        self.best_residual = torch.where(chosen, residual, self.best_residual)
         self.done = self.best_residual <= rule.tol
         self.steps = self.steps + active
-        ends = self.process.dead_ends()
-        if ends is not None:
-            self.dead = torch.where(active & ~self.done, ends, self.dead)
+        broken = self.process.breakdowns()
+        if broken is not None:
+            self.broken = torch.where(active & ~self.done, broken, self.broken)
         self.trace.append(torch.where(active, residual, self.trace[-1]))
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
-        return (self.dead == 0) if self.rule.to_the_end else ~self.done & (self.dead == 0)
+        return (self.broken == 0) if self.rule.to_the_end else ~self.done & (self.broken == 0)
 
     def finish(self) -> Finish:
         """The best points, and how they were reached."""
-        codes = status_codes(self.done, self.dead)
+        codes = status_codes(self.done, self.broken)
         return Finish(self.best, self.best_residual, self.steps, codes, torch.stack(self.trace))
 
 
-def status_codes(done: Tensor, dead: Tensor) -> Tensor:
-    """A status a row from what ended it."""
-    return torch.where(done, int(Status.CONVERGED), torch.where(dead > 0, dead, int(Status.MAX_STEPS)))
+def status_codes(done: Tensor, broken: Tensor) -> Tensor:
+    """A status per row from what ended it."""
+    return torch.where(done, int(Status.CONVERGED), torch.where(broken > 0, broken, int(Status.MAX_STEPS)))
 
 
-def drive(run: Run) -> None:
-    """Run until every row has converged or failed, or the steps are used up."""
-    run.begin()
-    for step in range(run.rule.max_steps):
-        if (step + 1) % run.rule.check_every == 0 and not any_row(run.unfinished(), unseen=True):
+def iterate(iteration: Iteration) -> None:
+    """Advance until every row has converged or failed, or the steps are used up."""
+    iteration.begin()
+    rule = iteration.rule
+    for step in range(rule.max_steps):
+        if (step + 1) % rule.check_every == 0 and not any_row(iteration.unfinished(), unseen=True):
             break
-        run.advance()
+        iteration.advance()
 
 
 def relative(change: Tensor, scale: Tensor, floor: float) -> Tensor:
-    """The relative residual ``change / max(scale, floor)`` of two norms a row."""
+    """The relative residual ``change / max(scale, floor)`` of two norms per row."""
     return change / scale.clamp(min=floor)

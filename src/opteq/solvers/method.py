@@ -6,18 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from opteq.states import Layout, State
+from opteq.states import Layout
 
 Map = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""A map on matrices with a row a sample: its image, and a merit a row where the problem has one."""
+"""A map on matrices with one row per sample: its image, and a merit per row where the problem has one."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A fixed-point problem as solvers see it: matrices with a row a sample.
+    """A fixed-point problem as solvers see it: matrices with one row per sample.
 
     Attributes:
         evaluate: the map.
@@ -25,7 +24,7 @@ class Task:
         start: the first point.
         known: the map at ``start``, which had to be evaluated to learn its dtype.
         layout: how rows are states.
-        damping: what the problem recommends: a number, or a column with one a row.
+        damping: what the problem recommends: a number, or a column with one per row.
         eps: rounding of the map.
     """
 
@@ -38,48 +37,12 @@ class Task:
     eps: float
 
 
-@dataclass(frozen=True)
-class StateTask:
-    """The same problem with states as they are, for runs that read them in place.
-
-    Attributes:
-        evaluate: the map and, where the problem has one, its merit a row.
-        project: brings a state to where the problem makes sense; None where every state does.
-        interval: the same where it is a clamp of every entry.
-        start, known, layout, damping, eps: as in :class:`Task`; ``damping`` is a number, or one a sample.
-        keep_image: whether the image of the answer is of use.
-    """
-
-    evaluate: Callable[[State], tuple[State, Tensor | None]]
-    project: Callable[[State], State] | None
-    interval: tuple[float, float] | None
-    start: State
-    known: tuple[State, Tensor | None]
-    layout: Layout
-    damping: float | Tensor
-    eps: float
-    keep_image: bool = False
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of sums and differences."""
-        return self.layout.dtype
-
-    def damping_by_row(self) -> Tensor | None:
-        """The damping of every row; None where it is 1."""
-        if isinstance(self.damping, Tensor):
-            return self.damping.amin().reshape(1) if self.layout.coupled else self.damping
-        if self.damping == 1:
-            return None
-        return torch.full((self.layout.rows,), float(self.damping), dtype=self.wide, device=self.layout.device)
-
-
 class InverseEstimate(ABC):
     """An estimate of ``(I - J)^-1`` gathered on the way to the fixed point."""
 
     @abstractmethod
     def adjoint(self, rows: Tensor) -> Tensor:
-        """The transposed estimate applied to a matrix with a row a sample."""
+        """The transposed estimate applied to a matrix with one row per sample."""
 
 
 class Method(ABC):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from opteq._validate import share
+from opteq.common.validate import share
 from opteq.solvers.base import Solver
-from opteq.solvers.fused.available import supports
-from opteq.solvers.loop import Rule, Run
-from opteq.solvers.method import Method, StateTask, Task
-from opteq.states import blocks
+from opteq.solvers.method import Method, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +37,6 @@ class Picard(Solver):
 
     def _method(self, task: Task) -> Method:
         return _PlainStep(task.damping if self.damping is None else self.damping)
-
-    def _fused(self, task: StateTask, rule: Rule) -> Run | None:
-        if not supports(blocks(task.start)):
-            return None
-        from opteq.solvers.fused.fixed_point import FusedPlain
-        from opteq.solvers.fused.ledger import Blocks
-
-        layout = Blocks(blocks(task.known[0]), task.layout.rows)
-        if not layout.fits:
-            return None
-        return FusedPlain(
-            task if self.damping is None else replace(task, damping=self.damping), layout, rule, self.floor
-        )
 
 
 class _PlainStep(Method):

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from opteq._validate import positive, share, whole
+from opteq.common.validate import positive, share, whole
 from opteq.solvers.base import Solver
 from opteq.solvers.loop import Process, Rule, relative
 from opteq.solvers.method import Method, Task
@@ -110,8 +110,9 @@ class SAM(Solver):
         """Whether the regulariser ties samples together."""
         return self.regularizer.couples_batch
 
-    def _rule(self, tol: float, device: torch.device) -> Rule:
-        return replace(super()._rule(tol, device), to_the_end=True)
+    def rule(self, device: torch.device, eps: float) -> Rule:
+        """Every step is taken."""
+        return replace(super().rule(device, eps), to_the_end=True)
 
     def _process(self, task: Task) -> tuple[Method | None, Process]:
         return None, _Averaging(self, task)
@@ -147,7 +148,7 @@ class _Averaging:
         self.codes = torch.where(torch.isfinite(residual), 0, int(Status.NON_FINITE))
         return self.point, residual
 
-    def dead_ends(self) -> Tensor | None:
+    def breakdowns(self) -> Tensor | None:
         return self.codes
 
     def _residual(self) -> Tensor:

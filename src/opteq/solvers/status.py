@@ -19,7 +19,8 @@ class Status(IntEnum):
     CYCLING = 4
     APPROXIMATE = 5
     SINGULAR = 6
-    NOT_A_MINIMUM = 7
+    FIXED_STEPS = 7
+    NOT_A_MINIMUM = 8
 
     @property
     def message(self) -> str:
@@ -51,6 +52,7 @@ _MESSAGES = {
         "the linear system has no solution that rounding lets through: the equilibrium is not isolated, or nearly so. "
         "The nearest answer of moderate length is used; give the operators a smaller bound"
     ),
+    Status.FIXED_STEPS: "tol=0 asked for exactly max_steps steps; they were taken, and the residual is what they left",
     Status.NOT_A_MINIMUM: (
         "the objective has a direction of negative curvature here, so this stationary point is a maximum or a saddle. "
         "Begin elsewhere (start=), make the objective convex, or bound the weight of its concave terms"

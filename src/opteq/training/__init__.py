@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from opteq.training.checkpoints import CheckpointWarning
-from opteq.training.evaluate import evaluate
-from opteq.training.guard import Interrupted, TrainingStopped
-from opteq.training.recipe import Recipe
-from opteq.training.recipe_files import load_recipe, recipes
-from opteq.training.train import train
+from opteq.common.errors import needs_extra
+
+with needs_extra("train"):
+    from opteq.training.evaluate import evaluate
+    from opteq.training.guard import Interrupted, TrainingStopped
+    from opteq.training.recipe.files import load_recipe, recipes
+    from opteq.training.recipe.sections import Recipe
+    from opteq.training.run.checkpoints import CheckpointWarning
+    from opteq.training.train import train
 
 __all__ = [
     "CheckpointWarning",

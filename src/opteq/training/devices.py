@@ -7,7 +7,7 @@ from accelerate import Accelerator, DistributedType  # type: ignore[import-untyp
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped,unused-ignore]
 from accelerate.utils import gather_object  # type: ignore[import-untyped,unused-ignore]
 
-from opteq._errors import UserError, unknown_name
+from opteq.common.errors import UserError, unknown_name
 
 __all__ = ["DEVICES", "PRECISIONS", "Accelerator", "engine", "gather_object"]
 

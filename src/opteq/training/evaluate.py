@@ -14,19 +14,19 @@ from pydantic import ValidationError
 from torch import nn
 
 from opteq import data, models
-from opteq._errors import UserError
-from opteq._files import draft, plain_errors, write_atomically
 from opteq.analysis import PGD
+from opteq.common.errors import UserError
+from opteq.common.files import draft, plain_errors, write_atomically
 from opteq.data import Batches, Dataset, Split
 from opteq.gradients import Unrolled
 from opteq.models import equilibria
 from opteq.solvers import SAM
 from opteq.training.devices import Accelerator, engine
-from opteq.training.measure import measure
-from opteq.training.recipe import AdversarySection, Recipe, fraction
-from opteq.training.run_folder import RunFolder
-from opteq.training.sizes import check_size
-from opteq.training.tally import Counts, Tally
+from opteq.training.input_size import check_size
+from opteq.training.metrics import Counts, Tally
+from opteq.training.recipe.sections import AdversarySection, Recipe, fraction
+from opteq.training.run.folder import RunFolder
+from opteq.training.validation import measure
 
 PATIENCE = 500
 """Solver steps allowed where a tolerance is asked for and no number of steps: enough not to be what ends a solve."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from opteq.training.recipe import GuardSection
-from opteq.training.tally import Counts
+from opteq.training.metrics import Counts
+from opteq.training.recipe.sections import GuardSection
 
 
 class TrainingStopped(RuntimeError):  # noqa: N818 - it says what happened, as a sentence would
@@ -14,6 +14,8 @@ class TrainingStopped(RuntimeError):  # noqa: N818 - it says what happened, as a
     The command line prints the message and stops with status 3: the command was right, the training went wrong.
     """
 
+    exit_status = 3
+
 
 class Interrupted(RuntimeError):  # noqa: N818
     """A signal ended the run after a checkpoint; ``signal`` is its number, and the exit status is 128 more."""
@@ -21,6 +23,7 @@ class Interrupted(RuntimeError):  # noqa: N818
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
         self.signal = signal
+        self.exit_status = 128 + signal
 
 
 def judge(options: GuardSection, counts: Counts, where: str) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from opteq.equilibrium import Equilibrium
 from opteq.training.adversary import Adversary
 from opteq.training.devices import Accelerator
-from opteq.training.losses import Loss
-from opteq.training.measure import reports
-from opteq.training.recipe import TrainSection
-from opteq.training.tally import Tally
+from opteq.training.metrics import Tally
+from opteq.training.optim.losses import Loss
+from opteq.training.recipe.sections import TrainSection
+from opteq.training.validation import reports
 
 
 class Stepper:

@@ -10,26 +10,26 @@ import torch
 from rich.console import Console
 
 from opteq import data, models
-from opteq._errors import UserError
-from opteq._files import plain_errors
+from opteq.common.errors import UserError
+from opteq.common.files import plain_errors
 from opteq.data import Batches, Dataset, Split
 from opteq.models import Classifier
-from opteq.training import environment, rng
 from opteq.training.adversary import Adversary
-from opteq.training.checkpoints import Checkpoints
 from opteq.training.devices import Accelerator, engine
-from opteq.training.losses import Loss
-from opteq.training.measure import quiet
-from opteq.training.optimizers import optimizer
-from opteq.training.progress import ProgressDisplay
-from opteq.training.recipe import Recipe
-from opteq.training.records import Records
-from opteq.training.run_folder import RunFolder
-from opteq.training.shared_norm import share_normalisation
-from opteq.training.signals import StopRequest
-from opteq.training.sizes import check_size
+from opteq.training.input_size import check_size
+from opteq.training.optim.losses import Loss
+from opteq.training.optim.optimizers import optimizer
+from opteq.training.optim.sync_batch_norm import share_normalisation
+from opteq.training.recipe.sections import Recipe
+from opteq.training.run import environment, rng
+from opteq.training.run.checkpoints import Checkpoints
+from opteq.training.run.folder import RunFolder
+from opteq.training.run.progress import ProgressDisplay
+from opteq.training.run.records import Records
+from opteq.training.run.signals import StopRequest
 from opteq.training.step import Stepper
 from opteq.training.trainer import Trainer
+from opteq.training.validation import quiet
 
 
 def train(recipe: Recipe, out: str | Path, resume: bool = False, console: Console | None = None) -> Path:

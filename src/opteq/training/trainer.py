@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from opteq._errors import UserError
-from opteq._files import plain_errors
 from opteq.analysis import PGD
+from opteq.common.errors import UserError
+from opteq.common.files import plain_errors
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
-from opteq.training import state
-from opteq.training.checkpoints import Checkpoint, Checkpoints
 from opteq.training.devices import Accelerator
 from opteq.training.guard import Interrupted, TrainingStopped, judge
-from opteq.training.measure import measure
-from opteq.training.progress import ProgressDisplay
-from opteq.training.recipe import Recipe
-from opteq.training.records import Line, Records
-from opteq.training.schedules import schedule
-from opteq.training.signals import StopRequest
+from opteq.training.metrics import Counts, Tally
+from opteq.training.optim.schedules import schedule
+from opteq.training.recipe.sections import Recipe
+from opteq.training.run import state
+from opteq.training.run.checkpoints import Checkpoint, Checkpoints
+from opteq.training.run.progress import ProgressDisplay
+from opteq.training.run.records import Line, Records
+from opteq.training.run.signals import StopRequest
 from opteq.training.step import Stepper
-from opteq.training.tally import Counts, Tally
+from opteq.training.validation import measure
 
 
 class Trainer:

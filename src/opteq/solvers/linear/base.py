@@ -1,25 +1,20 @@
-"""What every linear solver is: a frozen set of options and one entry, on matrices with a row a sample."""
+"""What every linear solver is: a frozen set of options and one entry, on matrices with one row per sample."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from opteq._options import NamedOptions
-from opteq._room import Room
-from opteq._validate import positive, whole
-from opteq.solvers.loop import Finish, PlainRun, Process, Rule, Run, drive
-from opteq.solvers.scaled import ScaledProduct
-from opteq.states import Layout, State, blocks, row_norms
+from opteq.common.options import NamedOptions
+from opteq.common.validate import positive, whole
+from opteq.solvers.loop import Finish, Iteration, Loop, Process, Rule, iterate
+from opteq.states import Layout, State, row_norms
 
 Product = Callable[[Tensor], Tensor]
-PartialProduct = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +31,6 @@ class LinearSolver(metaclass=NamedOptions):
     max_steps: int = 100
     check_every: int | None = None
 
-    capturable: ClassVar[bool] = True
-    """Whether steps can be captured as CUDA graphs: they wait for nothing."""
-
     def __post_init__(self) -> None:
         positive(self, "tol")
         whole(self, "max_steps")
@@ -53,58 +45,16 @@ class LinearSolver(metaclass=NamedOptions):
             rhs: right sides ``(R, N)`` in float32 or float64.
             eps: rounding of ``product``, below which no residual is asked for.
         """
-        session = self.open(product, rhs, eps)
-        drive(session.run)
-        return session.finish()
+        return self.open(product, rhs, eps).run()
 
-    def open(self, product: Product, rhs: Tensor, eps: float = 0.0) -> LinearSession:
+    def open(self, product: Product, rhs: Tensor, eps: float = 0.0) -> LinearSolve:
         """A solve that has not begun; arguments as for :meth:`solve`."""
         unit, scale = unit_rows(rhs)
-        return LinearSession(PlainRun(self._process(product, unit), self.rule(rhs.dtype, rhs.device, eps)), scale)
+        return LinearSolve(Loop(self._process(product, unit), self.rule(rhs.dtype, rhs.device, eps)), scale)
 
-    def open_states(
-        self,
-        product: Callable[[State], State],
-        rhs: State,
-        layout: Layout,
-        eps: float,
-        added: State | None = None,
-        scaled: ScaledProduct | None = None,  # noqa: ARG002
-    ) -> LinearSession:
-        """A solve of ``(I - S) v = rhs`` on states.
-
-        Args:
-            product: applies S to states of ``layout``'s dtypes.
-            rhs: the right side, of ``layout``.
-            layout: how states are matrices.
-            eps: rounding of ``product``.
-            added: a state that the answer is given together with, as their sum; None for the answer alone.
-            scaled: the same product for states of halves with scales, for those who keep them so.
-        """
-        session = self.open(lambda rows: rows - layout.pack(product(layout.unpack(rows))), layout.pack(rhs), eps)
-        return session if added is None else replace(session, added=layout.pack(added))
-
-    def open_refined(
-        self,
-        product: PartialProduct,
-        coarse: Product | None,
-        error: float,
-        rhs: Tensor,
-        eps: float,
-        room: Room | None = None,
-    ) -> LinearSession:
-        """A solve of ``(I - S) v = rhs`` with products by S that may be rough, on a CPU.
-
-        Args:
-            product: applies S to all rows, or to those with the given numbers.
-            coarse: applies S to all rows, up to ``error``; None where there is no cheaper way.
-            error: relative error of ``coarse``.
-            rhs: right sides ``(R, N)``.
-            eps: rounding of ``product``.
-            room: where the solve may work, if anywhere.
-        """
-        del coarse, error, room  # most methods can't tell how far their recurrences have drifted from the truth
-        return self.open(lambda rows: rows - product(rows, None), rhs, eps)
+    def open_states(self, product: Callable[[State], State], rhs: State, layout: Layout, eps: float) -> LinearSolve:
+        """A solve of ``(I - S) v = rhs`` on states of ``layout``, where ``product`` applies S with rounding ``eps``."""
+        return self.open(lambda rows: rows - layout.pack(product(layout.unpack(rows))), layout.pack(rhs), eps)
 
     def rule(self, dtype: torch.dtype, device: torch.device, eps: float) -> Rule:
         """When to stop, for steps in ``dtype`` on ``device`` and products that are rounded to ``eps``."""
@@ -117,53 +67,36 @@ class LinearSolver(metaclass=NamedOptions):
 
 
 @dataclass(frozen=True)
-class LinearSession:
-    """A linear solve under way.
+class LinearSolve:
+    """A linear solve under way: its iteration, and what right sides ``(R, 1)`` were divided by, if they were."""
 
-    Attributes:
-        run: what advances.
-        scale: what right sides were divided by; None where the run's answers are those that are asked for.
-        added: what is added to them then.
-    """
-
-    run: Run
+    iteration: Iteration
     scale: Tensor | None
-    added: Tensor | None = None
+
+    def run(self) -> Finish:
+        """Iterate to the end."""
+        iterate(self.iteration)
+        return self.finish()
 
     def finish(self, finish: Finish | None = None) -> Finish:
-        """Where the solve stands; or stood, at a ``finish`` of its run."""
-        finish = self.run.finish() if finish is None else finish
+        """Where the solve stands; or stood, at a ``finish`` of its iteration."""
+        finish = self.iteration.finish() if finish is None else finish
         if self.scale is None:
             return finish
         assert isinstance(finish.point, Tensor)
-        point = finish.point * self.scale
-        return replace(finish, point=point if self.added is None else point + self.added)
+        return replace(finish, point=finish.point * self.scale)
 
 
 def unit_rows(rhs: Tensor) -> tuple[Tensor, Tensor]:
-    """Right sides of length one or zero, and their lengths ``(R, 1)``.
+    """Right sides of length one or zero, and their lengths ``(R, 1)``: NaN for rows that are not finite.
 
-    By way of their largest entry: then neither norms nor recurrences overflow or vanish.
+    By way of their largest entry: then neither norms nor recurrences overflow or vanish. A row that is not finite ends
+    at its first point, zero; its length makes NaN of that, which is the only honest answer.
     """
     largest = usable_scale(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
     length = usable_scale(row_norms(rhs / largest).to(rhs.dtype)[:, None])
-    return rhs / largest / length, length * largest
-
-
-def sample_norms(state: State, coupled: bool) -> Tensor:
-    """The norm of every sample, or of the whole batch ``(1,)``, in float64."""
-    norms = []
-    for part in blocks(state):
-        dims = tuple(range(0 if coupled else 1, part.ndim))
-        if not dims:
-            norms.append(part.abs().to(torch.float64))
-        elif part.dtype != torch.float64:  # whose squares are within the range of float64
-            norms.append(torch.linalg.vector_norm(part, dim=dims, dtype=torch.float64))
-        else:
-            largest = usable_scale(part.abs().amax(dim=dims, keepdim=True))
-            norm = torch.linalg.vector_norm(part / largest, dim=dims)
-            norms.append(norm * largest.reshape(norm.shape))
-    return reduce(torch.hypot, norms).reshape(-1)
+    finite = torch.isfinite(rhs).all(dim=1, keepdim=True)
+    return rhs / largest / length, torch.where(finite, length * largest, torch.nan)
 
 
 def usable_scale(scale: Tensor) -> Tensor:
@@ -172,13 +105,7 @@ def usable_scale(scale: Tensor) -> Tensor:
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product of each pair of rows, accumulated in float64 where the device has it.
-
-    A CPU would copy the products to float64 first, which takes longer than all the rest; its own sums of float32 go by
-    pairs, and lose no digit that vectors of length one or less would need.
-    """
-    if a.device.type == "cpu" and a.dtype == torch.float32:
-        return (a * b).sum(dim=1).to(torch.float64)
+    """Inner product of each pair of rows, accumulated in float64 where the device has it."""
     dtype = torch.float32 if a.device.type == "mps" else torch.float64
     return (a * b).sum(dim=1, dtype=dtype)
 
@@ -199,5 +126,5 @@ def lost(point: Tensor, size: Tensor) -> Tensor:
 
 
 def columns(scalars: Tensor, like: Tensor) -> Tensor:
-    """Numbers a row ``(R,)`` shaped to multiply rows ``(R, N)``, in their dtype."""
+    """Values per row ``(R,)`` shaped to multiply rows ``(R, N)``, in their dtype."""
     return scalars.to(like.dtype)[:, None]

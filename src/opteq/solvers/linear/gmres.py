@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from opteq._validate import whole
+from opteq.common.validate import whole
 from opteq.solvers.linear.base import LinearSolver, Product, columns, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
@@ -26,8 +25,6 @@ class GMRES(LinearSolver):
     """
 
     restart: int = 20
-
-    capturable: ClassVar[bool] = False  # QR factorisations wait for the device
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +79,7 @@ class _ArnoldiCycle:
         self.codes = torch.where(torch.isfinite(residual), self.codes, int(Status.NON_FINITE))
         return self.point, torch.where(hidden, torch.inf, residual)
 
-    def dead_ends(self) -> Tensor | None:
+    def breakdowns(self) -> Tensor | None:
         return self.codes
 
     def _begin(self, residual: Tensor) -> None:

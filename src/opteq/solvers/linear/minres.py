@@ -76,5 +76,5 @@ class _MinimalResiduals:
         self.codes = torch.where(torch.isfinite(self.rest), self.codes, int(Status.NON_FINITE))
         return self.point, torch.where(hidden, torch.inf, self.rest.abs())
 
-    def dead_ends(self) -> Tensor | None:
+    def breakdowns(self) -> Tensor | None:
         return self.codes

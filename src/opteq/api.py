@@ -1,0 +1,69 @@
+"""All that ``import opteq`` hands out by name."""
+
+from opteq import analysis, couplings, engine, kernels, models, operators, penalties, plot, potentials, regularizers
+from opteq.common.errors import ConvergenceError, ConvergenceWarning
+from opteq.equilibrium import Equilibrium
+from opteq.gradients import Implicit, OneStep, Phantom, Shine, Unrolled
+from opteq.problems import (
+    GEQ,
+    AffineOptEq,
+    AverageBranches,
+    Branch,
+    Certificate,
+    DeepOptEq,
+    HiddenProblem,
+    MOptEq,
+    Objective,
+    OptEq,
+    Parallel,
+    POptEq,
+    Splitting,
+)
+from opteq.solution import Report, Solution
+from opteq.solvers import FISTA, SAM, Anderson, Broyden, Picard, Status
+from opteq.solvers.linear import CG, GMRES, MINRES
+
+__all__ = [
+    "CG",
+    "FISTA",
+    "GEQ",
+    "GMRES",
+    "MINRES",
+    "SAM",
+    "AffineOptEq",
+    "Anderson",
+    "AverageBranches",
+    "Branch",
+    "Broyden",
+    "Certificate",
+    "ConvergenceError",
+    "ConvergenceWarning",
+    "DeepOptEq",
+    "Equilibrium",
+    "HiddenProblem",
+    "Implicit",
+    "MOptEq",
+    "Objective",
+    "OneStep",
+    "OptEq",
+    "POptEq",
+    "Parallel",
+    "Phantom",
+    "Picard",
+    "Report",
+    "Shine",
+    "Solution",
+    "Splitting",
+    "Status",
+    "Unrolled",
+    "analysis",
+    "couplings",
+    "engine",
+    "kernels",
+    "models",
+    "operators",
+    "penalties",
+    "plot",
+    "potentials",
+    "regularizers",
+]

@@ -1,5 +1,0 @@
-"""``opteq bench``: what a solver's step and a training step cost, beside the bare map, torchdeq and the floor."""
-
-from opteq.bench.command import run
-
-__all__ = ["run"]

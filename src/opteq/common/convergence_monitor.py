@@ -1,0 +1,197 @@
+"""What a layer says of samples that failed: at once where that is known, else as soon as it is.
+
+On a GPU a solve may be under way when its answer is handed out . To wait for it, only
+to learn that all went well, would cost what not waiting has saved. So the status codes are sent after it, and looked at
+when they have arrived: by the backward pass, which is launched by then, by the layer's next call, or when the program
+ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opteq.common.errors import ConvergenceError, ConvergenceWarning, callers_level
+from opteq.solution import Report
+from opteq.solvers.status import Status
+from opteq.states import State, any_row, blocks, map_state
+
+# So many reports may be on their way; the host waits for the oldest one of more.
+_MOST_UNSEEN = 8
+_FINE = (int(Status.CONVERGED), int(Status.APPROXIMATE), int(Status.FIXED_STEPS))
+
+
+@dataclass(frozen=True)
+class FailureCheck:
+    """A solve to be judged.
+
+    Attributes:
+        report: how it went.
+        what: what a failure means, in words.
+        way: forward or backward: a layer warns of each by itself.
+        x: the input, where a failure may be its fault.
+    """
+
+    report: Report
+    what: str
+    way: str
+    x: State | None = None
+
+    def kept(self) -> FailureCheck:
+        """The same for later, without the tape of the input."""
+        return self if self.x is None else replace(self, x=map_state(Tensor.detach, self.x))
+
+    def refuse_input(self, when: str) -> None:
+        """Raise where the input has values that are not finite, and a sample is lost for that reason."""
+        if self.x is None or int(Status.NON_FINITE) not in self.report.codes.tolist():
+            return
+        for bad in (~torch.isfinite(part) for part in blocks(self.x)):
+            if any_row(bad):
+                first = tuple(int(i) for i in bad.nonzero()[0])
+                raise ValueError(
+                    f"the input{when} has {int(bad.sum())} values that are not finite, the first at index {first}"
+                )
+
+
+class AsyncHostCopy:
+    """A copy of a tensor of integers in host memory, made without waiting for the device."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+        self._copy.copy_(numbers, non_blocking=True)
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def arrived(self) -> bool:
+        """Whether the values can be read without waiting."""
+        return bool(self._event.query())
+
+    def read(self) -> list[int]:
+        """The values; waits for them."""
+        self._event.synchronize()
+        numbers: list[int] = self._copy.tolist()
+        return numbers
+
+
+class _Pending:
+    """A finding whose status codes are on their way to the host."""
+
+    def __init__(self, finding: FailureCheck) -> None:
+        self.finding = finding.kept()
+        self.codes = AsyncHostCopy(finding.report.codes)
+        self._versions = self._counted()
+
+    def failed(self) -> bool:
+        """Whether a sample has; waits for the codes."""
+        return any(code not in _FINE for code in self.codes.read())
+
+    def refuse_input(self) -> None:
+        """Raise where the input is at fault, unless it was seen to be overwritten since."""
+        if self._versions == self._counted():
+            self.finding.refuse_input(" of an earlier call")
+
+    def _counted(self) -> list[int | None]:
+        """How often parts of the input were changed; None where nobody counts."""
+        parts = () if self.finding.x is None else blocks(self.finding.x)
+        return [None if part.is_inference() else part._version for part in parts]
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """How bad a failure was: the share of samples that failed, and the largest finite residual."""
+
+    share: float
+    residual: float
+
+    @classmethod
+    def of(cls, report: Report) -> _Extent:
+        failed = report.failures()
+        residuals = report.residual[failed & torch.isfinite(report.residual)]
+        return cls(float(failed.float().mean()), float(residuals.max()) if residuals.numel() else 0.0)
+
+    def clearly_worse(self, earlier: _Extent) -> bool:
+        """Twice as many samples, or ten times the residual."""
+        return self.share >= 2 * earlier.share or self.residual >= 10 * max(earlier.residual, 1e-30)
+
+
+class ConvergenceMonitor:
+    """Judges the solves of one layer, and remembers what it has warned of."""
+
+    def __init__(self) -> None:
+        self._warned: dict[str, _Extent] = {}
+        self._unseen: deque[_Pending] = deque()
+        self._lock = threading.RLock()  # backward passes have threads of their own
+        weakref.finalize(self, _last_words, self._unseen, self._warned, os.getpid())
+
+    def __reduce__(self) -> tuple[type[ConvergenceMonitor], tuple[()]]:
+        # Reports belong to the process and the layer that made them.
+        return ConvergenceMonitor, ()
+
+    def judge(self, finding: FailureCheck, on_failure: str) -> None:
+        """Warn or raise where samples failed; of a solve that is still under way, later, unless it is to raise."""
+        if on_failure == "ignore":
+            return
+        if on_failure == "warn" and finding.report.pending:
+            with self._lock:
+                self._unseen.append(_Pending(finding))
+                oldest = self._unseen.popleft() if len(self._unseen) > _MOST_UNSEEN else None
+            if oldest is not None:
+                self._settle(oldest)
+        elif any_row(finding.report.failures()):
+            finding.refuse_input("")
+            _tell(finding, on_failure, self._warned)
+
+    def catch_up(self, on_failure: str, wait_for: str | None = None) -> None:
+        """Judge what has arrived by now; what went this ``way``, and all before it, is waited for.
+
+        While failures are to be ignored, those of earlier calls are kept for later.
+        """
+        while on_failure != "ignore" and (next_one := self._next(wait_for)) is not None:
+            self._settle(next_one)
+
+    def _next(self, wait_for: str | None) -> _Pending | None:
+        with self._lock:
+            waiting = self._unseen
+            if waiting and (waiting[0].codes.arrived() or any(each.finding.way == wait_for for each in waiting)):
+                return waiting.popleft()
+            return None
+
+    def _settle(self, unseen: _Pending) -> None:
+        if unseen.failed():
+            unseen.refuse_input()
+            _tell(unseen.finding, "warn", self._warned)
+
+
+def _tell(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent]) -> None:
+    extent = _Extent.of(finding.report)
+    earlier = warned.get(finding.way)
+    if on_failure == "warn" and earlier is not None and not extent.clearly_worse(earlier):
+        return
+    message = finding.report.describe_failures(finding.what)
+    if on_failure == "raise":
+        raise ConvergenceError(message)
+    warned[finding.way] = extent
+    note = "(This layer warns again when it gets clearly worse.)"
+    warnings.warn(f"{message}\n  {note}", ConvergenceWarning, stacklevel=callers_level())
+
+
+def _last_words(unseen: deque[_Pending], warned: dict[str, _Extent], process: int) -> None:
+    """Of a layer that nobody has any more, or at the end of a program."""
+    if not unseen or process != os.getpid():
+        return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return
+    try:
+        for each in unseen:
+            if each.failed():
+                _tell(each.finding, "warn", warned)
+    except RuntimeError:  # of a device that has failed; that was told elsewhere
+        return

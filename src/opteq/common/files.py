@@ -1,0 +1,105 @@
+"""Files that are either whole or not there, and one clear line where a disk refuses them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from opteq.common.errors import UserError
+
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+"""The names of drafts: so unlike anything else that what matches may be removed."""
+
+
+@contextlib.contextmanager
+def draft(target: Path, content: bytes) -> Iterator[Path]:
+    """A hidden file beside ``target`` with ``content``, forced onto the disk; gone at the end unless it was moved."""
+    path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(path, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that after a crash at any moment ``path`` holds the old content or the new, never a part.
+
+    The bytes go to a draft beside it, which takes the name in one step; the folder is forced onto the disk too, since
+    the name is its content.
+    """
+    with draft(path, content) as written:
+        os.replace(written, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's list of names onto the disk, where the system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what a killed process left half-written, and nothing else: the folder may be somebody's home."""
+    for path in folder.glob(".*.tmp"):
+        if _DRAFT.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def plain_errors(doing: str, remedy: str) -> Iterator[None]:
+    """Turn what the file system says into one line: what was being done, why it failed, what to do."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise UserError(f"{doing} failed: {error.strerror or error}{where}; {remedy}") from error
+
+
+def look_into(folder: Path) -> None:
+    """Raise where one may not look into a folder: whether something is in it could not be told. It need not be there.
+
+    ``Path.exists`` of what is in it would raise the system's own error, or in later versions of Python say no.
+    """
+    with (
+        plain_errors(f"looking into {folder}", "mend its permissions, or give another folder"),
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+    ):
+        os.stat(os.path.join(folder, "."))
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, refusal: str) -> Iterator[None]:
+    """Hold a folder inside the block: a second process that wants it is refused. A process that dies lets go of it.
+
+    It leaves no file behind. Where the system has no such locks (Windows, some network disks) nothing is held.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(refusal) from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)

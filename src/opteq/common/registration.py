@@ -1,0 +1,37 @@
+"""A module that registers what lies inside the options it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from opteq.common.options import NamedOptions
+
+
+class HoldsOptions(nn.Module):
+    """A module some of whose attributes are plain options that may hold modules themselves.
+
+    A learned prior may lie inside an envelope, or inside a solver that selects by it. Its parameters are those of the
+    module that holds them all, or no optimiser would see them. The name is the attribute's with those on the way:
+    ``regularizer_regularizer`` for the prior inside the envelope ``regularizer``.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for place, _ in _modules_inside(self.__dict__.get(name)):
+            del self._modules[f"{name}_{place}"]
+        super().__setattr__(name, value)
+        for place, module in _modules_inside(value):
+            self.add_module(f"{name}_{place}", module)
+
+
+def _modules_inside(value: object) -> list[tuple[str, nn.Module]]:
+    """The modules that options hold, by the names of the attributes on the way; none for a module, which holds them."""
+    if isinstance(value, nn.Module) or not isinstance(type(value), NamedOptions):
+        return []
+    found = []
+    for name, held in getattr(value, "__dict__", {}).items():
+        if isinstance(held, nn.Module):
+            found.append((name, held))
+        found += [(f"{name}_{place}", module) for place, module in _modules_inside(held)]
+    return found

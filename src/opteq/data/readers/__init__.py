@@ -1,0 +1,3 @@
+"""Readers of the data sets' own formats."""
+
+__all__: list[str] = []

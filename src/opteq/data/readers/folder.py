@@ -1,0 +1,84 @@
+"""A folder of pictures: ``train/<class>/*`` and ``test/<class>/*``. ImageNette, ImageNet and its subsets are this."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from opteq.common.errors import UserError
+from opteq.data.readers.decode import decode_all, decode_one
+from opteq.data.readers.source import Found, Source, Stream
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+LAYOUT = "expected train/<class>/<picture> and test/<class>/<picture> (or val/ for test/)"
+
+
+@dataclass(frozen=True)
+class _Listing:
+    classes: tuple[str, ...]
+    files: tuple[str, ...]  # below the root, class by class, by name within a class
+    labels: tuple[int, ...]
+
+
+def find_folder(root: Path | None, image_size: int | None) -> Found:
+    """List the pictures under ``root``; they are opened later."""
+    if root is None:
+        raise UserError(f"data set 'folder' needs root, the folder of pictures (--set data.root=PATH); {LAYOUT}")
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; {LAYOUT}")
+    if not (root / "train").is_dir():
+        raise UserError(f"{root}: has no folder train; {LAYOUT}")
+    held_out = next((name for name in ("test", "val") if (root / name).is_dir()), None)
+    if held_out is None:
+        raise UserError(f"{root}: has neither a folder test nor val; {LAYOUT}")
+    train, test = _list(root, "train"), _list(root, held_out)
+    for name in sorted(set(train.classes) ^ set(test.classes)):
+        has, lacks = ("train", held_out) if name in train.classes else (held_out, "train")
+        raise UserError(f"{root / has / name}: {lacks} has no class {name!r}; both need the same class folders")
+    return Found(root, train.files + test.files, partial(_read, root, train, test, image_size))
+
+
+def _list(root: Path, split: str) -> _Listing:
+    classes = tuple(sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir() and visible(entry.name)))
+    if not classes:
+        raise UserError(f"{root / split}: has no class folders; {LAYOUT}")
+    files: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        pictures = sorted(
+            entry.name
+            for entry in os.scandir(root / split / name)
+            if visible(entry.name) and entry.name.lower().endswith(ENDINGS) and entry.is_file()
+        )
+        if not pictures:
+            endings = ", ".join(ending[1:] for ending in ENDINGS)
+            raise UserError(f"{root / split / name}: no pictures in it ({endings}); fill or remove this class folder")
+        files += [f"{split}/{name}/{picture}" for picture in pictures]
+        labels += [label] * len(pictures)
+    return _Listing(classes, tuple(files), tuple(labels))
+
+
+def visible(name: str) -> bool:
+    """Neither hidden nor one of the companions that file managers leave behind (``._cat.jpg``, ``.DS_Store``)."""
+    return not name.startswith(".")
+
+
+def _read(root: Path, train: _Listing, test: _Listing, image_size: int | None) -> Source:
+    # Every picture has to have the shape of the first one; with image_size it gets it.
+    first = root / train.files[0]
+    channels, height, width = decode_one(first, image_size).shape
+
+    def stream(listing: _Listing) -> Stream:
+        paths = [root / name for name in listing.files]
+
+        def pieces() -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
+            return decode_all(paths, first, (channels, height, width), image_size)
+
+        return Stream(np.array(listing.labels, dtype=np.int64), (channels, height, width), pieces)
+
+    return Source(train.classes, stream(train), stream(test))

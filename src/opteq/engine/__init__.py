@@ -1,0 +1,123 @@
+"""All that exists for speed, behind one interface.
+
+The library computes everything without this package. At three places it asks whether somebody can do the same faster:
+to solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), and to compute the
+bounded weights of a module (:func:`bounded_weights`). None means "not mine": the plain path runs. Nothing else in the
+library imports from here, and a test sees to it.
+
+Today there is one backend, :mod:`opteq.engine.cuda_graphs`. It takes any problem, a user's as ours, apart into its
+tensors and its structure, captures solves and backward passes as CUDA graphs, and replays them. Results agree with the
+plain path to the tolerance of the solve. :func:`report` says which path a call takes, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from opteq.engine.settings import settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from opteq.problems.hidden import BoundMap
+    from opteq.solution import Report
+    from opteq.solvers import Outcome, Solver
+    from opteq.solvers.linear import LinearSolver
+    from opteq.states import State
+
+__all__ = ["Backend", "attach", "bounded_weights", "forget", "off", "report", "solve"]
+
+
+class Backend(Protocol):
+    """What a backend offers; each method returns None where the plain path should run."""
+
+    def solve(self, hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
+        """The equilibrium of a bound problem, without autograd."""
+        ...
+
+    def attach(
+        self, hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
+    ) -> tuple[State, Outcome] | None:
+        """``state``, and its features in ``outcome``, with the implicit gradient attached."""
+        ...
+
+    def bounded_weights(self, module: nn.Module) -> AbstractContextManager[None] | None:
+        """A context in which the operators of ``module`` find their bounds computed."""
+        ...
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Run everything on the plain path, on CPU and GPU.
+
+    >>> import opteq
+    >>> with opteq.engine.off():
+    ...     pass  # every layer called here takes the plain path
+    """
+    before, settings.enabled = settings.enabled, False
+    try:
+        yield
+    finally:
+        settings.enabled = before
+
+
+def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False) -> Outcome | None:
+    """The equilibrium of a bound problem, without autograd; None where the plain path should find it."""
+    backend = _backend()
+    return None if backend is None else backend.solve(hidden, solver, start, same_steps)
+
+
+def attach(
+    hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
+) -> tuple[State, Outcome] | None:
+    """``state``, and its features in ``outcome``, with the implicit gradient attached; None for the plain path.
+
+    Args:
+        hidden: the problem with its input bound.
+        state: its equilibrium, a constant.
+        outcome: how it was found.
+        linear: solves the adjoint system in the backward pass.
+        record: called then with a report about that.
+    """
+    backend = _backend()
+    return None if backend is None else backend.attach(hidden, state, outcome, linear, record)
+
+
+def bounded_weights(module: nn.Module) -> AbstractContextManager[None]:
+    """A context in which bounds of the operators inside ``module`` are computed together, where that is faster."""
+    backend = _backend()
+    return (None if backend is None else backend.bounded_weights(module)) or nullcontext()
+
+
+def report(layer: Any, x: Any) -> str:
+    """Which path ``layer(x)`` takes, forward and backward, and why, in one line each.
+
+    The layer is called a few times, as training would call it: what is captured is captured by then.
+    """
+    from opteq.engine.describe import describe
+
+    return describe(layer, x)
+
+
+def forget() -> None:
+    """Drop everything that was captured, and the memory that it holds."""
+    backend = _backend()
+    if backend is not None:
+        from opteq.engine.cuda_graphs import cache
+
+        cache.forget()
+
+
+def _backend() -> Backend | None:
+    """The backend in force: CUDA graphs where there is a device for them, else None."""
+    if not settings.enabled:
+        return None
+    import torch
+
+    if not (torch.cuda.is_available() and torch.version.cuda):
+        return None
+    from opteq.engine.cuda_graphs import backend
+
+    return backend

@@ -1,0 +1,1 @@
+"""Solves and backward passes captured as CUDA graphs."""

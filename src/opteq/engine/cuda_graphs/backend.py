@@ -1,0 +1,181 @@
+"""The backend: bound problems solved, and differentiated, by captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from opteq.common.autocast import Autocast
+from opteq.engine.cuda_graphs import cache
+from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
+from opteq.engine.cuda_graphs.bounds import scales_by_graph
+from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
+from opteq.engine.cuda_graphs.traced import Traces
+from opteq.engine.flatten import NotFlattenableError, flatten
+from opteq.engine.log import note
+from opteq.engine.triton.solvers import open_fixed_point
+from opteq.gradients.forward import Formulation
+from opteq.operators import Conv2d, Dense, SeparableConv2d
+from opteq.operators.spectral.norms import known_scales
+from opteq.problems.hidden import BoundMap
+from opteq.solution import Report
+from opteq.solvers import Outcome, Solver
+from opteq.solvers.base import Solve
+from opteq.solvers.linear import GMRES, LinearSolver
+from opteq.solvers.loop import Finish, Iteration
+from opteq.states import State, blocks, like
+
+_MOST_STEPS = 400
+"""A graph holds every step that a solve may take."""
+
+
+def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
+    """The equilibrium of a bound problem by a captured graph; None where the plain path should find it."""
+    try:
+        flat = flatten(hidden)
+        hash(solver)
+    except (NotFlattenableError, TypeError) as error:
+        return note("forward", str(error))
+    if solver.max_steps > _MOST_STEPS:
+        return note("forward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {solver.max_steps}")
+    count = len(flat.tensors)
+    inputs = [*flat.tensors, *([] if start is None else blocks(start))]
+    if not inputs or not inputs[0].is_cuda:
+        return note("forward", "not all tensors are on one CUDA device")
+    autocast = Autocast.current(inputs[0].device)
+
+    traces = Traces(flat, hidden.fuse)
+
+    def open_solve(tensors: list[Tensor]) -> _ForwardSolve:
+        begin = None if start is None else like(start, tuple(tensors[count:]))
+        # In the caller's precision: a capture may happen inside a region without autocast.
+        with autocast.entered():
+            return _ForwardSolve(traces.problem(tensors[:count]), solver, begin, same_steps)
+
+    key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.fuse)
+    with autocast.off():
+        answer = cache.run(key, inputs, open_solve)
+    if isinstance(answer, str):
+        return note("forward", answer)
+    note("forward", None)
+    tensors, facts = answer
+    assert isinstance(facts, _Facts)
+    residual, steps, codes, history = tensors[-4:]
+    return Outcome(
+        facts.state.read(tensors), residual, steps, codes, history, facts.tol,
+        features=None if facts.features is None else facts.features.read(tensors),
+    )  # fmt: skip
+
+
+def attach(
+    hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
+) -> tuple[State, Outcome] | None:
+    """``state`` and its features with the implicit gradient, which a captured graph computes."""
+    if isinstance(linear, GMRES):
+        return note("backward", "GMRES synchronises with the host")
+    if linear.max_steps > _MOST_STEPS:
+        return note("backward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {linear.max_steps}")
+    try:
+        flat = flatten(hidden)
+        hash(linear)
+    except (NotFlattenableError, TypeError) as error:
+        return note("backward", str(error))
+    reason = cache.unusable([*flat.tensors, *blocks(state)])
+    if reason is not None:
+        return note("backward", reason)
+    features = outcome.features
+    if features is None:
+        with torch.no_grad():
+            features = features_beside(hidden, state)
+    adjoint = AdjointByGraph(flat, state, linear, hidden.coupled, hidden.fuse)
+    attached = attach_adjoint(adjoint, features, record)
+    return attached[0], replace(outcome, features=attached[1])
+
+
+def bounded_weights(module: nn.Module) -> AbstractContextManager[None] | None:
+    """The bounds of all operators inside ``module`` by one graph."""
+    jobs = []
+    for part in module.modules():
+        if isinstance(part, Dense | Conv2d) and part.bound is not None:
+            jobs.append((part.bound, (part.weight,)))
+        elif isinstance(part, SeparableConv2d) and part.bound is not None:
+            jobs.append((part.bound, (part.pointwise, part.depthwise.transpose(0, 1))))
+    if not jobs or not all(tensors[0].is_cuda for _, tensors in jobs):
+        return None
+    scales = scales_by_graph(jobs)
+    if scales is None:
+        return None
+    return _with_scales({id(tensors[0]): scale for (_, tensors), scale in zip(jobs, scales, strict=True)})
+
+
+@contextmanager
+def _with_scales(scales: dict[int, Tensor]) -> Iterator[None]:
+    token = known_scales.set({**(known_scales.get() or {}), **scales})
+    try:
+        yield
+    finally:
+        known_scales.reset(token)
+
+
+def features_beside(hidden: BoundMap, state: State) -> State | None:
+    """The features of a state; None where they are the state itself."""
+    features = hidden.features(state)
+    same = [id(part) for part in blocks(features)] == [id(part) for part in blocks(state)]
+    return None if same else features
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a state is in a list of tensors."""
+
+    slice: slice
+    is_tuple: bool
+
+    @classmethod
+    def of(cls, state: State, begin: int) -> _Place:
+        """That of a state whose first part is at ``begin``."""
+        return cls(slice(begin, begin + len(blocks(state))), isinstance(state, tuple))
+
+    def read(self, tensors: list[Tensor]) -> State:
+        """The state."""
+        parts = tuple(tensors[self.slice])
+        return parts if self.is_tuple else parts[0]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Which tensors of an output are the state, and which its features, if any; and the tolerance."""
+
+    state: _Place
+    features: _Place | None
+    tol: float
+
+
+class _ForwardSolve:
+    """A forward solve under way, to be captured."""
+
+    def __init__(self, hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> None:
+        self.hidden = hidden
+        operations = FastOperations()
+        with operations:
+            self.formulation = Formulation.of(hidden, solver, same_steps)
+            self.solve: Solve = open_fixed_point(hidden, solver, self.formulation, start)
+        self.iteration: Iteration = WithOperations(self.solve.iteration, operations)
+        self.facts: object = None
+
+    def tensors(self, finish: Finish) -> list[Tensor]:
+        """State, features, residual, steps, codes, history."""
+        outcome = self.solve.outcome(finish)
+        # Operations of its own: this part of the graph is captured before the steps, and runs after them.
+        with self.solve.caller.entered(), FastOperations():
+            state = self.formulation.state(outcome.state)
+            features = features_beside(self.hidden, state)
+        place = _Place.of(state, 0)
+        beside = None if features is None else _Place.of(features, place.slice.stop)
+        self.facts = _Facts(place, beside, self.solve.tol)
+        parts = [*blocks(state), *(() if features is None else blocks(features))]
+        return [*parts, outcome.residual, outcome.steps, outcome.codes, outcome.trace]

@@ -1,0 +1,104 @@
+"""What captures of CUDA graphs need: a memory pool, a stream to capture on, and a clean end where one failed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from opteq.engine.cuda_graphs.buffers import SharedBuffers
+
+Result = TypeVar("Result")
+
+
+def raw_stream(device: torch.device) -> int:
+    """The current stream of a device, as the driver knows it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """``device`` as the current one: streams and kernels are those of the current device, whatever tensors are on."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+class CaptureContext:
+    """Where graphs of one stream are captured: their memory pool, their buffers, and a side stream."""
+
+    _all: ClassVar[dict[tuple[torch.device, int], CaptureContext]] = {}
+
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self.key = device, stream
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.buffers = SharedBuffers()
+
+    @classmethod
+    def here(cls, device: torch.device) -> CaptureContext:
+        """That of the current stream. Graphs of another stream may run at the same time, and have another pool."""
+        key = device, raw_stream(device)
+        if key not in cls._all:
+            cls._all[key] = cls(*key)
+        return cls._all[key]
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Forget all contexts; what graphs still hold goes with them."""
+        cls._all.clear()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """On the side stream, after all work launched before and before all that is launched after."""
+        # Tensors of inference mode could not be written to outside of it, and the next batch may come from there.
+        with no_garbage_collection(), torch.inference_mode(False), torch.no_grad():
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                yield
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def record(self, work: Callable[[], Result], keep: bool = False) -> tuple[Any, Result]:
+        """A graph of ``work``, and what that returns; to be called inside of :meth:`entered`.
+
+        With ``keep`` it can become part of another graph, and is instantiated only when it is replayed itself.
+        """
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            result = work()
+            graph.capture_end()
+        except BaseException:
+            # The allocator may take the pool for one that is still recorded to: the next capture has another one.
+            self._all.pop(self.key, None)
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                mend_generator()
+            raise
+        return graph, result
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """The collector may destroy graphs, events or streams, which invalidates a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def mend_generator() -> None:
+    """Let random numbers be drawn again after a capture on the current device that failed.
+
+    The generator was told of the capture's beginning, and of no end: a copy of its state knows of neither.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())

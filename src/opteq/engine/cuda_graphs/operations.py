@@ -1,0 +1,123 @@
+"""Faster implementations of a few operations, in force while a solve is captured, and checks of what it does.
+
+Both are modes of torch: the problem's own code runs as it is, and torch hands its operations over. Nothing of this runs
+when a graph is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from opteq.engine.triton import gaussian, resample
+from opteq.kernels.gaussian import bend, weigh
+from opteq.operators.resample import pool, spread
+from opteq.solvers.loop import Finish, Iteration
+
+
+class FastOperations(TorchFunctionMode):
+    """Operations without autograd by faster kernels, where there are any.
+
+    Args:
+        kernels: whether Triton kernels are among them, which can't be traced.
+    """
+
+    def __init__(self, kernels: bool = True) -> None:
+        super().__init__()
+        self._flipped: dict[int, tuple[Tensor, Tensor]] = {}
+        self._table: dict[Callable[..., Any], Callable[..., Any]] = {torch.conv_transpose2d: self._convolve_flipped}
+        if kernels:
+            self._table |= {pool: resample.pooled, spread: resample.spread, weigh: gaussian.weigh, bend: gaussian.bend}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        fast = self._table.get(func)
+        if fast is not None and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            found = fast(*args, **(kwargs or {}))
+            if found is not None:
+                return found
+        return func(*args, **(kwargs or {}))
+
+    def _convolve_flipped(
+        self, u: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, **rest: Any
+    ) -> Tensor | None:
+        """A transposed convolution that keeps the size, as a convolution with the spatially flipped weight."""
+        same = tuple(padding) if isinstance(padding, tuple | list) else (padding, padding)
+        if rest or bias is not None or stride != 1 or same != (weight.shape[2] // 2, weight.shape[3] // 2):
+            return None
+        if id(weight) not in self._flipped:
+            flipped = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
+            self._flipped[id(weight)] = weight, flipped
+        return torch.conv2d(u, self._flipped[id(weight)][1], padding=same)
+
+
+class WithOperations:
+    """An iteration with :class:`FastOperations` in force."""
+
+    def __init__(self, iteration: Iteration, operations: FastOperations) -> None:
+        self._iteration = iteration
+        self._operations = operations
+        self.rule = iteration.rule
+
+    def begin(self) -> None:
+        """As the iteration does."""
+        with self._operations:
+            self._iteration.begin()
+
+    def advance(self) -> None:
+        """As the iteration does."""
+        with self._operations:
+            self._iteration.advance()
+
+    def unfinished(self) -> Tensor:
+        """As the iteration says."""
+        return self._iteration.unfinished()
+
+    def finish(self) -> Finish:
+        """As the iteration says."""
+        return self._iteration.finish()
+
+
+class CaptureCheck(TorchDispatchMode):
+    """Raises where a solve depends on what a captured graph would not notice.
+
+    That is a tensor on the device that is neither an input of the graph nor made inside, and random numbers.
+
+    Args:
+        inputs: of the graph.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self._kept = list(inputs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UncapturableError(f"it draws random numbers ({func})")
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.untyped_storage()._cdata not in self._known:
+                raise UncapturableError(
+                    f"it reads a tensor of shape {tuple(leaf.shape)} that is neither a parameter, a buffer nor an "
+                    "input; register it with register_buffer"
+                )
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._known.add(leaf.untyped_storage()._cdata)
+                self._kept.append(leaf)  # so that no other storage gets the same identity
+        return result
+
+
+class UncapturableError(RuntimeError):
+    """A solve that a captured graph would not repeat faithfully."""

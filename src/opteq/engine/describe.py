@@ -1,0 +1,32 @@
+"""Which path a layer takes, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opteq.engine import log
+from opteq.engine.settings import settings
+from opteq.states import blocks
+
+_CALLS = 3
+"""The first call runs plainly, the second captures, the third replays."""
+
+
+def describe(layer: Any, x: Any) -> str:
+    """The text of :func:`opteq.engine.report`."""
+    if not settings.enabled:
+        return "forward: plain path: the engine is off\nbackward: plain path: the engine is off"
+    if not blocks(x)[0].is_cuda:
+        why = "plain path: the input is not on a CUDA device"
+        return f"forward: {why}\nbackward: {why}"
+    log.clear()
+    for _ in range(_CALLS):
+        features = blocks(layer(x))
+        tracked = [part for part in features if part.requires_grad]
+        if tracked:
+            torch.autograd.grad(tracked, [p for p in (*layer.parameters(), *blocks(x)) if p.requires_grad],
+                                [torch.ones_like(part) for part in tracked], allow_unused=True)  # fmt: skip
+    backward = log.latest("backward") if tracked else "nothing wants a gradient"
+    return f"forward: {log.latest('forward')}\nbackward: {backward}"

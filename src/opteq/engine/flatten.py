@@ -1,0 +1,194 @@
+"""A bound problem taken apart into its structure and its tensors, so that other tensors can take their place.
+
+Two batches of one layer give bound problems that differ in their tensors only. A graph that was captured for one serves
+the other if it reads from buffers that are refreshed. Pickle knows how to walk through an object and put it together
+again; here tensors are left out on the way and put in on the way back. Classes and functions are kept by identity, so
+that those of a notebook or of a function's body do, and a class that is defined anew is another one. Nothing is written
+anywhere, and nothing is read that was not made here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from opteq.problems.hidden import BoundMap
+
+
+@dataclass(frozen=True)
+class Flattened:
+    """The structure of a bound problem, and its tensors in the order in which they are met.
+
+    Attributes:
+        structure: equal for two problems exactly where they differ in nothing but tensors.
+        tensors: the tensors as constants.
+        originals: the same as the problem holds them, tracked by autograd where they were.
+    """
+
+    structure: Structure
+    tensors: list[Tensor]
+    originals: list[Tensor]
+
+    @property
+    def wanted(self) -> tuple[bool, ...]:
+        """Which tensors have a use for a gradient where they come from."""
+        return tuple(tensor.requires_grad for tensor in self.originals)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> BoundMap:
+        """The same problem with other tensors."""
+        hidden: BoundMap = _Unflattener(self.structure, tensors).load()
+        return hidden
+
+
+class Structure:
+    """A pickled structure, and the classes and functions in it, which are compared by identity."""
+
+    def __init__(self, pickled: bytes, constants: Sequence[Any]) -> None:
+        self.pickled = pickled
+        self.constants = tuple(constants)
+        self._hash = hash((pickled, *map(id, self.constants)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Structure)
+            and self.pickled == other.pickled
+            and len(self.constants) == len(other.constants)
+            and all(a is b for a, b in zip(self.constants, other.constants, strict=True))
+        )
+
+
+class NotFlattenableError(Exception):
+    """A problem that holds more than modules, tensors, functions and plain values."""
+
+
+_flattened: weakref.WeakKeyDictionary[BoundMap, Flattened | NotFlattenableError] = weakref.WeakKeyDictionary()
+
+
+def flatten(hidden: BoundMap) -> Flattened:
+    """``hidden`` in two parts; raises :class:`NotFlattenableError` with the reason where it can't be taken apart."""
+    found = _flattened.get(hidden)  # forward and backward ask in turn
+    if found is None:
+        found = _flattened[hidden] = _try_flatten(hidden)
+    if isinstance(found, NotFlattenableError):
+        raise found
+    return found
+
+
+def _try_flatten(hidden: BoundMap) -> Flattened | NotFlattenableError:
+    stream = io.BytesIO()
+    flattener = _Flattener(stream)
+    try:
+        flattener.dump(hidden)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        return NotFlattenableError(f"{type(hidden).__name__} can't be taken apart: {error}")
+    structure = Structure(stream.getvalue(), flattener.constants)
+    return Flattened(structure, [tensor.detach() for tensor in flattener.originals], flattener.originals)
+
+
+class _Flattener(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self.originals: list[Tensor] = []
+        self.constants: list[Any] = []
+
+    # Not persistent_id, which is asked of every number and string on the way.
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            # Pickle itself knows an object that it meets again.
+            self.originals.append(item)
+            return _tensor_at, (len(self.originals) - 1,)
+        if isinstance(item, types.FunctionType):
+            return NotImplemented if item in _PLACEHOLDERS else self._function(item)
+        if isinstance(item, _CONSTANTS):
+            return self._constant(item)
+        return NotImplemented
+
+    def _constant(self, item: Any) -> Any:
+        self.constants.append(item)
+        return _constant_at, (len(self.constants) - 1,)
+
+    def _function(self, function: types.FunctionType) -> Any:
+        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        if not cells and not function.__defaults__ and not function.__kwdefaults__:
+            return self._constant(function)
+        # Made anew with what is in its cells: tensors there are tensors of the problem.
+        self.constants.append(_Globals(function.__globals__))
+        place = len(self.constants) - 1
+        parts = (function.__code__, place, function.__name__, function.__defaults__, function.__kwdefaults__, cells)
+        return _function_of, parts
+
+
+class _Globals:
+    """The globals of a function, by identity."""
+
+    _all: ClassVar[weakref.WeakValueDictionary[int, _Globals]] = weakref.WeakValueDictionary()
+
+    def __new__(cls, values: dict[str, Any]) -> _Globals:
+        found = cls._all.get(id(values))
+        if found is None or found.values is not values:
+            found = super().__new__(cls)
+            found.values = values
+            cls._all[id(values)] = found
+        return found
+
+    values: dict[str, Any]
+
+
+_CONSTANTS = (
+    type, types.BuiltinFunctionType, types.ModuleType, types.CodeType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.GetSetDescriptorType,
+)  # fmt: skip
+
+
+def _tensor_at(place: int) -> Tensor:
+    """Stands for a tensor in a structure."""
+    raise pickle.UnpicklingError(f"tensor {place} of a flattened problem; only Flattened.with_tensors has it")
+
+
+def _constant_at(place: int) -> Hashable:
+    """Stands for a class or a function in a structure."""
+    raise pickle.UnpicklingError(f"constant {place} of a flattened problem; only Flattened.with_tensors has it")
+
+
+def _function_of(*parts: Any) -> types.FunctionType:
+    """Stands for a function with cells or defaults in a structure."""
+    raise pickle.UnpicklingError(f"a function of {len(parts)} parts; only Flattened.with_tensors makes it")
+
+
+_PLACEHOLDERS = (_tensor_at, _constant_at, _function_of)
+
+
+class _Unflattener(pickle.Unpickler):
+    def __init__(self, structure: Structure, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(structure.pickled))
+        self.constants = structure.constants
+        self.tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__:
+            if name == _tensor_at.__name__:
+                return self.tensors.__getitem__
+            if name == _constant_at.__name__:
+                return self.constants.__getitem__
+            if name == _function_of.__name__:
+                return self._function
+        return super().find_class(module, name)
+
+    def _function(
+        self, code: Any, place: int, name: str, defaults: Any, keywords: Any, cells: tuple[Any, ...]
+    ) -> types.FunctionType:
+        made = types.FunctionType(
+            code, self.constants[place].values, name, defaults, tuple(types.CellType(cell) for cell in cells)
+        )
+        made.__kwdefaults__ = keywords
+        return made

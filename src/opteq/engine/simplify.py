@@ -1,0 +1,135 @@
+"""A traced graph without what makes no difference: constants are propagated, and operations without use dropped.
+
+The cotangent of a sum is the same number everywhere. Autograd multiplies by it, entry by entry, and asks the sum for
+its shape, which keeps the sum alive. Here a tensor whose entries are all one known number is that number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_SHAPES = {
+    aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.select.int, aten.clone.default, aten.permute.default, aten.transpose.int, aten.alias.default,
+    aten.detach.default,
+}  # fmt: skip
+"""Operations that rearrange entries."""
+
+_LIKE = {aten.ones_like.default: 1.0, aten.zeros_like.default: 0.0}
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Simplify a graph of aten operations in place."""
+    numbers: dict[fx.Node, float] = {}
+    for node in list(graph.nodes):
+        number = _number(node, numbers)
+        if number is not None:
+            numbers[node] = number
+            continue
+        replacement = _replacement(graph, node, numbers)
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
+            replacement.meta.setdefault("val", node.meta.get("val"))
+    for node, number in numbers.items():
+        value = node.meta.get("val")
+        if node.users and isinstance(value, torch.Tensor):
+            with graph.inserting_before(node):
+                constant = graph.call_function(
+                    aten.full.default, (list(value.shape), number), {"dtype": value.dtype, "device": value.device}
+                )
+            constant.meta["val"] = value
+            node.replace_all_uses_with(constant)
+    graph.eliminate_dead_code()
+
+
+def _number(node: fx.Node, numbers: dict[fx.Node, float]) -> float | None:
+    """The number that all entries of a node's value are; None where they differ or are not known."""
+    if node.op != "call_function":
+        return None
+    if node.target in _LIKE:
+        return _LIKE[node.target]  # type: ignore[index]
+    first = numbers.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    if node.target is aten.pow.Tensor_Scalar and node.args[1] == 0:
+        return 1.0
+    if first is None:
+        return None
+    if node.target in _SHAPES or node.target is aten._to_copy.default:
+        return first
+    if node.target is aten.neg.default:
+        return -first
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        other = numbers.get(node.args[1]) if isinstance(node.args[1], fx.Node) else node.args[1]
+        return None if not isinstance(other, int | float) else first * other
+    return None
+
+
+def _replacement(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) -> fx.Node | None:
+    """A node with the same value that takes less to compute; None where there is none."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        return _product(graph, node, numbers)
+    if node.target is aten.neg.default and isinstance(node.args[0], fx.Node):
+        return _scaled(graph, node, node.args[0], -1.0)
+    if node.target is aten._to_copy.default:
+        return _round_trip(graph, node)
+    return None
+
+
+def _round_trip(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A product by a number in float32 of what has 16 bits, and is rounded to them again: the product itself.
+
+    Autocast takes squares and sums to float32. Products of 16 bits are computed in float32 and rounded anyway.
+    """
+    widened, factor = node.args[0], 1.0
+    if isinstance(widened, fx.Node) and widened.target is aten.mul.Scalar:
+        widened, factor = widened.args[0], widened.args[1]  # type: ignore[assignment]
+    if not isinstance(widened, fx.Node) or widened.target is not aten._to_copy.default:
+        return None
+    source, between = widened.args[0], widened.meta.get("val")
+    if not isinstance(source, fx.Node) or not _same_form(source, node) or not isinstance(between, torch.Tensor):
+        return None
+    if torch.finfo(between.dtype).eps > torch.finfo(node.meta["val"].dtype).eps or between.dtype == torch.float64:
+        return None
+    return _scaled(graph, node, source, float(factor))
+
+
+def _product(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) -> fx.Node | None:
+    left, right = node.args
+    for tensor, other in ((left, right), (right, left)):
+        number: Any = numbers.get(other) if isinstance(other, fx.Node) else other
+        if isinstance(tensor, fx.Node) and isinstance(number, int | float) and _same_form(tensor, node):
+            return _scaled(graph, node, tensor, float(number))
+    return None
+
+
+def _scaled(graph: fx.Graph, node: fx.Node, tensor: fx.Node, number: float) -> fx.Node:
+    """``number * tensor``, with a factor that the tensor was multiplied by before."""
+    source, factor = tensor, number
+    if tensor.target is aten.mul.Scalar and isinstance(tensor.args[0], fx.Node) and len(tensor.users) == 1:
+        assert isinstance(tensor.args[1], int | float)
+        source, factor = tensor.args[0], number * tensor.args[1]
+    if factor == 1 and _same_form(source, node):
+        return source
+    with graph.inserting_before(node):
+        made = graph.call_function(aten.mul.Scalar, (source, factor))
+    made.meta["val"] = node.meta.get("val")
+    return made
+
+
+def _same_form(tensor: fx.Node, node: fx.Node) -> bool:
+    """Whether two nodes have values of one shape and dtype."""
+    one, other = tensor.meta.get("val"), node.meta.get("val")
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+    )

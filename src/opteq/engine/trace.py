@@ -1,0 +1,80 @@
+"""A function of tensors as two graphs: what depends on the varying arguments, and what can be computed once.
+
+A step that autograd derives from a user's objective also computes the objective's value, which no solver asks for, and
+in every evaluation what depends on the input and the weights alone. Traced to a graph of torch's basic operations, both
+can be seen: operations without use are dropped, and those that do not depend on the state are computed once per solve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from opteq.engine.simplify import simplify
+
+Function = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
+"""A function of fixed and of varying tensors."""
+
+
+class Traced:
+    """A function of fixed and varying tensors, traced for tensors of certain shapes and dtypes.
+
+    Args:
+        function: pure, of tensors only.
+        fixed: examples of its fixed tensors.
+        varying: examples of its varying ones.
+        fuse: compile the part that varies by torch.compile.
+    """
+
+    def __init__(self, function: Function, fixed: Sequence[Tensor], varying: Sequence[Tensor], fuse: bool) -> None:
+        count = len(fixed)
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            return list(function(list(tensors[:count]), list(tensors[count:])))
+
+        # Copies of the varying ones: a tensor that is an argument twice would be taken for one.
+        traced = make_fx(flat, tracing_mode="real")(*fixed, *(tensor.clone() for tensor in varying))
+        simplify(traced.graph)
+        self.once, self.each = _split(traced, count)
+        self._each: Callable[..., Any] = self.each
+        if fuse:
+            self._each = torch.compile(self.each, fullgraph=True, dynamic=False)
+
+    def bind(self, fixed: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """The function of the varying tensors alone, with what does not depend on them computed."""
+        known = self.once(*fixed)
+        return lambda varying: list(self._each(*known, *varying))
+
+
+def _split(traced: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The graph in two: of its first ``count`` arguments alone, and of what that gives and the other arguments."""
+    nodes = list(traced.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    varying = set(inputs[count:])
+    for node in nodes:
+        if any(source in varying for source in node.all_input_nodes):
+            varying.add(node)
+    output = next(node for node in nodes if node.op == "output")
+    # What crosses from the first graph to the second.
+    crossing = [
+        node
+        for node in nodes
+        if node not in varying and node is not output and any(user in varying or user is output for user in node.users)
+    ]
+    first, second = fx.Graph(), fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    there: dict[fx.Node, fx.Node] = {node: second.placeholder(f"known_{i}") for i, node in enumerate(crossing)}
+    for node in nodes:
+        if node is output:
+            continue
+        if node in varying:
+            there[node] = second.node_copy(node, there.__getitem__)
+        else:
+            here[node] = first.node_copy(node, here.__getitem__)
+    first.output(tuple(here[node] for node in crossing))
+    second.output(fx.node.map_arg(output.args[0], there.__getitem__))
+    return fx.GraphModule(traced, first), fx.GraphModule(traced, second)

@@ -1,0 +1,289 @@
+"""Plain and Anderson-accelerated iteration with fused steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq.engine.triton import kernels
+from opteq.engine.triton.row_state import NON_FINITE, WARPS, Blocks, RowState, float32_below, power_of_two
+from opteq.solvers.loop import Finish, Rule
+from opteq.states import Layout, State, blocks, like
+
+# A program of Anderson's first pass is one warp, which adds up without a barrier. Where there are too few of them to
+# fill a GPU, each has a smaller piece, and more of it under way at a time.
+MANY_PROGRAMS = 2048
+
+# Below this a sum of squares in float32 is zero, and so would be a floor.
+_LEAST_FLOOR = torch.finfo(torch.float32).tiny
+
+# Entries a program of the second pass and its warps, for states of many entries and of few.
+_MIXED, _MIXERS = (1024, 2048), (2, 4)
+_FEW_ENTRIES = 2**22
+
+
+@dataclass(frozen=True)
+class StateTask:
+    """A fixed-point problem whose states are read in place.
+
+    Attributes:
+        evaluate: the map and, where the problem has one, its merit per row.
+        project: brings a state to where the problem makes sense; None where every state does.
+        interval: the same where it is a clamp of every entry.
+        start: the first state.
+        known: the map at ``start``.
+        layout: how rows are states.
+        damping: a number, or one per sample.
+        eps: rounding of the map.
+    """
+
+    evaluate: Callable[[State], tuple[State, Tensor | None]]
+    project: Callable[[State], State] | None
+    interval: tuple[float, float] | None
+    start: State
+    known: tuple[State, Tensor | None]
+    layout: Layout
+    damping: float | Tensor
+    eps: float
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of sums and differences."""
+        return self.layout.dtype
+
+    def damping_by_row(self) -> Tensor | None:
+        """The damping of every row; None where it is 1."""
+        if isinstance(self.damping, Tensor):
+            return self.damping.amin().reshape(1) if self.layout.coupled else self.damping
+        if self.damping == 1:
+            return None
+        return torch.full((self.layout.rows,), float(self.damping), dtype=self.wide, device=self.layout.device)
+
+
+class FusedPlain:
+    """``y <- (1 - damping) y + damping T(y)``: one pass over memory beside the map."""
+
+    memory, padded = 0, 1
+
+    def __init__(self, task: StateTask, layout: Blocks, rule: Rule, floor: float) -> None:
+        self.task = task
+        self.rule = rule
+        self.floor = max(floor, _LEAST_FLOOR)
+        damping = task.damping_by_row()
+        self.damping = None if damping is None else damping.contiguous()
+        self.book = RowState(layout, self._sums(), rule, task.wide)
+        self.point = layout.arranged(blocks(task.start))
+        self.image = layout.arranged(blocks(task.known[0]))
+        self.before = self.point
+        self.book.best = [torch.empty_like(part) for part in self.point]
+        # Points in turn. Rows that have finished leave them as they are; what the map makes of those is not looked at.
+        self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(self._buffers())]
+
+    def begin(self) -> None:
+        """Measure the start."""
+        self._observe(self.before, start=True)
+        self._judge_start(None)
+
+    def advance(self) -> None:
+        """A step and its judgement."""
+        older, self.before, self.point = self.before, self.point, self._next()
+        self.image, _ = self._evaluate(self.point)
+        self.book.step += 1
+        self._observe(older)
+
+    def unfinished(self) -> Tensor:
+        """Rows that go on."""
+        return self.book.unfinished()
+
+    def finish(self) -> Finish:
+        """The best points, and how they were reached."""
+        return self.book.summary(self.book.settle(self.point, self.before))
+
+    def _sums(self) -> int:
+        return 2
+
+    def _evaluate(self, point: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        image, merit = self.task.evaluate(like(self.task.start, tuple(point)))
+        return self.book.blocks.arranged(blocks(image)), merit
+
+    def _buffers(self) -> int:
+        # A pass may copy both of the last two points while it reads one and writes the next.
+        return 0 if self.damping is None else 4
+
+    def _next(self) -> list[Tensor]:
+        """Where the next point is; before the observation of this one, where it will be."""
+        if self.ring:
+            return self.ring[(self.book.step + 1) % len(self.ring)]
+        return [part.to(own.dtype) for part, own in zip(self.image, self.point, strict=True)]
+
+    def _observe(self, older: Sequence[Tensor], start: bool = False) -> None:
+        # The judgement before this one may have asked for copies: of the point before, or of one older.
+        book = self.book
+        damped = self.damping is not None and self.memory == 0
+        following = self._next() if damped else self.image
+        for i, width in enumerate(book.blocks.widths):
+            kernels.plain_observe[book.grid(i)](
+                self.point[i], self.image[i], self.before[i], older[i], book.best[i], following[i], self._damping(),
+                book.flags, book.numbers, book.sums, book.trace, book.step, book.blocks.rows, width,
+                book.blocks.firsts[i], book.blocks.parts, book.tol, self.floor, START=start, DAMPED=damped,
+                NON_FINITE=NON_FINITE, K=self._sums(), P=book.width_of_sums, WIDE=book.wide_type,
+                BLOCK=book.blocks.piece, num_warps=WARPS,
+            )  # fmt: skip
+
+    def _damping(self) -> Tensor:
+        return self.book.numbers if self.damping is None else self.damping
+
+    def _judge_start(self, merit: Tensor | None) -> None:
+        book = self.book
+        nothing = book.flags
+        kernels.judge_start[(book.blocks.rows,)](
+            book.sums, book.blocks.parts, nothing if merit is None else merit.contiguous(), book.flags, book.numbers,
+            *self._memory(), book.trace, book.blocks.rows, book.tol, self.floor, NON_FINITE=NON_FINITE,
+            MERITED=merit is not None, M=self.memory, MP=self.padded, K=self._sums(),
+            P=book.width_of_sums, num_warps=book.judges,
+        )  # fmt: skip
+
+    def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the columns of every row: which of them count, their cosines, their lengths, their weights."""
+        return (self.book.flags,) * 4
+
+
+class FusedAnderson(FusedPlain):
+    """Anderson acceleration in two passes over memory beside the map, and one small program a row between them.
+
+    The first reads the new point and its image, those before, and every stored change of the residual; it writes the
+    new differences and leaves the inner products. The second reads the image and the stored moves, and writes the next
+    point. With a memory of m that is 6 vectors of states and ``2 m + 2`` columns read or written a step.
+
+    It is the method of :class:`~opteq.solvers.anderson.Anderson` with its guard
+    (:class:`~opteq.solvers.guarded.GuardedIteration`): columns are kept at their own scale and the Gram matrix is
+    scaled instead, which is the same up to rounding.
+    """
+
+    def __init__(
+        self,
+        task: StateTask,
+        layout: Blocks,
+        rule: Rule,
+        floor: float,
+        memory: int,
+        growth: float,
+        ridge: float,
+    ) -> None:
+        self.memory = memory
+        super().__init__(task, layout, rule, floor)
+        self.growth = growth
+        self.ridge = ridge
+        self.padded = power_of_two(memory)
+        rows, device = layout.rows, layout.like[0].device
+        # Kernels take numbers as float32. An end that is none would let states of float64 out of the domain.
+        ends = task.interval or ()
+        exact = task.wide == torch.float32 or all(abs(end) == float32_below(abs(end)) for end in ends)
+        self.interval = task.interval if exact else None
+        self.used = torch.empty(rows, self.padded, dtype=torch.int32, device=device)
+        self.gram = torch.empty(rows, self.padded, self.padded, dtype=torch.float64, device=device)
+        self.scale = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
+        self._remember(layout)
+
+    def finish(self) -> Finish:
+        """The best points, and how they were reached."""
+        # The second pass of a step has made all copies that its judgement asked for.
+        return self.book.summary(self.book.settle(self.point, self.before, saved=True))
+
+    def _remember(self, layout: Blocks) -> None:
+        self.residuals = layout.new(self.task.wide, self.memory)
+        self.moves = layout.new(self.task.wide, self.memory)
+        self.weights = torch.empty_like(self.scale)
+        self.image_before = self.older_image = self.image
+
+    def begin(self) -> None:
+        """Measure the start, and propose the first step, which is plain."""
+        self._observe(self.before, start=True)
+        self._judge_start(self.task.known[1])
+        self._open(self.ring[1])
+        self._project(self.ring[1])
+
+    def advance(self) -> None:
+        """Evaluate the proposal, judge it, make the next one."""
+        book = self.book
+        book.step += 1
+        older, self.before, self.point = self.before, self.point, self.ring[book.step % 3]
+        self.older_image, self.image_before = self.image_before, self.image
+        self.image, merit = self._evaluate(self.point)
+        self._compare(older)
+        self._judge(merit)
+        following = self.ring[(book.step + 1) % 3]
+        self._mix(following)
+        self._project(following)
+
+    def _sums(self) -> int:
+        return 4 + 2 * self.memory
+
+    def _buffers(self) -> int:
+        # A refused proposal leaves the point before it in force while the next one is tried.
+        return 3
+
+    def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.used, self.gram, self.scale, self.weights
+
+    def _slot(self) -> int:
+        """Where the newest difference is."""
+        return (self.book.step - 1) % self.memory
+
+    def _at_a_time(self) -> int:
+        layout = self.book.blocks
+        return min(layout.piece, 256 if layout.parts * layout.rows >= MANY_PROGRAMS else 512)
+
+    def _open(self, following: Sequence[Tensor]) -> None:
+        self._mix(following)
+
+    def _compare(self, older: Sequence[Tensor]) -> None:
+        book = self.book
+        for i, width in enumerate(book.blocks.widths):
+            kernels.anderson_observe[book.grid(i)](
+                self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
+                self.residuals[i], self.moves[i], self._damping(), book.flags, self.used, book.sums,
+                book.blocks.rows, width, self._slot(), book.blocks.firsts[i], book.blocks.parts,
+                self.moves[i].stride(0), M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
+                WIDE=book.wide_type, PIECE=book.blocks.piece, BLOCK=self._at_a_time(), num_warps=1,
+            )  # fmt: skip
+
+    def _judge(self, merit: Tensor | None) -> None:
+        book = self.book
+        kernels.judge[(book.blocks.rows,)](
+            book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
+            *self._memory(), book.trace, book.step, book.blocks.rows, self._slot(), book.tol,
+            self.floor, self.growth, 64 * self.task.eps, self.ridge, NON_FINITE=NON_FINITE,
+            MERITED=merit is not None, M=self.memory, MP=self.padded,
+            P=book.width_of_sums, num_warps=book.judges,
+        )  # fmt: skip
+
+    def _mixers(self) -> tuple[int, int]:
+        """Entries a program of the second pass, and its warps."""
+        layout = self.book.blocks
+        few = sum(layout.widths) * layout.rows < _FEW_ENTRIES
+        return _MIXED[few], _MIXERS[few]
+
+    def _mix(self, following: Sequence[Tensor]) -> None:
+        book = self.book
+        mixed, mixers = self._mixers()
+        for i, width in enumerate(book.blocks.widths):
+            kernels.anderson_mix[(-(-width // mixed), book.blocks.rows)](
+                self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
+                self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
+                self.moves[i].stride(0), *self._ends(), M=self.memory, MP=self.padded,
+                DAMPED=self.damping is not None, CLAMPED=self.interval is not None,
+                WIDE=book.wide_type, BLOCK=mixed, num_warps=mixers,
+            )  # fmt: skip
+
+    def _ends(self) -> tuple[float, float]:
+        return (0.0, 0.0) if self.interval is None else self.interval
+
+    def _project(self, following: Sequence[Tensor]) -> None:
+        if self.task.project is not None and self.interval is None:
+            projected = self.task.project(like(self.task.start, tuple(following)))
+            for own, new in zip(following, blocks(projected), strict=True):
+                own.copy_(new)

@@ -1,0 +1,71 @@
+"""Triton kernels of the fused solvers: what happens between two evaluations of the map, in passes over memory.
+
+A state is a set of blocks, each a matrix ``(rows, width)`` in memory; one program takes ``BLOCK`` entries of one row.
+Sums over a row are left as one number a program in ``sums (rows, K, parts)``, and one program a row adds them up and
+judges the step (``judge``, ``cg_judge``, or the last program of ``plain_observe``). Rows that have finished are left
+alone, so they cost no bandwidth.
+
+This module has the names that a host program needs: the kernels that it launches, and the indices of a row's flags and
+numbers. What kernels call inside stays in their modules:
+
+* :mod:`opteq.engine.triton.row_state_kernels`: the bookkeeping of a row, and the copies of its best point;
+* :mod:`opteq.engine.triton.picard_kernels`: the pass of plain iteration;
+* :mod:`opteq.engine.triton.anderson_kernels`: the passes of Anderson-accelerated iteration;
+* :mod:`opteq.engine.triton.step_acceptance`: the judgement of a start, and that between these passes;
+* :mod:`opteq.engine.triton.anderson_weights`: Anderson's weights, which are part of both;
+* :mod:`opteq.engine.triton.cg_kernels`: the passes and the judgement of conjugate gradients.
+"""
+
+from __future__ import annotations
+
+from opteq.engine.triton.anderson_kernels import anderson_mix, anderson_observe
+from opteq.engine.triton.cg_kernels import (
+    cg_begin,
+    cg_curvature,
+    cg_direction,
+    cg_judge,
+    cg_settle,
+    cg_squares,
+    cg_update,
+)
+from opteq.engine.triton.picard_kernels import plain_observe
+from opteq.engine.triton.row_state_kernels import (
+    ACTIVE,
+    BEST,
+    DEAD,
+    LATE,
+    PLAIN,
+    RESIDUAL,
+    SIZE,
+    SQUARE,
+    STEPS,
+    keep,
+    summarise,
+)
+from opteq.engine.triton.step_acceptance import judge, judge_start
+
+__all__ = [
+    "ACTIVE",
+    "BEST",
+    "DEAD",
+    "LATE",
+    "PLAIN",
+    "RESIDUAL",
+    "SIZE",
+    "SQUARE",
+    "STEPS",
+    "anderson_mix",
+    "anderson_observe",
+    "cg_begin",
+    "cg_curvature",
+    "cg_direction",
+    "cg_judge",
+    "cg_settle",
+    "cg_squares",
+    "cg_update",
+    "judge",
+    "judge_start",
+    "keep",
+    "plain_observe",
+    "summarise",
+]

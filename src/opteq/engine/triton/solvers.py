@@ -1,0 +1,95 @@
+"""Solves by Triton kernels, where they have the method, and by the plain loop where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from opteq.common.autocast import Autocast
+from opteq.engine.triton.launch import may_launch
+from opteq.gradients.forward import Formulation
+from opteq.penalties import ElementwisePenalty
+from opteq.problems.hidden import BoundMap
+from opteq.solvers import Anderson, Picard, Solver
+from opteq.solvers.anderson import ridge
+from opteq.solvers.base import Evaluation, Solve
+from opteq.solvers.linear import CG, LinearSolver
+from opteq.solvers.linear.base import LinearSolve, usable_scale
+from opteq.solvers.method import Method
+from opteq.states import Layout, State, blocks
+
+_MOST_COLUMNS = 8
+"""Differences that the Anderson kernels can remember: their small system is one tile of a program."""
+
+
+def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation, start: State | None) -> Solve:
+    """A solve of a bound problem that has evaluated the map at its start and not begun."""
+    task = formulation.task(start)
+    known = type(solver) is Picard or (type(solver) is Anderson and solver.memory <= _MOST_COLUMNS)
+    if not known or solver.tol == 0 or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
+        return solver.open(task)
+    from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson, FusedPlain, StateTask
+    from opteq.engine.triton.row_state import Blocks
+
+    assert isinstance(solver, Anderson | Picard)
+    layout = Layout.of(task.start, task.coupled)
+    caller = Autocast.current(layout.device)
+    evaluate = Evaluation(task.step, None if solver.takes_every_step else task.measured, layout, caller)
+    with caller.off():
+        image = evaluate.state(task.start)
+        memory = Blocks(blocks(image[0]), layout.rows, many=MANY_PROGRAMS if isinstance(solver, Anderson) else 0)
+        if not memory.fits:
+            return solver.open(task)
+        damping = task.damping if solver.damping is None else solver.damping
+        interval = _interval(hidden) if formulation.form is None else None
+        in_place = StateTask(
+            evaluate.state, task.project, interval, task.start, image, layout, damping, evaluate.eps
+        )  # fmt: skip
+        rule = solver.rule(layout.device, evaluate.eps)
+        if isinstance(solver, Picard):
+            return Solve(FusedPlain(in_place, memory, rule, solver.floor), layout, rule.tol, caller)
+        lift = ridge(layout.dtype, evaluate.eps)
+        anderson = FusedAnderson(in_place, memory, rule, solver.floor, solver.memory, Method.growth, lift)
+        return Solve(anderson, layout, rule.tol, caller)
+
+
+def open_linear(
+    linear: LinearSolver, product: Callable[[State], State], rhs: State, layout: Layout, eps: float
+) -> LinearSolve:
+    """A solve of ``(I - S) v = rhs`` that has not begun."""
+    if type(linear) is not CG or torch.is_grad_enabled() or not may_launch(*blocks(rhs)):
+        return linear.open_states(product, rhs, layout, eps)
+    from opteq.engine.triton.conjugate_gradients import FusedConjugateGradients
+    from opteq.engine.triton.row_state import Blocks
+
+    memory = Blocks(blocks(rhs), layout.rows)
+    if not memory.fits:
+        return linear.open_states(product, rhs, layout, eps)
+    # Squares of float64 may be too large for any number.
+    lengths = _lengths(rhs, layout.coupled) if torch.float64 in layout.dtypes else None
+    rule = linear.rule(layout.dtype, layout.device, eps)
+    return LinearSolve(FusedConjugateGradients(product, rhs, lengths, memory, rule, layout.dtype), None)
+
+
+def _interval(hidden: BoundMap) -> tuple[float, float] | None:
+    """The interval to which a projection clamps every entry, where it does that and no more."""
+    penalty = getattr(hidden, "penalty", None)
+    # A penalty that is infinite at the ends of its domain keeps clear of them by a projection of its own.
+    if not isinstance(penalty, ElementwisePenalty) or type(penalty).project is not ElementwisePenalty.project:
+        return None
+    return penalty.domain
+
+
+def _lengths(state: State, coupled: bool) -> torch.Tensor:
+    """The norm of every sample, or of the whole batch ``(1,)``, in float64."""
+    total: torch.Tensor | None = None
+    for part in blocks(state):
+        dims = tuple(range(0 if coupled else 1, part.ndim))
+        largest = usable_scale(part.abs().amax(dim=dims, keepdim=True)) if dims else torch.ones_like(part)
+        scaled = part / largest
+        norm = torch.linalg.vector_norm(scaled, dim=dims, dtype=torch.float64) if dims else scaled.abs().double()
+        norm = norm * largest.reshape(norm.shape)
+        total = norm if total is None else torch.hypot(total, norm)
+    assert total is not None
+    return total.reshape(-1)

@@ -1,0 +1,1 @@
+"""Certified upper bounds of the norms of matrices and convolutions."""

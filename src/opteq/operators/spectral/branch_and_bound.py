@@ -1,0 +1,131 @@
+"""The supremum of a symbol's norm over all frequencies, closely: frequencies are cut into cells, and cells excluded.
+
+A cell is a diamond, ``|d1 (theta1 - c1)| + |d2 (theta2 - c2)| <= r`` for a kernel of degrees ``d = (k - 1) / 2``. If
+the supremum is attained in it, then at its centre the norm is at least ``supremum * cos(r)``: along the line from the
+one place to the other, ``u* K^ v`` is, after a change of phase, a function of exponential type ``r`` that is real where
+its modulus is largest, and such functions fall from their maximum no faster than the cosine does (Duffin and Schaeffer;
+M. Riesz for polynomials). The centre is reached in one go, so the two axes share one cosine. (A cosine each would do
+only for the largest value on a whole grid, not for a cell: the symbol ``cos(theta1 + theta2)`` falls faster.)
+
+So a cell is excluded for a level ``s`` if ``|K^(centre)| <= s cos(r)``: the supremum lies elsewhere, or below ``s``.
+A Cholesky factor of ``s^2 cos(r)^2 - K^ K^*`` proves it if it exists, for a fifth of the arithmetic of one
+squaring of the matrix. Cells that cannot be excluded are quartered. Of the smallest cells that are left, if any, the
+norm is bounded as in training.
+
+The level is set just above a lower bound of the supremum, found by going uphill from the best of the first cells. If
+the ascent misses the highest peak, more cells are left: that costs time, never safety.
+
+How the work goes depends on the numbers, so this is for a CPU; nothing here is differentiable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from opteq.operators.spectral.autocorrelation import Autocorrelation
+from opteq.operators.spectral.gram import bounds_above
+
+# Centres per degree and axis at first, and how often cells are halved. At last r = 2 pi / 88, whose cosine costs
+# 0.26 %; the level lies a little more than that above the lower bound, so that the smallest cells can be excluded.
+_FIRST, _HALVINGS, _MARGIN = 22, 2, 1.003
+_SQUARINGS = 7
+# Frequencies to climb from, steps of each climb, and power steps at each of them.
+_STARTS, _CLIMBS, _POWER_STEPS = 8, 6, 12
+_CHUNK = 2**18
+
+
+@torch.no_grad()
+def close_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:
+    """An upper bound of ``sup |K^|^2``, over frequencies and groups, within 0.6 % (0.3 % on the norm).
+
+    Args:
+        taps: ``(k1 * k2, groups, n, m)`` with ``n <= m``, finite, entries of order one.
+        size: ``(k1, k2)``.
+    """
+    gram = Autocorrelation(taps, size)
+    degrees = [(k - 1) / 2 for k in size]
+    numbers = [2 * math.ceil(_FIRST * d / 2) for d in degrees]
+    # Half diagonals of the cells, and their centres: every other point of a grid, one of two that mirror each other.
+    reach = torch.tensor([2 * math.pi / n if n else 0.0 for n in numbers], dtype=torch.float64)
+    n1, n2 = (max(1, n) for n in numbers)
+    points = [(i, j) for i in range(n1) for j in range(i % 2, n2, 2) if (i, j) <= (-i % n1, -j % n2)]
+    centres = torch.tensor(points, dtype=torch.float64) * reach
+    corners = [(0.5 * sign, 0.0) for sign in (-1, 1) if degrees[0]] + [
+        (0.0, 0.5 * sign) for sign in (-1, 1) if degrees[1]
+    ]
+    quarters = torch.tensor(corners, dtype=torch.float64)
+
+    level = (_climb(gram, centres, reach) * _MARGIN**2).clamp_min(torch.finfo(taps.dtype).tiny ** 0.5)
+    for halving in range(_HALVINGS + 1):
+        if halving:
+            centres = (centres[:, None] + quarters * reach).flatten(0, 1)
+            reach = reach / 2
+        gap = math.cos(max(d * float(r) for d, r in zip(degrees, reach, strict=True))) ** 2
+        centres = centres[~_excluded(gram, centres, level * gap)]
+        if len(centres) == 0:
+            return level
+    best = level * gap
+    for S, T in _matrices(gram, centres):
+        best = torch.cat([best.reshape(1), bounds_above(S.add_(T), _SQUARINGS, best)[0]]).max()
+    return best / gap
+
+
+def _matrices(gram: Autocorrelation, frequencies: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The Gram matrices, some at a time."""
+    for part in torch.split(frequencies, max(1, _CHUNK // (gram.groups * gram.n**2))):
+        yield gram.at(gram.waves(part))
+
+
+def _excluded(gram: Autocorrelation, frequencies: Tensor, level: Tensor) -> Tensor:
+    """Whether all groups' Gram matrices are below ``level`` times the identity: ``(F,)``."""
+    identity = level * torch.eye(gram.n, dtype=gram.even.dtype)
+    failures = []
+    for S, T in _matrices(gram, frequencies):
+        rest = torch.complex(identity - S, T)  # the conjugate of what it should be, which has the same eigenvalues
+        failures.append(torch.linalg.cholesky_ex(rest).info.reshape(-1, gram.groups))
+    return (torch.cat(failures) == 0).all(dim=1)
+
+
+def _climb(gram: Autocorrelation, frequencies: Tensor, reach: Tensor) -> Tensor:
+    """A lower bound of the supremum: the largest eigenvalue at a frequency reached by going up from the best ones.
+
+    Vector and frequency take turns: power steps turn the vector ``u`` towards the eigenvector; then, ``u* K^ K^* u``
+    being a known trigonometric polynomial of the frequency, its maximum is looked up on a small grid around the place.
+    """
+    n, groups, dtype = gram.n, gram.groups, gram.even.dtype
+    # Quadratic phases: a vector with no regularity that an eigenvector could be orthogonal to by symmetry.
+    start = torch.polar(torch.ones(n, dtype=dtype), torch.arange(n).square().to(dtype))[:, None]
+    vectors = torch.cat([_power_steps(torch.complex(S, T), start) for S, T in _matrices(gram, frequencies)])
+    sizes = torch.linalg.vector_norm(vectors, dim=(1, 2))
+    chosen = sizes.topk(min(_STARTS, len(sizes))).indices
+    places, group, u = frequencies[chosen // groups], chosen % groups, vectors[chosen]
+    each = torch.arange(len(chosen))
+    even, odd = (part.reshape(-1, groups, n, n).unbind(1) for part in (gram.even, gram.odd))
+    width = 2 * reach
+    offsets = torch.cartesian_prod(*(torch.linspace(-0.5, 0.5, 9, dtype=torch.float64),) * 2)
+    for _ in range(_CLIMBS):
+        pairs = [(int(g), torch.view_as_real(one.squeeze(-1))) for g, one in zip(group, u, strict=True)]
+        cosine = torch.stack([(v * (even[g] @ v)).sum(dim=(1, 2)) for g, v in pairs])
+        sine = torch.stack([-2 * (v[:, 0] * (odd[g] @ v[:, 1:]).squeeze(-1)).sum(dim=1) for g, v in pairs])
+        nearby = places[:, None] + width * offsets
+        cos, sin = (wave.reshape(*nearby.shape[:2], -1) for wave in gram.waves(nearby.flatten(0, 1)))
+        heights = cos @ cosine[:, :, None] + sin @ sine[:, :, None]
+        places = nearby[each, heights.squeeze(-1).argmax(dim=1)]
+        S, T = (part.reshape(-1, groups, n, n)[each, group] for part in gram.at(gram.waves(places)))
+        A = torch.complex(S, T)
+        u = _power_steps(A, u)
+        width = 0.7 * width
+    best = torch.linalg.vector_norm(u, dim=(1, 2)).topk(min(2, len(u))).indices
+    largest: Tensor = torch.linalg.eigvalsh(A[best]).max()
+    return largest
+
+
+def _power_steps(A: Tensor, u: Tensor) -> Tensor:
+    """``A^k u`` with all but the last product normalised, so that its length estimates the largest eigenvalue."""
+    for _ in range(_POWER_STEPS):
+        u = A @ (u / torch.linalg.vector_norm(u, dim=-2, keepdim=True).clamp_min(torch.finfo(A.real.dtype).tiny))
+    return u

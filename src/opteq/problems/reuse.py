@@ -1,0 +1,117 @@
+"""A user's functions, evaluated again and again: what depends on the input and the weights alone is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from opteq.operators.convolution import SECOND_ORDER
+
+_IMPURE = {"dropout", "rand", "randn", "bernoulli", "normal", "multinomial", "manual_seed", "requires_grad_"}
+
+
+class InputOnly(TorchFunctionMode):
+    """While this mode is entered, operations on known tensors alone are computed once.
+
+    Known are the given tensors and the results of such operations. An operation is recognised by its function and its
+    arguments, tensors by identity, so that values come out as if nothing were kept. Operations that write to a tensor,
+    draw random numbers or see a state are left alone, but for convolutions of a state: they are computed with the cheap
+    second derivatives of :mod:`opteq.operators.convolution`.
+
+    Args:
+        tensors: the input, parameters and buffers.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.roots = list(tensors)
+        self.results: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor]] = []
+        self.tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        self._index()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = self._key(func, args, kwargs)
+        if key is None:
+            replaced = SECOND_ORDER.get(func)
+            found = None if replaced is None else replaced(*args, **kwargs)
+            return func(*args, **kwargs) if found is None else found
+        if key in self._found:
+            return self._found[key]
+        result = func(*args, **kwargs)
+        # What is computed without autograd is of no use where a gradient is wanted.
+        if type(result) is Tensor and not self._loses_gradient(result) and not _shares_memory(result, args):
+            self.results.append((func, args, kwargs, result))
+            self._found[key] = result
+            self._known.add(id(result))
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"roots": self.roots, "results": self.results, "tracked": self.tracked}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.roots, self.results, self.tracked = state["roots"], state["results"], state["tracked"]
+        self._index()
+
+    def _index(self) -> None:
+        self._known = {id(tensor) for tensor in self.roots}
+        self._found: dict[Any, Tensor] = {}
+        for func, args, kwargs, result in self.results:
+            self._known.add(id(result))
+            self._found[self._key(func, args, kwargs)] = result
+
+    def _key(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What identifies an operation on known tensors; None for every other one."""
+        name = getattr(func, "__name__", "")
+        if name in _IMPURE or name.endswith("_") or (name.startswith("__") and name not in _PURE_DUNDERS):
+            return None
+        if "out" in kwargs or "generator" in kwargs:
+            return None
+        seen = [False]
+        try:
+            key = (func, self._frozen(args, seen), self._frozen(tuple(sorted(kwargs.items())), seen), _mode())
+            hash(key)
+        except (_UnknownTensorError, TypeError):
+            return None
+        return key if seen[0] else None
+
+    def _frozen(self, value: Any, seen: list[bool]) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self._known:
+                raise _UnknownTensorError
+            seen[0] = True
+            return ("tensor", id(value))
+        if isinstance(value, tuple | list):
+            return tuple(self._frozen(part, seen) for part in value)
+        return (type(value), value)
+
+    def _loses_gradient(self, result: Tensor) -> bool:
+        return self.tracked and not torch.is_grad_enabled() and not result.requires_grad
+
+
+class _UnknownTensorError(Exception):
+    """An argument depends on more than the input and the weights."""
+
+
+_PURE_DUNDERS = {
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
+    "__neg__", "__matmul__", "__rmatmul__", "__getitem__",
+}  # fmt: skip
+
+
+def _mode() -> tuple[object, ...]:
+    """What changes the result of an operation beside its arguments."""
+    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def _shares_memory(result: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether the result is one of the arguments."""
+    return any(result is argument for argument in args)

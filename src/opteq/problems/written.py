@@ -1,0 +1,106 @@
+"""A user's problem with its input bound: the user writes values, autograd does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opteq.operators import LinearMap, Operator, use_prepared
+from opteq.penalties import Penalty
+from opteq.problems.hidden import Hidden
+from opteq.problems.linearisation import Structure
+from opteq.problems.reuse import InputOnly
+from opteq.states import State, blocks
+
+
+class BoundModule:
+    """A user's module with its input bound.
+
+    The maps of its operators are prepared once, and so is everything that depends on the input and the weights alone:
+    ``self.U(x)`` inside a user's function is computed here, not in every step.
+
+    Attributes:
+        module: the user's.
+        x: the input.
+        maps: the prepared map of every operator inside.
+        reused: results that depend on the input and the weights alone.
+    """
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        self.module: Any = module
+        self.x = x
+        self.maps: Mapping[Operator, LinearMap] = {
+            part: part.prepare() for part in module.modules() if isinstance(part, Operator)
+        }
+        self.reused = InputOnly([x, *module.parameters(), *module.buffers(), *_weights(self.maps.values())])
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the user's functions reuse what was computed already."""
+        with use_prepared(self.maps), self.reused:
+            yield
+
+
+def _weights(maps: Iterable[LinearMap]) -> list[Tensor]:
+    """The tensors that prepared maps hold."""
+    return [value for linear in maps for value in vars(linear).values() if isinstance(value, Tensor)]
+
+
+class WrittenHidden(Hidden):
+    """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's.
+
+    The adjoint system of a strict minimiser is positive definite. Where a state turns out to be none, conjugate
+    gradients say so (``INDEFINITE``).
+    """
+
+    structure = Structure.POSITIVE
+
+    @property
+    def seeks_minimum(self) -> bool:
+        """True: nothing is known of the curvature."""
+        return True
+
+    def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor, start: State) -> None:
+        self.penalty = penalty
+        self.bound = BoundModule(problem, x)
+        self._start = start
+        self.smooth(start)  # what depends on the input alone is computed here, differentiably
+
+    def start(self) -> State:
+        return self._start
+
+    def smooth(self, y: State) -> Tensor:
+        terms = list(self.smooth_terms(y).values())
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(dim=0)
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """The user's terms by name, or one called "smooth"."""
+        with self.bound.entered():
+            values = self.bound.module.smooth(y, self.bound.x)
+        terms = values if isinstance(values, dict) else {"smooth": values}
+        return checked_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
+
+    def features(self, y: State) -> State:
+        with self.bound.entered():
+            found: State = self.bound.module.features(y)
+        return found
+
+
+def checked_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
+    """The terms of an objective if they are what they should be: names, and one value per sample each."""
+    if not isinstance(found, dict) or not found:
+        got = "an empty dict" if found == {} else type(found).__name__
+        raise TypeError(f"{who} should return a dict from names to tensors, one value per sample each; got {got}")
+    for name, values in found.items():
+        if not isinstance(values, Tensor) or values.shape != (batch,):
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            which = "it" if name == "smooth" else f"{name!r}"
+            raise ValueError(
+                f"{who}: {which} should be one value per sample, shape ({batch},); got {got}. "
+                "Sum over every dimension but the first"
+            )
+    return found

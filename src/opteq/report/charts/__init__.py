@@ -1,0 +1,3 @@
+"""Charts as inline SVG, tables and images."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""HTML elements, formulas and numbers as text."""
+
+__all__: list[str] = []

@@ -1,0 +1,114 @@
+"""Recipes as files: those of the package by name, a user's own by path, and the copy that a run keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from pydantic import ValidationError
+from tomlkit.exceptions import ParseError
+
+from opteq.common.errors import UserError, unknown_name
+from opteq.training.recipe import overrides as override
+from opteq.training.recipe.sections import Recipe
+
+_FOLDER = Path(str(resources.files("opteq"))) / "recipes"
+
+
+def recipes() -> list[str]:
+    """The names of the package's recipes.
+
+    >>> "digits" in recipes()
+    True
+    """
+    return sorted(_files())
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """The package's recipes by name; folders only group them."""
+    return {path.name.removesuffix(".toml"): path for path in _FOLDER.rglob("*.toml")}
+
+
+def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe of the package, or of a file where a path (anything with a slash or ``.toml``) is given.
+
+    Args:
+        name_or_path: such as ``digits`` or ``my/recipe.toml``.
+        overrides: ``"key=value"`` each, such as ``train.epochs=20``; see :mod:`opteq.training.recipe.overrides`.
+
+    Raises:
+        UserError: there is no such recipe, or it has a key or a value that is not right.
+
+    >>> load_recipe("digits", ["train.epochs=3"]).train.epochs
+    3
+    """
+    text = str(name_or_path)
+    if text.endswith(".toml") or "/" in text or isinstance(name_or_path, Path):
+        path = Path(name_or_path)
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"the recipe {path} cannot be read: {reason}") from error
+        where = str(path)
+    else:
+        if text not in _files():
+            raise unknown_name("recipe", text, recipes(), listed_by="opteq recipes")
+        source = _files()[text].read_text(encoding="utf-8")
+        where = text
+    try:
+        content = tomlkit.parse(source).unwrap()
+    except ParseError as error:
+        raise UserError(f"the recipe {where} is not valid TOML: {error}") from error
+    return _validated(override.apply(content, overrides), where)
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as a TOML file that :func:`load_recipe` reads back as the same recipe."""
+    content = recipe.model_dump(exclude_none=True)
+    for key, value in flattened(content).items():
+        # Names of files are bytes, and need not be text.
+        if isinstance(value, str) and value.encode(errors="replace").decode() != value:
+            raise UserError(f"{key} = {value!a} is no Unicode text, and recipes are: give it another name, or a link")
+    return tomlkit.dumps(content)
+
+
+def flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys.
+
+    >>> flattened({"train": {"epochs": 3}, "name": "x"})
+    {'train.epochs': 3, 'name': 'x'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _validated(content: dict[str, Any], where: str) -> Recipe:
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        # A misspelt key is also a missing one; its own message says more.
+        first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        more = error.error_count() - 1
+        rest = f" (and {more} more)" if more else ""
+        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and not part.startswith("function-"))
+        if first["type"] == "extra_forbidden":
+            raise UserError(f"recipe {where}: {override.unknown_key(key)}{rest}") from None
+        if first["type"] == "missing":
+            raise UserError(f"recipe {where}: the key {key!r} is missing{rest}") from None
+        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+        if isinstance(first["input"], dict):
+            raise UserError(f"recipe {where}: [{key}] {reason}{rest}") from None
+        raise UserError(
+            f"recipe {where}: {key} = {tomlkit.item(first['input']).as_string()} is not right: {reason}{rest}"
+        ) from None

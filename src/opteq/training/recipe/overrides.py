@@ -1,0 +1,104 @@
+"""``--set KEY=VALUE``: one key of a recipe, typed by the recipe's own fields."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, Union, get_args, get_origin
+
+import tomlkit
+from pydantic import BaseModel
+from tomlkit.exceptions import ParseError
+
+from opteq.common.errors import UserError
+from opteq.training.recipe.sections import Recipe
+
+OPEN_TABLES = ("model.options",)
+"""Tables whose keys are not ours to know: the model itself refuses those that it does not have."""
+
+
+def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of a recipe with the type of its value."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind
+
+
+def unknown_key(key: str) -> str:
+    """The words for a key that no recipe has, with the nearest one that it has.
+
+    >>> unknown_key("train.epoch")
+    "unknown key 'train.epoch'; did you mean 'train.epochs'?"
+    """
+    known = [name for name, _ in known_keys()]
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not nearest:
+        # A right name in the wrong table, or without one: compare what follows the last dot.
+        last = {name.rpartition(".")[2]: name for name in known}
+        nearest = [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.7)]
+    if nearest:
+        return f"unknown key {key!r}; did you mean {nearest[0]!r}?"
+    tables = sorted({name.partition(".")[0] for name in known})
+    return f"unknown key {key!r}; a recipe has: {', '.join(tables)}."
+
+
+def apply(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """``content``, as read from a recipe's file, with the overrides set. The argument is left as it was.
+
+    >>> apply({"train": {"epochs": 9}}, ["train.epochs=3", "data.root=/pictures"])
+    {'train': {'epochs': 3}, 'data': {'root': '/pictures'}}
+    """
+    changed = _copied(content)
+    types_of = dict(known_keys())
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {override!r}")
+        is_open = any(key.startswith(f"{table}.") for table in OPEN_TABLES)
+        if key not in types_of and not is_open:
+            raise UserError(unknown_key(key))
+        _place(changed, key, parse(text.strip(), None if is_open else types_of[key]))
+    return changed
+
+
+def parse(text: str, kind: Any = None) -> Any:
+    """A value as TOML writes it; a word that is not TOML is a string, and ``none`` empties a key that may be empty.
+
+    >>> parse("[100, 150]"), parse("1e-4", float), parse("opteq-162k", str), parse("2024", str)
+    ([100, 150], 0.0001, 'opteq-162k', '2024')
+    """
+    choices = _choices(kind)
+    if text.lower() == "none" and type(None) in choices:
+        return None
+    try:
+        value = tomlkit.parse(f"value = {text}").unwrap()["value"]
+    except (ParseError, KeyError):
+        return text
+    wants_text = choices - {type(None)} == {str}
+    return text if wants_text and not isinstance(value, str) else value
+
+
+def _choices(kind: Any) -> set[Any]:
+    return set(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else {kind}
+
+
+def _place(content: dict[str, Any], key: str, value: Any) -> None:
+    *tables, last = key.split(".")
+    for table in tables:
+        inner = content.setdefault(table, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {key}: {table!r} is not a table of the recipe")
+        content = inner
+    if value is None:
+        content.pop(last, None)
+    else:
+        content[last] = value
+
+
+def _copied(content: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, dict) else value for key, value in content.items()}

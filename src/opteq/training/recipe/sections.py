@@ -1,0 +1,260 @@
+"""What a recipe says: every choice of a training run, typed and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+
+from opteq.analysis import PGD
+from opteq.data import Augmentation
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def fraction(value: Any) -> Any:
+    """``"8/255"`` as a number, since that is how sizes of attacks are told; what is no number as it is.
+
+    >>> fraction("1/4"), fraction("0.5"), fraction(0.5), fraction("1/0")
+    (0.25, 0.5, 0.5, '1/0')
+    """
+    if isinstance(value, str):
+        above, slash, below = value.partition("/")
+        try:
+            return float(above) / (float(below) if slash else 1.0)
+        except (ValueError, ZeroDivisionError):
+            return value  # for the type to refuse
+    return value
+
+
+Pixels = Annotated[float, BeforeValidator(fraction), Field(ge=0, le=1)]
+"""A distance in units where pixels go from 0 to 1."""
+
+
+def _as_toml(options: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return {name: "none" if value is None else value for name, value in plain.items()}
+
+
+class Section(BaseModel):
+    """A table of a recipe. It refuses a key it does not know, and a value of another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(Section):
+    """Which network: a name of :func:`opteq.models.list`, and options that differ from that model's own.
+
+    Options are kept as TOML has them, so that a recipe made in Python is the one that its run's file says: None, for
+    which TOML has no word, is ``"none"``, and tuples are lists.
+    """
+
+    name: str
+    options: Annotated[dict[str, Any], AfterValidator(_as_toml)] = {}
+
+
+class DataSection(Section):
+    """Which pictures: a name of :func:`opteq.data.names`, where they lie, and their size."""
+
+    name: str
+    root: str | None = None
+    cache: str | None = None
+    image_size: Count | None = None
+
+
+class TrainSection(Section):
+    """How long, on what, in which precision.
+
+    ``batch_size`` is the number of pictures of one optimiser step, over all processes and accumulated parts together:
+    neither the number of processes nor ``accumulate`` changes what is computed, only where and in how many pieces.
+    (Batch normalisation is the exception: it sees the pictures of a piece.)
+    ``checkpoint_steps`` adds checkpoints every that many steps to those at the end of every epoch; 0 adds none.
+    ``threads`` is how many threads a CPU computes with, torch's choice by default. Small pictures gain little from a
+    second one, and lose a hundredfold where another program has its core: threads wait for each other all the time.
+    """
+
+    epochs: Count
+    batch_size: Count
+    test_batch_size: Count = 256
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    tf32: bool = True
+    threads: Count | None = None
+    accumulate: Count = 1
+    clip: Positive | None = None
+    label_smoothing: Share = 0.0
+    drop_last: bool = False
+    checkpoint_steps: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _parts_are_not_empty(self) -> TrainSection:
+        if self.accumulate > self.batch_size:
+            raise ValueError(f"accumulate = {self.accumulate} is more than batch_size = {self.batch_size}")
+        return self
+
+
+class OptimizerSection(Section):
+    """SGD or AdamW. ``decay_all = false`` spares biases and the weights of normalisations from weight decay."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    lr: Positive
+    momentum: Share = 0.9
+    nesterov: bool = False
+    weight_decay: NotNegative = 0.0
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    decay_all: bool = True
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> OptimizerSection:
+        if self.name == "sgd" and self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov = true needs a momentum above 0")
+        return self
+
+
+class ScheduleSection(Section):
+    """How the learning rate moves, step by step; see :mod:`opteq.training.optim.schedules`.
+
+    ``warmup``, ``milestones`` and ``every`` are counted in epochs; ``start`` and ``final`` are shares of ``lr``.
+    """
+
+    name: Literal["constant", "step", "cosine", "one-cycle", "poly"] = "constant"
+    warmup: NotNegative = 0.0
+    milestones: list[Count] = []
+    every: Count | None = None
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    start: Annotated[float, Field(gt=0, le=1)] = 0.04
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    power: Positive = 0.9
+
+    @model_validator(mode="after")
+    def _steps_are_somewhere(self) -> ScheduleSection:
+        if self.name == "step" and bool(self.milestones) == bool(self.every):
+            raise ValueError('name = "step" needs either milestones = [epochs, ...] or every = epochs')
+        if sorted(set(self.milestones)) != self.milestones:
+            raise ValueError(f"milestones = {self.milestones} should rise")
+        return self
+
+
+class LossSection(Section):
+    """What is added to the cross-entropy; see :mod:`opteq.training.optim.losses`."""
+
+    regularizer: Literal["ridge", "l1", "incay", "decorrelation", "hsic"] | None = None
+    weight: NotNegative = 0.0
+    augmented: NotNegative = 0.0
+    diversity: NotNegative = 0.0
+    smoothing: NotNegative = 0.0
+
+    @model_validator(mode="after")
+    def _weights_have_something_to_weigh(self) -> LossSection:
+        if (self.regularizer is None) != (self.weight == 0):
+            raise ValueError(f"regularizer = {self.regularizer!r} with weight = {self.weight}: give both or neither")
+        for name in ("diversity", "smoothing"):
+            if self.augmented == 0 and getattr(self, name):
+                raise ValueError(
+                    f"{name} has no effect with augmented = 0, the weight of the loss that it belongs to; "
+                    f"MOptEq's own is model.options.{name}"
+                )
+        return self
+
+
+class AdversarySection(Section):
+    """Training on attacked pictures; see :class:`opteq.analysis.PGD`. ``epsilon = 0``, the default, is none of it.
+
+    Every training picture is attacked anew at every step, ``steps`` gradients long, from a start that depends on seed,
+    epoch and batch alone. Every ``test_every`` epochs, and after the last, the test pictures are attacked with
+    ``test_steps`` gradients: ``test_robust_accuracy``. Distances are in units where pixels go from 0 to 1, and may be
+    written as ``"8/255"``; step sizes are 2.5 epsilon / steps by default.
+    """
+
+    epsilon: Pixels = 0.0
+    norm: Literal["linf"] = "linf"
+    steps: Count = 7
+    step_size: Annotated[Pixels, Field(gt=0)] | None = None
+    random_start: bool = True
+    test_steps: Count = 20
+    test_step_size: Annotated[Pixels, Field(gt=0)] | None = None
+    test_every: Count = 10
+
+    @model_validator(mode="after")
+    def _has_a_ball(self) -> AdversarySection:
+        if self.epsilon == 0:
+            idle = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+            if idle:
+                raise ValueError(f"{idle[0]} has no effect with epsilon = 0; give epsilon, such as 8/255")
+        return self
+
+    def training(self) -> PGD | None:
+        """The attack on training pictures."""
+        return PGD(self.epsilon, self.steps, self.step_size, self.random_start) if self.epsilon else None
+
+    def testing(self) -> PGD | None:
+        """The attack on test pictures."""
+        return PGD(self.epsilon, self.test_steps, self.test_step_size, self.random_start) if self.epsilon else None
+
+
+class GuardSection(Section):
+    """When a run stops itself; see :mod:`opteq.training.guard`."""
+
+    residual: Positive = 0.1
+    lost: Annotated[float, Field(ge=0, le=1)] = 0.5
+    converged: Annotated[float, Field(ge=0, le=1)] = 0.0
+    every: Count = 50
+
+
+def _augment_section() -> type[Section]:
+    """The options of :class:`opteq.data.Augmentation` as a table, so that a new one is at once a key of recipes."""
+    hints = get_type_hints(Augmentation)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], field.default) for field in dataclasses.fields(Augmentation)
+    }
+
+    def checked(section: Section) -> Section:
+        # The class knows which values make sense together; the table only knows their types.
+        Augmentation(**section.model_dump())
+        return section
+
+    return create_model(
+        "AugmentSection",
+        __base__=Section,
+        __doc__="What is done to training pictures: the fields of opteq.data.Augmentation.",
+        __validators__={"checked": model_validator(mode="after")(checked)},  # type: ignore[dict-item]
+        **fields,
+    )
+
+
+AugmentSection = _augment_section()
+
+
+class Recipe(Section):
+    """All that decides a run. The same recipe, on the same machine's CPU, gives the same weights byte for byte.
+
+    >>> recipe = Recipe.model_validate({
+    ...     "name": "tiny", "model": {"name": "opteq-digits"}, "data": {"name": "digits"},
+    ...     "train": {"epochs": 2, "batch_size": 64}, "optimizer": {"lr": 0.1},
+    ... })
+    >>> recipe.schedule.name, recipe.train.seed
+    ('constant', 0)
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    reproduces: str = ""
+    model: ModelSection
+    data: DataSection
+    augment: AugmentSection = AugmentSection()  # type: ignore[valid-type]
+    train: TrainSection
+    optimizer: OptimizerSection
+    schedule: ScheduleSection = ScheduleSection()
+    loss: LossSection = LossSection()
+    adversary: AdversarySection = AdversarySection()
+    guard: GuardSection = GuardSection()
+
+    def augmentation(self) -> Augmentation:
+        """The ``[augment]`` table as the object that :class:`opteq.data.Batches` takes."""
+        return Augmentation(**self.augment.model_dump())  # type: ignore[attr-defined]

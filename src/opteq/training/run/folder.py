@@ -1,0 +1,111 @@
+"""The folder of a run: what is in it, and whether a run may begin or go on there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from opteq.common.errors import UserError
+from opteq.common.files import alone_in, draft, look_into, plain_errors, remove_drafts, write_atomically
+from opteq.training.recipe.files import flattened, load_recipe, to_toml
+from opteq.training.recipe.sections import Recipe
+from opteq.training.run.checkpoints import Checkpoints
+
+# Keys that say where and how often, not what: a run may move to another machine between two commands.
+MAY_DIFFER = frozenset({"data.root", "data.cache", "train.device", "train.checkpoint_steps", "train.test_batch_size"})
+SHOWN = 4  # differences that are told one by one
+
+
+class RunFolder:
+    """``recipe.toml``, ``environment.json``, ``metrics.jsonl``, ``checkpoints/``, ``tensorboard/``, and at the end
+    ``model.safetensors``, ``config.json`` and ``report.html``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def recipe_file(self) -> Path:
+        """The recipe that the run was started with."""
+        return self.path / "recipe.toml"
+
+    def holds_a_run(self) -> bool:
+        """Whether something here would be lost if a run began.
+
+        A run that ended before its first checkpoint leaves a recipe and an empty ``metrics.jsonl``: nothing to go on
+        with, so that its folder is free for another recipe.
+        """
+        look_into(self.path)
+        metrics = self.path / "metrics.jsonl"
+        return (
+            bool(Checkpoints(self.checkpoints).files())
+            or (self.path / "model.safetensors").exists()
+            or (metrics.exists() and metrics.stat().st_size > 0)
+        )
+
+    def recipe(self) -> Recipe:
+        """The recipe of the run that is here."""
+        look_into(self.path)
+        if not self.recipe_file.is_file():
+            raise UserError(f"{self.path} holds no run: there is no recipe.toml in it. `opteq train --out` makes one")
+        return load_recipe(self.recipe_file)
+
+    def check(self, recipe: Recipe, resume: bool) -> None:
+        """Raise unless a run with this recipe may begin, or go on, here."""
+        if not resume and self.holds_a_run():
+            raise UserError(f"{self.path} already holds a run: give --resume to go on with it, or another --out")
+        if resume and not Checkpoints(self.checkpoints).files() and (self.path / "model.safetensors").exists():
+            raise UserError(
+                f"{self.path} holds a finished run, but no checkpoint to go on from: give another --out, or remove its "
+                "model.safetensors to begin anew"
+            )
+        if resume and self.holds_a_run() and self.recipe_file.is_file():
+            _refuse_differences(self.recipe(), recipe, self.path)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Make the folder and prove that it can be written to, before hours are spent; no other run may use it inside.
+
+        A run that is refused inside, before it has written anything, leaves no empty folder behind.
+        """
+        remedy = "choose a folder that you may write to with --out"
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            with plain_errors(f"making the run folder {self.path}", remedy):
+                self.path.mkdir(parents=True, exist_ok=True)
+                with draft(self.path / "probe", b"can this be written?"):
+                    pass
+            with alone_in(self.path, f"another process is training in {self.path}: wait for it, or give another --out"):
+                remove_drafts(self.path)
+                yield
+        except BaseException:
+            for path in made:
+                with suppress(OSError):  # it is not empty: something was worth keeping
+                    path.rmdir()
+            raise
+
+    def describe(self, recipe: Recipe, environment: dict[str, Any]) -> None:
+        """Write what the run is and where it runs."""
+        write_atomically(self.recipe_file, to_toml(recipe).encode())
+        write_atomically(self.path / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
+
+
+def _refuse_differences(before: Recipe, now: Recipe, path: Path) -> None:
+    old, new = flattened(before.model_dump(mode="json")), flattened(now.model_dump(mode="json"))
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in MAY_DIFFER)
+    if keys:
+        keys.sort(key=lambda key: key != "name")  # where the names differ, they say it all
+        shown = ", ".join(f"{key} ({old.get(key)!r} there, {new.get(key)!r} now)" for key in keys[:SHOWN])
+        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+        raise UserError(
+            f"{path} was begun with another recipe, so it cannot be resumed with this one: {shown}{more} differ. "
+            "Leave the recipe out to go on with its own, or give another --out"
+        )

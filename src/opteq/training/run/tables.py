@@ -1,0 +1,69 @@
+"""Tables for people: recipes, models, an evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from opteq import models
+from opteq.training.recipe.files import load_recipe, recipes
+
+
+def recipes_table(width: int) -> Table:
+    """All recipes of the package and what each reproduces; where ``width`` allows, model, data and epochs too."""
+    wide = width >= _WIDE
+    columns = ("recipe", "model", "data", "epochs", "reproduces") if wide else ("recipe", "reproduces")
+    table = Table(*columns, title="Recipes: opteq train RECIPE", row_styles=_ROWS)
+    table.columns[0].no_wrap = True
+    for name in recipes():
+        recipe = load_recipe(name)
+        between = (recipe.model.name, recipe.data.name, str(recipe.train.epochs)) if wide else ()
+        table.add_row(name, *between, recipe.reproduces)
+    return table
+
+
+def models_table() -> Table:
+    """All models, with the number of parameters for the classes of the published result, or for ten."""
+    table = Table("model", "parameters", "what it is, and what it reproduces", title="Models", row_styles=_ROWS)
+    table.columns[0].no_wrap = True
+    table.columns[1].justify = "right"
+    for name in models.list():
+        card = models.describe(name)
+        table.add_row(name, f"{card.parameters:,}", "; ".join(filter(None, (card.summary, card.reproduces))))
+    return table
+
+
+def evaluation_table(run: str, result: dict[str, Any]) -> Table:
+    """What :func:`~opteq.training.evaluate` found."""
+    # Escaped: to rich, brackets in a folder's name would be markup.
+    table = Table("measure", "value", title=f"{escape(run)} on {result['samples']} test pictures")
+    table.columns[1].justify = "right"
+    if "test_iou" in result:
+        table.add_row("intersection over union, mean of classes", f"{result['test_iou']:.2%}")
+        table.add_row("accuracy, mean of classes", f"{result['test_class_accuracy']:.2%}")
+        table.add_row("accuracy of pixels", f"{result['test_accuracy']:.2%}")
+    else:
+        table.add_row("accuracy", f"{result['test_accuracy']:.2%}")
+        table.add_row("top-5 accuracy", f"{result['test_top5']:.2%}")
+    table.add_row("cross-entropy", f"{result['test_loss']:.4f}")
+    if "unseen_accuracy" in result:
+        table.add_row("accuracy on unseen kinds", f"{result['unseen_accuracy']:.2%}")
+    if "attack" in result:
+        steps, epsilon = result["attack"]["steps"], 255 * result["attack"]["epsilon"]
+        table.add_row(f"accuracy under PGD-{steps}, {epsilon:.3g}/255", f"{result['test_robust_accuracy']:.2%}")
+    if result["solver_steps"]:
+        table.add_row("solver steps, mean", f"{result['solver_steps']:.1f}")
+        table.add_row("relative residual, mean", f"{result['mean_residual']:.1e}")
+        table.add_row("relative residual, worst of all", f"{result['worst_residual']:.1e}")
+        table.add_row("converged", f"{result['converged']:.2%}")
+    tolerance = "the model's own" if result["tol"] is None else f"{result['tol']:g}"
+    table.add_row("tolerance", tolerance)
+    precision = "full" if result["precision"] == "no" else result["precision"]
+    table.add_row("precision, device", f"{precision}, {result['device']}")
+    return table
+
+
+_ROWS = ("", "dim")
+_WIDE = 150  # columns in which all that is known of a recipe fits into one line
