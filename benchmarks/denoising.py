@@ -62,6 +62,7 @@ def parsed() -> argparse.Namespace:
     model.add_argument("--rho", type=float, default=1.0, help="0 for a convex prior")
     model.add_argument("--mu", type=float, default=10.0)
     model.add_argument("--width", type=int, default=56)
+    model.add_argument("--adaptive", type=int, default=0, help="channels of weights that look at the image; 0 for none")
     model.add_argument("--knots", type=int, default=24)
     learn = parser.add_argument_group("training")
     learn.add_argument("--batch", type=int, default=128)
@@ -118,6 +119,7 @@ class Run:
         groups = [
             {"params": list(prior.filters.parameters()), "share": 1.0},
             {"params": [*prior.potential.parameters(), *prior.levels.parameters()], "share": 2.0},
+            {"params": [] if prior.weights is None else list(prior.weights.parameters()), "share": 1.0},
         ]
         self.optimiser = torch.optim.Adam(groups, lr=arguments.lr, betas=(0.9, 0.99), fused=device.type == "cuda")
         images = torch.stack([image[0] for image in read_grey(arguments.data / "train")])
@@ -213,7 +215,12 @@ class Run:
 
 def built(arguments: argparse.Namespace) -> Denoiser:
     config = replace(
-        DenoiserConfig(), channels=(1, 4, 8, arguments.width), knots=arguments.knots, rho=arguments.rho, mu=arguments.mu
+        DenoiserConfig(),
+        channels=(1, 4, 8, arguments.width),
+        knots=arguments.knots,
+        rho=arguments.rho,
+        mu=arguments.mu,
+        hidden=arguments.adaptive,
     )
     if arguments.one_step:
         return Denoiser(config, opteq.Picard(tol=1e-12, max_steps=1), opteq.Unrolled(steps=1), on_failure="ignore")

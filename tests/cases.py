@@ -71,6 +71,20 @@ class TwoParts(opteq.HiddenProblem):
         return -((a @ self.mix) * b).sum(1) - (x * a).sum(1) - 0.3 * b.sum(1)
 
 
+class Jumps(opteq.Objective):
+    """Written by a user: the state resembles a learned view of the input and jumps seldom."""
+
+    def __init__(self, penalty: object = None) -> None:
+        super().__init__()
+        self.view = nn.Linear(4, 4)
+        self.strength = nn.Parameter(torch.tensor(0.6))
+        self.penalty = penalty
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        jumps = (1 + (y[:, 1:] - y[:, :-1]).square()).sqrt().sum(1) - 3
+        return {"data": 0.5 * (y - self.view(x)).square().sum(1), "jumps": self.strength * jumps}
+
+
 def dense(activation: str | penalties.Penalty = "relu", **options: object) -> Callable[[], Problem]:
     return lambda: opteq.OptEq(op.Dense(5, 6, bound=0.8), nn.Linear(4, 6), activation, **options)
 
@@ -139,12 +153,15 @@ CASES = [
     Case("splitting", splitting, (4,), one_equation=False),
     Case("written", Smoother, (4,), kinks=False),
     Case("written-tuple", TwoParts, (4,), kinks=False),
+    Case("objective", Jumps, (4,), kinks=False),
+    Case("objective-relu", lambda: Jumps("relu"), (4,)),
 ]
 
 SOLVERS = {
     "picard": opteq.Picard(tol=1e-12, max_steps=2000),
     "anderson": opteq.Anderson(tol=1e-12, max_steps=300),
     "broyden": opteq.Broyden(tol=1e-12, max_steps=300),
+    "fista": opteq.FISTA(tol=1e-12, max_steps=2000),
 }
 
 EXACT_GRADIENTS = {

@@ -47,6 +47,7 @@ BAD: dict[str, Bad] = {
     "check_every": WHOLE,
     "memory": [*WHOLE, *REQUIRED],
     "damping": SHARE,
+    "measure": [("distance", ValueError), (None, ValueError), (True, ValueError)],
     "history": [("halved", ValueError), ("", ValueError), (None, ValueError), (True, ValueError)],
     "restart": [*WHOLE, *REQUIRED],
     "steps": [*WHOLE, *REQUIRED],
@@ -414,10 +415,10 @@ def test_smooth_must_give_one_number_a_sample() -> None:
 
     x = torch.ones(2, 3)
     with pytest.raises(
-        ValueError, match=r"one number a sample, shape \(2,\); got shape \(\).*Sum over every dimension"
+        ValueError, match=r"one number per sample, shape \(2,\); got shape \(\).*Sum over every dimension"
     ):
         opteq.Equilibrium(Total())(x)
-    with pytest.raises(ValueError, match=r"one number a sample, shape \(2,\); got shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"one number per sample, shape \(2,\); got shape \(2, 3\)"):
         opteq.Equilibrium(Kept())(x)
 
 

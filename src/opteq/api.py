@@ -1,6 +1,6 @@
 """All that ``import opteq`` hands out by name."""
 
-from opteq import analysis, couplings, engine, kernels, models, operators, penalties, potentials, regularizers
+from opteq import analysis, couplings, engine, kernels, models, operators, penalties, plot, potentials, regularizers
 from opteq.common.errors import ConvergenceError, ConvergenceWarning
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit, OneStep, Phantom, Shine, Unrolled
@@ -63,6 +63,7 @@ __all__ = [
     "models",
     "operators",
     "penalties",
+    "plot",
     "potentials",
     "regularizers",
 ]

@@ -108,6 +108,29 @@ def evaluate(
 
 
 @app.command()
+def restore(
+    image: Annotated[Path, typer.Argument(metavar="IN", help="The image to restore, grey or colour.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the restored image goes.")],
+    model: Annotated[Path, typer.Option(help="The folder of a trained denoiser.")],
+    sigma: Annotated[float, typer.Option(help="Standard deviation of the noise, of 255.")] = 25.0,
+    blur: Annotated[float, typer.Option(help="Undo a Gaussian blur with this standard deviation in pixels.")] = 0.0,
+    mask: Annotated[Path | None, typer.Option(help="Fill in what is black in this image, of the same size.")] = None,
+    scale: Annotated[int, typer.Option(help="Enlarge by 2 or 4: pixels of IN are means of as many.")] = 1,
+    strength: Annotated[float, typer.Option(help="Factor of the prior; more is smoother.")] = 1.0,
+    tol: Annotated[float, typer.Option(help="Relative residual of the solve.")] = 1e-5,
+    tile: Annotated[
+        int, typer.Option(min=64, help="Side of the parts solved at a time; less needs less memory.")
+    ] = 512,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Restore an image by minimising an energy with a learned prior; says whether it was minimised."""
+    from opteq import restore as restoring
+
+    with one_line_errors():
+        restoring.command(image, out, model, sigma, blur, mask, scale, strength, tol, tile, device, _console())
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes, and what each reproduces."""
     with one_line_errors():

@@ -33,9 +33,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         solver: how the equilibrium is found; ``Anderson()`` by default, ``FISTA`` for objectives.
         gradient: how it is differentiated; ``Implicit()``, the exact gradient, by default.
         on_failure: what happens when samples do not converge, forward or backward: ``"warn"``, and again when it gets
-            clearly worse, ``"raise"``, or ``"ignore"``. The best state found is returned unless it raises; it
-            is NaN for a sample whose very first step is not finite, because its input is not. Its batch mates are solved
-            as if it were not there. On a GPU a warning may come after the call: with its backward pass, or with
+            clearly worse, ``"raise"``, or ``"ignore"``. The best state found is returned unless an error is raised. It
+            is NaN for a sample whose very first step is not finite, because its input is not; its batch mates are
+            solved as if it were not there. On a GPU a warning may come after the call: with its backward pass, or with
             the next call. ``"raise"`` waits for the device in every call.
         compile: fuse the functions of a problem that a user has written by torch.compile, in captured solves on a GPU.
             The first calls then take some seconds longer.

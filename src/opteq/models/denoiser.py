@@ -16,6 +16,7 @@ from opteq.gradients import Gradient, Implicit
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.problems.prior_levels import NoiseLevels
+from opteq.problems.prior_weights import ResponseWeights
 from opteq.problems.restoration import FilterPrior, Restoration
 from opteq.solvers import FISTA, Solver
 
@@ -33,6 +34,8 @@ class DenoiserConfig:
         mu: how convex they may be.
         least, most, degree: noise levels, see :class:`~opteq.problems.prior_levels.NoiseLevels`.
         margin: strong convexity of the energy.
+        hidden: channels of the :class:`~opteq.problems.prior_weights.ResponseWeights`; 0 for a prior that is the same
+            everywhere.
     """
 
     channels: tuple[int, ...] = (1, 4, 8, 56)
@@ -45,6 +48,7 @@ class DenoiserConfig:
     most: float = 55 / 255
     degree: int = 2
     margin: float = 0.01
+    hidden: int = 0
 
 
 class Denoiser(nn.Module):
@@ -71,7 +75,8 @@ class Denoiser(nn.Module):
         levels = NoiseLevels(width, config.least, config.most, config.degree)
         with torch.no_grad():  # potentials bend at about twice the noise of a response
             levels.log_scale[0] = (2 * filters.prepare().composed().flatten(1).norm(dim=1)).log()
-        self.prior = FilterPrior(filters, potential, levels, config.margin)
+        weights = ResponseWeights(width, config.hidden) if config.hidden else None
+        self.prior = FilterPrior(filters, potential, levels, config.margin, weights)
         solver = FISTA(tol=1e-5, max_steps=1000) if solver is None else solver
         gradient = Implicit(tol=1e-3, max_steps=200) if gradient is None else gradient
         self.layer = Equilibrium(Restoration(self.prior), solver, gradient, on_failure)

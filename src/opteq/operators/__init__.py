@@ -14,8 +14,12 @@ True
 """
 
 from opteq.operators.base import LinearMap, Operator, is_hooked, unhooked, use_prepared
+from opteq.operators.blur import Blur, gaussian_kernel
+from opteq.operators.chain import ConvChain
 from opteq.operators.conv import Conv2d, SeparableConv2d
 from opteq.operators.dense import Dense
+from opteq.operators.downsample import Downsample
+from opteq.operators.mask import Mask
 from opteq.operators.patches import Patches
 from opteq.operators.resample import AveragePool, resample
 from opteq.operators.spectral.norms import kernel_norm, module_norm
@@ -23,14 +27,19 @@ from opteq.operators.stack import Identity, Stack
 
 __all__ = [
     "AveragePool",
+    "Blur",
     "Conv2d",
+    "ConvChain",
     "Dense",
+    "Downsample",
     "Identity",
     "LinearMap",
+    "Mask",
     "Operator",
     "Patches",
     "SeparableConv2d",
     "Stack",
+    "gaussian_kernel",
     "is_hooked",
     "kernel_norm",
     "module_norm",

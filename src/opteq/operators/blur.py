@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from opteq.operators.base import LinearMap, Operator, wrong_shape
 from opteq.operators.spectral.norms import kernel_norm
 
-_BOUNDARIES = ("zeros", "circular")
+_BOUNDARIES = ("zeros", "circular", "valid")
 
 
 def gaussian_kernel(sigma: float, size: int | None = None) -> Tensor:
@@ -29,38 +29,40 @@ def gaussian_kernel(sigma: float, size: int | None = None) -> Tensor:
 class BlurMap(LinearMap):
     """Correlation with a kernel ``(k1, k2)``, channel by channel."""
 
-    def __init__(self, kernel: Tensor, circular: bool) -> None:
+    def __init__(self, kernel: Tensor, boundary: str) -> None:
         self.kernel = kernel
-        self.circular = circular
+        self.boundary = boundary
         self.padding = (kernel.shape[0] // 2, kernel.shape[1] // 2)
 
     def __call__(self, v: Tensor) -> Tensor:
-        return self._apply(v, self.kernel)
+        return self._correlated(v, self.kernel, (0, 0) if self.boundary == "valid" else self.padding)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        return self._apply(u, self.kernel.flip(0, 1))
+        whole = (2 * self.padding[0], 2 * self.padding[1]) if self.boundary == "valid" else self.padding
+        return self._correlated(u, self.kernel.flip(0, 1), whole)
 
-    def _apply(self, v: Tensor, kernel: Tensor) -> Tensor:
+    def _correlated(self, v: Tensor, kernel: Tensor, padding: tuple[int, int]) -> Tensor:
         if v.ndim != 4:
             raise wrong_shape("Blur", "(B, c, h, w)", v)
         c = v.shape[1]
-        if not self.circular:
-            return F.conv2d(v, kernel.to(v.dtype).expand(c, 1, -1, -1), padding=self.padding, groups=c)
+        weight = kernel.to(v.dtype).expand(c, 1, -1, -1)
+        if self.boundary != "circular":
+            return F.conv2d(v, weight, padding=padding, groups=c)
         if any(size < k for size, k in zip(v.shape[2:], kernel.shape, strict=True)):
             raise ValueError(
                 f"a circular blur needs images of at least {tuple(kernel.shape)} pixels; got {tuple(v.shape)}"
             )
-        rows, columns = self.padding
-        wrapped = F.pad(v, (columns, columns, rows, rows), mode="circular")
-        return F.conv2d(wrapped, kernel.to(v.dtype).expand(c, 1, -1, -1), groups=c)
+        rows, columns = padding
+        return F.conv2d(F.pad(v, (columns, columns, rows, rows), mode="circular"), weight, groups=c)
 
 
 class Blur(Operator):
-    """Correlation of every channel with a fixed kernel; images keep their size.
+    """Correlation of every channel with a fixed kernel.
 
     Args:
         kernel: ``(k1, k2)`` with odd sizes, or a number: the standard deviation of a Gaussian in pixels.
-        boundary: what lies outside the image: ``"zeros"``, or the image again, ``"circular"``.
+        boundary: what lies outside the image: ``"zeros"``, or the image again, ``"circular"``; both keep its size.
+            ``"valid"`` asks nothing outside: the result is smaller by the size of the kernel less one.
 
     >>> A = Blur(1.5)
     >>> A(torch.ones(1, 1, 21, 21))[0, 0, 10, 10].item()  # doctest: +ELLIPSIS
@@ -80,7 +82,7 @@ class Blur(Operator):
         self.register_buffer("kernel", kernel.detach().clone())
 
     def prepare(self) -> BlurMap:
-        return BlurMap(self.kernel, self.boundary == "circular")
+        return BlurMap(self.kernel, self.boundary)
 
     def norm(self) -> Tensor:
         with torch.no_grad():

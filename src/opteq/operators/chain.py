@@ -125,7 +125,8 @@ def response_powers(kernel: Tensor, grid: int = 128) -> Tensor:
         raise ValueError(f"filters of one input channel have a power per frequency; got {kernel.shape[1]} channels")
     wide = kernel[:, 0].to(torch.promote_types(kernel.dtype, torch.float32))
     spectrum = torch.fft.rfft2(wide, s=(grid, grid))
-    return (spectrum.real.square() + spectrum.imag.square()).flatten(1)
+    powers: Tensor = spectrum.real.square() + spectrum.imag.square()
+    return powers.flatten(1)
 
 
 def largest_response(powers: Tensor, weights: Tensor, kernel: Tensor, grid: int = 128) -> Tensor:
@@ -137,8 +138,10 @@ def largest_response(powers: Tensor, weights: Tensor, kernel: Tensor, grid: int 
     """
     if max(kernel.shape[2:]) > grid // 2:
         raise ValueError(f"a grid of {grid} frequencies is too coarse for kernels of size {tuple(kernel.shape[2:])}")
-    missed = math.prod(math.cos((size - 1) * math.pi / (2 * grid)) ** 2 for size in kernel.shape[2:])
-    return (weights.to(powers.dtype) @ powers).amax(dim=1) * ((1 + 1e-5) / missed)
+    missed: float = math.prod(math.cos((size - 1) * math.pi / (2 * grid)) ** 2 for size in kernel.shape[2:])
+    largest: Tensor = (weights.to(powers.dtype) @ powers).amax(dim=1)
+    bound: Tensor = largest * ((1 + 1e-5) / missed)
+    return bound
 
 
 def _check(who: str, v: Tensor, channels: int) -> None:

@@ -68,7 +68,8 @@ class Downsample(Operator):
         """An upper bound; exact for the mean over blocks."""
         with torch.no_grad():
             if all(size == self.factor for size in self.kernel.shape):  # blocks do not overlap
-                return torch.linalg.vector_norm(self.kernel)
+                norm: Tensor = torch.linalg.vector_norm(self.kernel)
+                return norm
             # Of the phases that the stride takes apart, each is a convolution of its own; rows of A side by side.
             return self._polyphase_norm()
 

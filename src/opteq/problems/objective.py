@@ -97,6 +97,9 @@ class BoundObjective(Hidden):
 
     structure = Structure.POSITIVE  # so that conjugate gradients solve the backward system, and say where it is not
 
+    penalty: ScaledPenalty  # type: ignore[assignment]
+    penalised: bool
+
     convex = False
     """Whether the objective is known to be convex."""
 
@@ -111,9 +114,10 @@ class BoundObjective(Hidden):
             curvature = self._measured_curvature() if declared is None else self._declared(declared)
             self.length = 1 / (curvature * _MARGIN if measured else curvature)
         chosen = getattr(problem, "penalty", None)
-        written = None if chosen is None else penalties.get(chosen)
-        self.penalty = None if written is None else ScaledPenalty(written, self.length)  # type: ignore[assignment]
-        self.has_merit = written is None or written.has_total
+        written = penalties.get("identity" if chosen is None else chosen)
+        self.penalised = chosen is not None
+        self.penalty = ScaledPenalty(written, self.length)
+        self.has_merit = written.has_total
 
     @property
     def seeks_minimum(self) -> bool:
@@ -150,7 +154,7 @@ class BoundObjective(Hidden):
     def terms(self, y: State) -> dict[str, Tensor]:
         """The user's terms, and the penalty where there is one; one number per sample each."""
         found = dict(self._smooth_parts(y))
-        if self.penalty is not None:
+        if self.penalised:
             name = "penalty" if "penalty" not in found else "penalty (non-smooth)"
             found[name] = self._penalty_of(y)
         return found
@@ -159,10 +163,6 @@ class BoundObjective(Hidden):
         """``t F - 1/2 |y|^2``."""
         values = self.value(y)
         return self.length.to(values.dtype) * values - inner(y, y) / 2
-
-    def smooth_terms(self, y: State) -> dict[str, Tensor]:
-        """The user's terms, without t."""
-        return self._smooth_parts(y)
 
     def preactivation(self, y: State) -> State:
         """``y - t grad F(y)``."""
@@ -173,7 +173,7 @@ class BoundObjective(Hidden):
         return self._prox(self.preactivation(y))
 
     def project(self, y: State) -> State:
-        return y if self.penalty is None else map_state(self.penalty.project, y)
+        return map_state(self.penalty.project, y) if self.penalised else y
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> v - t H v`` with H the Hessian of F."""
@@ -187,13 +187,13 @@ class BoundObjective(Hidden):
 
     def linearise(self, y: State) -> SymmetricLinearisation:
         """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""
-        if self.penalty is None:
+        if not self.penalised:
             return SymmetricLinearisation(self.curvature_at(y), _same, _same)
         return super().linearise(y)
 
     def _measured(self, y: State) -> tuple[State, Tensor]:
         values, slope = self.value_and_gradient(y)
-        merit = values if self.penalty is None else values + self._penalty_of(y)
+        merit = values + self._penalty_of(y) if self.penalised else values
         return self._prox(self._forward_step(y, slope)), merit
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ class BoundObjective(Hidden):
         return torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
 
     def _prox(self, u: State) -> State:
-        return u if self.penalty is None else map_state(self.penalty.prox, u)
+        return map_state(self.penalty.prox, u) if self.penalised else u
 
     def _forward_step(self, y: State, slope: State) -> State:
         def one(part: Tensor, its_slope: Tensor) -> Tensor:

@@ -13,11 +13,14 @@ from opteq.common.options import NamedOptions
 from opteq.operators.base import Operator
 from opteq.operators.chain import ChainMap, ConvChain, largest_response, response_powers
 from opteq.operators.measurement import Measurement, checked_measurement, settled_measurement
+from opteq.penalties import Identity
+from opteq.penalties.scaled import ScaledPenalty
 from opteq.potentials import Curve, Potential
 from opteq.problems.certificate import Certificate
 from opteq.problems.linearisation import Structure
 from opteq.problems.objective import BoundObjective, Objective
 from opteq.problems.prior_levels import NoiseLevels
+from opteq.problems.prior_weights import ResponseWeights
 from opteq.solvers.fista import FISTA
 from opteq.states import State, single, sum_over_sample
 
@@ -34,10 +37,16 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         potential: the potentials, one per channel or one for all.
         levels: scales and weights by noise level.
         margin: strong convexity of the energy of denoising; None leaves weights as they are.
+        weights: further weights by channel and pixel, from the responses of the given image; None for none.
     """
 
     def __init__(
-        self, filters: ConvChain, potential: Potential, levels: NoiseLevels, margin: float | None = 0.01
+        self,
+        filters: ConvChain,
+        potential: Potential,
+        levels: NoiseLevels,
+        margin: float | None = 0.01,
+        weights: ResponseWeights | None = None,
     ) -> None:
         super().__init__()
         if filters.channels[0] != 1:
@@ -45,19 +54,28 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         if margin is not None and not 0 <= margin < 1:
             raise ValueError(f"FilterPrior.margin should lie in [0, 1), or be None; got {margin!r}")
         self.filters, self.potential, self.levels, self.margin = filters, potential, levels, margin
+        self.weights = weights
 
-    def bind(self, sigma: Tensor, concave: bool = True) -> BoundPrior:
-        """The prior for noise levels ``(B,)``: everything that depends on the weights is computed here, once."""
+    def bind(self, sigma: Tensor, image: Tensor | None = None) -> BoundPrior:
+        """The prior for noise levels ``(B,)``: everything that depends on parameters and input is computed here, once.
+
+        Args:
+            sigma: noise levels.
+            image: the given image, which weights may look at.
+        """
         chain = self.filters.prepare()
         kernel = chain.composed()
         powers = response_powers(kernel)
         scale, weight = self.levels(sigma)
         low, high = (end.to(weight.dtype).expand(weight.shape[1]) for end in self.potential.curvature())
         concavity = largest_response(powers, weight * -low, kernel)
-        if self.margin is not None and concave:
+        if self.margin is not None:
             shrink = (1 - self.margin) / concavity.clamp_min(1 - self.margin)
             weight, concavity = weight * shrink[:, None], concavity * shrink
         curvature = largest_response(powers, weight * high, kernel)
+        scale, weight = scale[:, :, None, None], weight[:, :, None, None]
+        if self.weights is not None and image is not None:
+            weight = weight * self.weights(chain(image) / scale)
         return BoundPrior(chain, self.potential.prepare(), scale, weight, concavity, curvature)
 
 
@@ -66,7 +84,7 @@ class BoundPrior:
 
     Attributes:
         filters, curve: K and psi.
-        scale, weight: ``(B, C, 1, 1)``; the weight may be ``(B, C, h, w)``, with entries of at most those of ``bind``.
+        scale, weight: ``(B, C, 1, 1)``; the weight is ``(B, C, h, w)`` where it depends on the image.
         concavity, curvature: the Hessian of R lies between ``-concavity`` and ``curvature``, ``(B,)``.
     """
 
@@ -74,7 +92,7 @@ class BoundPrior:
         self, filters: ChainMap, curve: Curve, scale: Tensor, weight: Tensor, concavity: Tensor, curvature: Tensor
     ) -> None:
         self.filters, self.curve = filters, curve
-        self.scale, self.weight = scale[:, :, None, None], weight[:, :, None, None]
+        self.scale, self.weight = scale, weight
         self.concavity, self.curvature = concavity, curvature
         self.inverse = 1 / self.scale
         self.force = self.weight * self.scale
@@ -123,7 +141,8 @@ class Restoration(Objective):
         """The energy for these measurements."""
         image, sigma = self._split(x)
         settled = settled_measurement(self.measurement, image)
-        bound = self.prior.bind(sigma, concave=self.measurement is None)
+        seen = image if settled is None else settled.adjoint(image)
+        bound = self.prior.bind(sigma, seen)
         return BoundRestoration(image, bound, settled, self.strength, self._convex)
 
     def terms(self, y: State, x: Any) -> dict[str, Tensor]:
@@ -146,18 +165,12 @@ class Restoration(Objective):
             return Certificate(reasons=dict.fromkeys(names, why))
         strong = f"the energy is {least:.4g}-strongly convex: the data term outweighs the concavity of the prior"
         step = f"a gradient step of length 1/{most:.4g} on an energy with Hessian in [{least:.4g}, {most:.4g}]"
-        return Certificate(
-            True,
-            True,
-            1 - least / most,
-            lipschitz / least,
-            {
-                "exists": strong,
-                "unique": strong,
-                "contraction": step,
-                "lipschitz": f"|A| / m with m = {least:.4g} (from x to y, at a fixed noise level)",
-            },
-        )
+        slope = f"|A| / m with m = {least:.4g} (from x to y, at a fixed noise level)"
+        if self.prior.weights is not None:
+            slope, lipschitz = "the weights of the prior depend on x in a way that is not bounded", math.nan
+        reasons = {"exists": strong, "unique": strong, "contraction": step, "lipschitz": slope}
+        constant = None if math.isnan(lipschitz) else lipschitz / least
+        return Certificate(True, True, 1 - least / most, constant, reasons)
 
     @property
     def _convex(self) -> bool:
@@ -174,11 +187,12 @@ class Restoration(Objective):
             sigma = torch.logspace(0, 1, 64, base=levels.most / levels.least).to(like) * levels.least
         else:
             sigma = like.new_tensor([self.sigma])
-        bound = self.prior.bind(sigma, concave=self.measurement is None)
+        bound = self.prior.bind(sigma)
         concavity, curvature = (self.strength * float(end.max()) for end in (bound.concavity, bound.curvature))
         low, high = 1.0, 1.0
         if isinstance(self.measurement, Operator):
             settled = settled_measurement(self.measurement, like)
+            assert settled is not None
             low, high = float(settled.least), float(settled.most)
         elif self.measurement is not None:
             low, high = 0.0, math.inf  # known only for images at hand
@@ -199,8 +213,8 @@ class BoundRestoration(BoundObjective):
     """The energy with measurements and noise levels bound, and closed forms of its derivatives."""
 
     structure = Structure.POSITIVE
-    has_merit = False
-    penalty = None  # type: ignore[assignment]
+    x: Tensor
+    penalised = False
 
     def __init__(
         self, x: Tensor, prior: BoundPrior, measurement: Measurement | None, strength: float, convex: bool
@@ -209,6 +223,7 @@ class BoundRestoration(BoundObjective):
         size = 1.0 if measurement is None else measurement.most**2
         self.length = (1 / (size + strength * prior.curvature)).detach()
         # Where the prior's concavity is kept within the margin, the energy is convex and plain steps descend.
+        self.penalty = ScaledPenalty(Identity(), self.length)
         self.convex = convex
         self.has_merit = not convex
         self._start = x if measurement is None else measurement.adjoint(x)
@@ -234,7 +249,8 @@ class BoundRestoration(BoundObjective):
         def product(v: State) -> State:
             image = single(v)
             data = image if self.measurement is None else self.measurement.adjoint(self.measurement(image))
-            return torch.add(data, inner(image), alpha=self.strength)
+            total: Tensor = torch.add(data, inner(image), alpha=self.strength)
+            return total
 
         return product
 

@@ -80,6 +80,7 @@ class _AndersonMixing(Method):
         return ~self.used.any(dim=1)
 
     def shorten(self, rows: Tensor) -> None:
+        assert self.last is not None
         factor = torch.where(rows[:, None], 0.5, torch.ones_like(self.last[0][:, :1]))
         self.damping = self.damping * factor
 

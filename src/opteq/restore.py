@@ -1,0 +1,222 @@
+"""Restore an image file with a trained prior: noise, blur, missing pixels, or too few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from opteq import operators as op
+from opteq.common.errors import UserError
+from opteq.equilibrium import Equilibrium
+from opteq.models.denoiser import Denoiser
+from opteq.problems.restoration import Restoration
+from opteq.solution import Report
+from opteq.solvers import FISTA
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OVERLAP = 32
+"""Pixels that a tile sees of its neighbours; a multiple of every factor of ``--scale``."""
+
+_SCALES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What happened to the image.
+
+    Attributes:
+        sigma: standard deviation of the noise, of 255.
+        blur: standard deviation of a Gaussian blur in pixels; 0 for none.
+        mask: where pixels are seen, ``(h, w)``; None for everywhere.
+        scale: by how much the image is to be enlarged.
+    """
+
+    sigma: float
+    blur: float = 0.0
+    mask: Tensor | None = None
+    scale: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sigma < 0:
+            raise UserError(f"--sigma should be at least 0; got {self.sigma:g}")
+        if self.blur < 0:
+            raise UserError(f"--blur should be at least 0; got {self.blur:g}")
+        if self.scale not in _SCALES:
+            raise UserError(f"--scale should be one of {', '.join(map(str, _SCALES))}; got {self.scale}")
+        if sum([self.blur > 0, self.mask is not None, self.scale > 1]) > 1:
+            raise UserError("one of --blur, --mask and --scale can be undone at a time")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The image ``(c, h, w)`` in [0, 1], and how its energy was minimised.
+
+    Attributes:
+        image: the image.
+        minimised: share of tiles (and channels) whose energy was minimised to the tolerance.
+        residual: the worst relative residual.
+        steps: the most steps.
+    """
+
+    image: Tensor
+    minimised: float
+    residual: float
+    steps: int
+
+
+@torch.no_grad()
+def restore(
+    image: Tensor,
+    model: Denoiser,
+    damage: Damage,
+    strength: float = 1.0,
+    tol: float = 1e-5,
+    tile: int = 512,
+    progress: Callable[[int, int], None] | None = None,
+) -> Restored:
+    """Minimise ``1/2 |A y - x|^2 + strength R_sigma(y)`` for every channel by itself.
+
+    Args:
+        image: x, ``(c, h, w)`` in [0, 1].
+        model: whose prior R is.
+        damage: what A and sigma are.
+        strength: factor of the prior.
+        tol: relative residual of the solve.
+        tile: side of the parts that are solved one after the other, in pixels of the answer; they overlap.
+        progress: called with the number of tiles done, and of all.
+    """
+    if damage.mask is not None and damage.mask.shape != image.shape[1:]:
+        raise UserError(f"the mask has {tuple(damage.mask.shape)} pixels, the image {tuple(image.shape[1:])}")
+    factor = damage.scale
+    height, width = (factor * size for size in image.shape[1:])
+    answer = image.new_zeros(image.shape[0], height, width)
+    tiles = list(_tiles(height, width, tile))
+    converged, worst, most = 0.0, 0.0, 0
+    for done, (outer, inner, place) in enumerate(tiles):
+        seen = tuple(slice(part.start // factor, part.stop // factor) for part in outer)
+        mask = None if damage.mask is None else damage.mask[outer]
+        solved, report = _solved(image[:, seen[0], seen[1]][:, None], mask, model, damage, strength, tol)
+        answer[:, place[0], place[1]] = solved[:, 0, inner[0], inner[1]]
+        converged += float(report.converged.float().mean())
+        worst, most = max(worst, float(report.residual.max())), max(most, int(report.steps.max()))
+        if progress is not None:
+            progress(done + 1, len(tiles))
+    return Restored(answer, converged / len(tiles), worst, most)
+
+
+def _solved(
+    x: Tensor, mask: Tensor | None, model: Denoiser, damage: Damage, strength: float, tol: float
+) -> tuple[Tensor, Report]:
+    """A tile, channels as the batch."""
+    around = 2 * max(model.prior.filters.prepare().padding)
+    measurement: op.Operator | None = None
+    crop = (0, 0)
+    if damage.blur > 0:
+        kernel = op.gaussian_kernel(damage.blur)
+        measurement = op.Blur(kernel, boundary="valid")
+        crop = (kernel.shape[0] // 2, kernel.shape[1] // 2)
+    elif damage.scale > 1:
+        measurement = op.Downsample(damage.scale)
+    elif mask is not None:
+        measurement = op.Mask(mask)
+        x = mask * x
+    else:  # beyond its edge an image is taken to go on as its mirror image
+        around = min(around, min(x.shape[2:]) - 1)
+        x = torch.nn.functional.pad(x, [around] * 4, mode="reflect")
+        crop = (around, around)
+    problem = Restoration(model.prior, measurement, strength).to(x.device, x.dtype)
+    layer = Equilibrium(problem, FISTA(tol=tol, max_steps=3000), on_failure="ignore")
+    sigma = x.new_full((x.shape[0],), max(damage.sigma / 255, model.config.least))
+    solution = layer.solve((x, sigma))
+    state = solution.state
+    assert isinstance(state, Tensor)
+    rows, columns = state.shape[2] - crop[0], state.shape[3] - crop[1]
+    return state[:, :, crop[0] : rows, crop[1] : columns], solution.report
+
+
+Window = tuple[slice, ...]
+
+
+def _tiles(height: int, width: int, tile: int) -> Iterator[tuple[Window, Window, Window]]:
+    """What a tile sees, which part of that counts, and where it goes."""
+    for top in range(0, height, tile):
+        for left in range(0, width, tile):
+            place = (slice(top, min(top + tile, height)), slice(left, min(left + tile, width)))
+            sizes = zip(place, (height, width), strict=True)
+            outer = tuple(slice(max(p.start - OVERLAP, 0), min(p.stop + OVERLAP, size)) for p, size in sizes)
+            inner = tuple(slice(p.start - o.start, p.stop - o.start) for p, o in zip(place, outer, strict=True))
+            yield outer, inner, place
+
+
+def read_image(file: Path) -> Tensor:
+    """``(c, h, w)`` in [0, 1]: one channel for grey images, else three."""
+    import numpy as np
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(file) as opened:
+            kept = opened.convert("L" if opened.mode in ("1", "L", "I", "I;16", "F") else "RGB")
+    except FileNotFoundError as error:
+        raise UserError(f"there is no image {file}") from error
+    except (UnidentifiedImageError, OSError) as error:
+        raise UserError(f"{file} can't be read as an image: {error}") from error
+    pixels = torch.from_numpy(np.array(kept)).float() / 255
+    return pixels[None] if pixels.ndim == 2 else pixels.movedim(-1, 0)
+
+
+def write_image(image: Tensor, file: Path) -> None:
+    """Round ``(c, h, w)`` in [0, 1] to 8 bits and write it; the ending says the format."""
+    from PIL import Image
+
+    pixels = (255 * image.clamp(0, 1)).round().to(torch.uint8).cpu()
+    array = (pixels[0] if len(pixels) == 1 else pixels.movedim(0, -1)).numpy()
+    try:
+        Image.fromarray(array).save(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} can't be written: {error}") from error
+
+
+def command(
+    source: Path,
+    out: Path,
+    model: Path,
+    sigma: float,
+    blur: float,
+    mask: Path | None,
+    scale: int,
+    strength: float,
+    tol: float,
+    tile: int,
+    device: str,
+    console: Console,
+) -> None:
+    """What ``opteq restore`` does."""
+    from rich.progress import Progress
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    seen = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
+    damage = Damage(sigma, blur, seen, scale)
+    if strength <= 0:
+        raise UserError(f"--strength should be positive; got {strength:g}")
+    x = read_image(source).to(device)
+    trained = Denoiser.load(model).to(device).eval()
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("minimising", total=None)
+        result = restore(
+            x, trained, damage, strength, tol, tile // 32 * 32, lambda n, all: bar.update(task, completed=n, total=all)
+        )
+    write_image(result.image, out)
+    size = f"{result.image.shape[2]} x {result.image.shape[1]}"
+    told = f"{out}: {size} pixels, {result.steps} steps at most, worst residual {result.residual:.1e}"
+    if result.minimised == 1:
+        console.print(f"{told}; the energy was minimised to {tol:.0e}")
+    else:
+        console.print(f"{told}; the energy was NOT minimised in {1 - result.minimised:.0%} of the parts: see --tol")

@@ -1,0 +1,75 @@
+"""Extreme eigenvalues against dense ones, and how often the bounds hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opteq.solvers.linear.lanczos import extreme_eigenvalues, largest_magnitude, missing_share
+
+
+def matrices(count: int, n: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(count, n, n, generator=generator, dtype=torch.float64)
+    return (made + made.mT) / 2
+
+
+def product(matrix):
+    return lambda rows: (matrix @ rows[:, :, None])[:, :, 0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 25])
+def test_as_many_steps_as_dimensions_are_exact(n):
+    matrix = matrices(8, n)
+    found = extreme_eigenvalues(product(matrix), torch.zeros(8, n, dtype=torch.float64))
+    exact = torch.linalg.eigvalsh(matrix)
+    assert torch.allclose(found.smallest, exact[:, 0], atol=1e-10)
+    assert torch.allclose(found.largest, exact[:, -1], atol=1e-10)
+    assert torch.equal(found.upper, found.largest)
+    quotient = (found.direction * product(matrix)(found.direction)).sum(1)
+    assert torch.allclose(quotient, exact[:, 0], atol=1e-9)
+
+
+def test_bounds_hold_for_large_matrices():
+    matrix = matrices(60, 120, seed=1)
+    found = extreme_eigenvalues(product(matrix), torch.zeros(60, 120, dtype=torch.float64), steps=25, failure=1e-3)
+    exact = torch.linalg.eigvalsh(matrix)
+    assert (found.smallest >= exact[:, 0] - 1e-9).all()
+    assert (found.largest <= exact[:, -1] + 1e-9).all()
+    assert (found.lower <= exact[:, 0]).all()
+    assert (found.upper >= exact[:, -1]).all()
+    assert (found.upper <= 1.3 * exact[:, -1]).all()
+
+
+def test_invariant_subspaces_add_no_eigenvalue():
+    # The identity, and a projection: one and two steps see all there is; zero is no eigenvalue of the first.
+    n = 12
+    direction = torch.nn.functional.normalize(torch.randn(n, generator=torch.Generator().manual_seed(3)), dim=0)
+    both = torch.stack([3 * torch.eye(n), 5 * torch.outer(direction, direction) - torch.eye(n)]).double()
+    found = extreme_eigenvalues(product(both), torch.zeros(2, n, dtype=torch.float64))
+    assert torch.allclose(found.smallest, torch.tensor([3.0, -1.0]).double())
+    assert torch.allclose(found.largest, torch.tensor([3.0, 4.0]).double())
+
+
+def test_rows_that_are_not_finite_spoil_no_other():
+    matrix = matrices(3, 6)
+    matrix[1] = torch.nan
+    found = extreme_eigenvalues(product(matrix), torch.zeros(3, 6, dtype=torch.float64))
+    assert found.smallest[1].isnan()
+    assert torch.allclose(found.smallest[2], torch.linalg.eigvalsh(matrix[2])[0])
+
+
+def test_largest_magnitude_is_close():
+    matrix = matrices(20, 60, seed=2)
+    estimate = largest_magnitude(product(matrix), torch.zeros(20, 60, dtype=torch.float64), steps=20)
+    exact = torch.linalg.eigvalsh(matrix).abs().amax(dim=1)
+    assert (estimate <= 1.02 * exact).all()
+    assert (estimate >= 0.8 * exact).all()
+    zero = largest_magnitude(torch.zeros_like, torch.zeros(2, 7))
+    assert (zero < 1e-20).all()
+
+
+def test_the_share_that_is_missed_follows_the_formula():
+    share = missing_share(1600, 30, 1e-3)
+    assert 1.648 * 1600**0.5 * torch.exp(torch.tensor(-(share**0.5) * 59)) == pytest.approx(1e-3, rel=1e-4)
+    assert missing_share(10, 10, 1e-3) == 0

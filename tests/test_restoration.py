@@ -1,0 +1,226 @@
+"""Restoration: closed forms against autograd, certificates against dense Hessians, data and models of denoising."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import opteq
+from opteq import operators as op
+from opteq import potentials
+from opteq.common.errors import UserError
+from opteq.data.grey import Crops, read_grey
+from opteq.models.denoiser import Denoiser, DenoiserConfig
+from opteq.problems.prior_levels import NoiseLevels
+from opteq.problems.restoration import FilterPrior, Restoration
+
+ROOT = Path(__file__).parent.parent
+
+
+def prior(kind: str = "spline", margin: float | None = 0.05, seed: int = 0) -> FilterPrior:
+    torch.manual_seed(seed)
+    filters = op.ConvChain((1, 2, 4), kernel_size=3)
+    potential = {
+        "spline": lambda: potentials.Spline(4, knots=8, rho=1.0, mu=6.0),
+        "convex": lambda: potentials.Spline(4, knots=8, rho=0.0, mu=6.0),
+        "student": lambda: potentials.Student(),
+        "huber": lambda: potentials.Huber(),
+    }[kind]()
+    made = FilterPrior(filters, potential, NoiseLevels(4), margin)
+    with torch.no_grad():
+        made.levels.log_weight.normal_(std=1.0)
+        made.levels.log_scale.normal_(std=0.3)
+    return made
+
+
+MEASUREMENTS = {
+    "none": lambda: None,
+    "blur": lambda: op.Blur(1.0),
+    "mask": lambda: op.Mask((torch.rand(8, 6, generator=torch.Generator().manual_seed(0)) > 0.3).float()),
+    "half": lambda: op.Downsample(2),
+}
+
+
+def inputs(measurement, count=2):
+    torch.manual_seed(1)
+    y = torch.rand(count, 1, 8, 6, dtype=torch.float64)
+    x = y if measurement is None else measurement(y)
+    return y, (x, torch.linspace(0.05, 0.2, count, dtype=torch.float64))
+
+
+def dense_hessian(hidden, y):
+    product = hidden.hessian_at(y)
+    basis = torch.eye(y[0].numel(), dtype=y.dtype)
+    columns = [product(column.reshape(1, *y.shape[1:]).expand_as(y).contiguous()).flatten(1) for column in basis]
+    return torch.stack(columns, dim=2)
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_closed_forms_are_those_of_autograd(name):
+    measurement = MEASUREMENTS[name]()
+    problem = Restoration(prior(), measurement, strength=0.8).double()
+    y, x = inputs(problem.measurement)
+    hidden = problem(x)
+    slope = torch.func.grad(lambda y: hidden.value(y).sum())(y)
+    assert torch.allclose(slope, hidden.gradient(y), atol=1e-12)
+    v = torch.randn_like(y)
+    assert torch.allclose(torch.func.vjp(hidden.gradient, y)[1](v)[0], hidden.hessian_at(y)(v), atol=1e-12)
+    assert list(hidden.terms(y)) == ["data", "prior"]
+    assert torch.allclose(hidden.objective(y), sum(problem.terms(y, x).values()))
+
+
+@pytest.mark.parametrize("kind", ["spline", "convex", "student", "huber"])
+def test_curvature_is_bounded_by_the_certificate(kind):
+    for seed in range(3):
+        made = prior(kind, seed=seed)
+        problem = Restoration(made).double()
+        y, x = inputs(None)
+        hidden = problem(x)
+        with torch.no_grad():
+            for scale in (0.0, 0.3, 1.0):  # responses near zero, where potentials bend, and beyond
+                values = torch.linalg.eigvalsh(dense_hessian(hidden, scale * y))
+                assert (values[:, -1] <= 1 / hidden.length + 1e-9).all()
+                assert (values[:, 0] >= 1 - hidden.prior.concavity - 1e-9).all()
+                assert (values[:, 0] >= 0.05 - 1e-9).all()
+        certificate = problem.certificate()
+        assert certificate.exists
+        assert certificate.unique
+        assert certificate.lipschitz <= 1 / 0.05 + 1e-6
+
+
+def test_the_answer_moves_no_further_than_the_lipschitz_constant():
+    problem = Restoration(prior("student")).double()
+    layer = opteq.Equilibrium(problem, opteq.FISTA(tol=1e-10, max_steps=5000))
+    _, (x, sigma) = inputs(None)
+    with torch.no_grad():
+        moved = layer((x + 0.01 * torch.randn_like(x), sigma)) - layer((x, sigma))
+    assert moved.norm() <= problem.certificate().lipschitz * 0.011 * x.numel() ** 0.5
+
+
+def test_hidden_pixels_give_no_certificate_but_a_convex_prior_may():
+    mask = MEASUREMENTS["mask"]()
+    assert Restoration(prior("spline"), mask).certificate().unique is None
+    weighted = op.Mask(torch.full((8, 6), 0.5))
+    certificate = Restoration(prior("convex"), weighted, strength=2.0).certificate()
+    assert certificate.unique
+    assert certificate.lipschitz == pytest.approx(0.5 / 0.25)
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_images_are_restored_with_every_measurement(name):
+    problem = Restoration(prior("convex"), MEASUREMENTS[name](), strength=0.1).double()
+    _, x = inputs(problem.measurement)
+    solution = opteq.Equilibrium(problem, opteq.FISTA(tol=1e-8, max_steps=20000)).solve(x)
+    assert solution.converged.all()
+    gradient = problem(x).gradient(solution.state)
+    assert gradient.norm() < 1e-5 * x[0].norm()
+
+
+class Physics:
+    def A(self, y):
+        return 2 * y
+
+    def A_adjoint(self, u):
+        return 2 * u
+
+
+def test_objects_of_other_libraries_measure():
+    made = prior("convex").double()
+    _, (x, sigma) = inputs(None)
+    solver = opteq.FISTA(tol=1e-9, max_steps=5000)
+    foreign = opteq.Equilibrium(Restoration(made, Physics()), solver)((x, sigma))
+    own = opteq.Equilibrium(Restoration(made, op.Mask(torch.tensor(2.0))).double(), solver)((x, sigma))
+    assert torch.allclose(foreign, own, atol=1e-6)
+
+
+def test_gradients_of_every_parameter_are_those_of_finite_differences():
+    model = Denoiser(
+        DenoiserConfig(channels=(1, 2, 3), kernel_size=3, knots=5),
+        opteq.FISTA(tol=1e-13, max_steps=5000),
+        opteq.Implicit(tol=1e-12, max_steps=500),
+    ).double()
+    torch.manual_seed(0)
+    for parameter in model.prior.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    x = torch.rand(1, 1, 6, 6, dtype=torch.float64)
+    sigma = torch.tensor([0.1], dtype=torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+
+    def restored(*values):
+        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x, sigma))
+
+    given = [p.detach().clone().requires_grad_() for _, p in model.named_parameters()]
+    assert torch.autograd.gradcheck(restored, given, eps=1e-6, atol=1e-5, fast_mode=True)
+
+
+def test_denoisers_are_saved_and_loaded(tmp_path):
+    config = DenoiserConfig(channels=(1, 2, 6), kernel_size=3, rho=0.0)
+    model = Denoiser(config)
+    again = Denoiser.load(model.save(tmp_path / "model"))
+    x, sigma = torch.rand(1, 1, 12, 12), torch.tensor([0.1])
+    assert again.config == config
+    assert torch.equal(model(x, sigma), again(x, sigma))
+    with pytest.raises(UserError, match="no denoiser"):
+        Denoiser.load(tmp_path)
+
+
+def test_the_default_denoiser_has_at_most_14k_parameters_and_a_convex_energy():
+    model = Denoiser()
+    assert model.size <= 14_000
+    assert model.layer.problem.certificate().unique
+
+
+def test_answers_scale_with_image_and_noise():
+    model = Denoiser(DenoiserConfig(channels=(1, 2, 6), kernel_size=3)).double()
+    x = torch.rand(1, 1, 12, 12, dtype=torch.float64)
+    with torch.no_grad():
+        once = model(x, torch.tensor([0.1]).double())
+        twice = model(2 * x, torch.tensor([0.2]).double())
+    assert torch.allclose(2 * once, twice, atol=1e-3)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    generator = np.random.default_rng(0)
+    for name, count, size in (("train", 3, 48), ("set12", 1, 32), ("bsd68", 1, 30)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            smooth = np.kron(generator.integers(0, 255, (size // 6, size // 6)), np.ones((6, 6)))
+            Image.fromarray(smooth.astype("uint8")).save(tmp_path / name / f"{number}.png")
+    return tmp_path
+
+
+def test_folders_are_read_and_cropped(folders):
+    images = read_grey(folders / "train")
+    assert len(images) == 3
+    assert images[0].shape == (1, 48, 48)
+    crops = Crops(torch.stack([image[0] for image in images]).float(), 16).draw(5)
+    assert crops.shape == (5, 1, 16, 16)
+    with pytest.raises(UserError, match="no folder"):
+        read_grey(folders / "nowhere")
+    with pytest.raises(UserError, match="at least that"):
+        Crops(torch.zeros(2, 8, 8), 16)
+
+
+@pytest.mark.slow
+def test_the_benchmark_trains_stops_resumes_and_tests(folders):
+    script = [sys.executable, str(ROOT / "benchmarks" / "denoising.py")]
+    small = ["--data", str(folders), "--batch", "2", "--patch", "16", "--width", "4", "--log-every", "1"]
+    out = folders / "run"
+
+    def call(*arguments):
+        return subprocess.run([*script, *arguments], check=True, capture_output=True, text=True).stdout
+
+    assert "from step 0" in call("train", *small, "--out", str(out), "--steps", "3", "--call-minutes", "0.0001")
+    assert "trained" in call("train", *small, "--out", str(out), "--steps", "3")
+    call("test", "--data", str(folders), "--model", str(out), "--out", str(out / "test.json"), "--test-tol", "1e-3")
+    found = json.loads((out / "test.json").read_text())
+    assert found["set12-25"]["images"] == 1
+    assert found["bsd68-50"]["converged"] == 1.0

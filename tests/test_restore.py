@@ -1,0 +1,64 @@
+"""``opteq restore``: any size, colour by channel, tiles, and what it says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cli_cases import call, refused
+from opteq.common.errors import UserError
+from opteq.models.denoiser import Denoiser, DenoiserConfig
+from opteq.restore import Damage, read_image, restore
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.manual_seed(0)
+    made = Denoiser(DenoiserConfig(channels=(1, 2, 6), kernel_size=3, rho=0.0, mu=2.0))
+    return made.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def photo(tmp_path):
+    generator = np.random.default_rng(0)
+    smooth = np.kron(generator.integers(60, 200, (6, 5, 3)), np.ones((8, 8, 1)))
+    noisy = (smooth + generator.normal(0, 15, smooth.shape)).clip(0, 255)
+    Image.fromarray(noisy.astype("uint8")).save(tmp_path / "in.png")
+    Image.fromarray(((generator.random(smooth.shape[:2]) > 0.3) * 255).astype("uint8")).save(tmp_path / "mask.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("options", [(), ("--blur", "1.0"), ("--mask", "MASK"), ("--scale", "2")])
+def test_images_are_restored(model, photo, options):
+    options = [str(photo / "mask.png") if word == "MASK" else word for word in options]
+    out = photo / "out.png"
+    result = call("restore", photo / "in.png", out, "--model", model, "--sigma", "15", "--tol", "1e-4", *options)
+    assert result.exit_code == 0, result.output
+    assert "the energy was minimised" in result.output
+    factor = 2 if "--scale" in options else 1
+    with Image.open(out) as written:
+        assert written.size == (40 * factor, 48 * factor)
+        assert written.mode == "RGB"
+
+
+def test_noise_falls_and_tiles_change_little(model, photo):
+    trained = Denoiser.load(model)
+    image = read_image(photo / "in.png")[:1]
+    whole = restore(image, trained, Damage(sigma=15))
+    seen = []
+    parts = restore(image, trained, Damage(sigma=15), tile=32, progress=lambda *counts: seen.append(counts))
+    assert seen[-1] == (4, 4)
+    assert (whole.image - parts.image).abs().max() < 0.02
+    assert whole.image.diff(dim=2).abs().mean() < image.diff(dim=2).abs().mean()
+
+
+def test_refusals_name_what_is_wrong(model, photo):
+    refused(call("restore", photo / "none.png", "x.png", "--model", model), "no image")
+    refused(call("restore", photo / "in.png", "x.png", "--model", photo), "no denoiser")
+    refused(call("restore", photo / "in.png", "x.png", "--model", model, "--scale", "3"), "--scale")
+    refused(call("restore", photo / "in.png", "x.png", "--model", model, "--blur", "1", "--scale", "2"), "at a time")
+    refused(call("restore", photo / "in.png", "x.png", "--model", model, "--strength", "0"), "--strength")
+    with pytest.raises(UserError, match="mask"):
+        restore(torch.zeros(1, 8, 8), Denoiser.load(model), Damage(10, mask=torch.ones(4, 4)))
