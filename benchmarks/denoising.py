@@ -41,8 +41,7 @@ def main() -> None:
 
 def plain_path() -> AbstractContextManager[None]:
     """Every operation as it is written: no captured graphs, no fused kernels."""
-    engine = getattr(opteq, "engine", None)
-    return opteq.fast_paths(fused=False, graphs=False) if engine is None else engine.off()
+    return opteq.engine.off()
 
 
 def parsed() -> argparse.Namespace:

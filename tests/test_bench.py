@@ -15,7 +15,7 @@ from torch import Tensor
 
 import opteq
 from opteq.common.errors import UserError
-from opteq.gradients.forward import find_without_tape
+from opteq.gradients.forward import find_no_grad
 from opteq.states import blocks, single
 from opteq_bench import command, contenders, epoch, floor, record, rivals, stepping, timing
 from opteq_bench import run as bench
@@ -208,10 +208,10 @@ def test_model_cases_are_of_one_size_and_counted(name: str) -> None:
     assert case.residual(case.step(case.start)) > 0
 
 
-@pytest.mark.parametrize("solver", [ExactAnderson(max_steps=9, history="half"), ExactPicard(max_steps=9)])
+@pytest.mark.parametrize("solver", [ExactAnderson(max_steps=9), ExactPicard(max_steps=9)])
 def test_exact_solvers_take_all_their_steps(solver: opteq.Anderson | opteq.Picard) -> None:
     hidden = layer_case(SHAPE, 2, Precision("float32", CPU)).hidden
-    _, outcome = find_without_tape(hidden, solver, torch.zeros_like(single(hidden.start())))
+    _, outcome = find_no_grad(hidden, solver, torch.zeros_like(single(hidden.start())))
     assert outcome.steps.tolist() == [9, 9]
     assert outcome.trace.shape == (10, 2)
 

@@ -273,7 +273,7 @@ def test_wrong_options(build, error: type[Exception], message: str) -> None:
     [
         ((2, 6, 4, 4), "the 6 channels of the picture cannot be split into groups of split=4.*W's output"),
         ((2, 8, 5, 4), "the 5 x 4 pixels of the picture cannot be cut into squares of patch=2"),
-        ((2, 8), "cuts pictures.*have shape \\(2, 8\\); leave patch and split out"),
+        ((2, 8), "cuts images.*have shape \\(2, 8\\); leave patch and split out"),
     ],
 )
 def test_inputs_that_cannot_be_cut(shape: tuple[int, ...], message: str) -> None:

@@ -15,7 +15,6 @@ from opteq.solvers import Status
 from opteq.states import blocks
 
 INDEPENDENT = [case for case in CASES if not case.couples_batch]
-PATHS = pytest.mark.parametrize("fast", [False, True], ids=["plain", "fast"])
 
 
 def pulled(layer: opteq.Equilibrium, x: Tensor, bad: float | None, whole: bool) -> tuple[Tensor, list[Tensor]]:
@@ -31,14 +30,13 @@ def pulled(layer: opteq.Equilibrium, x: Tensor, bad: float | None, whole: bool) 
     return x.grad, [p.grad for p in layer.parameters() if p.grad is not None]
 
 
-@PATHS
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "entry"])
 @pytest.mark.parametrize("case", INDEPENDENT, ids=[case.name for case in INDEPENDENT])
-def test_a_gradient_that_is_not_finite_stays_so(case: Case, whole: bool, bad: float, fast: bool) -> None:
+def test_a_gradient_that_is_not_finite_stays_so(case: Case, whole: bool, bad: float) -> None:
     layer = opteq.Equilibrium(case.problem(), on_failure="ignore")
     x = case.input(3)
-    with opteq.fast_paths(fused=fast, graphs=fast):
+    with opteq.engine.off():
         clean, _ = pulled(layer, x, None, whole)
         spoilt, weights = pulled(layer, x, bad, whole)
     assert not torch.isfinite(spoilt[1]).all()
@@ -65,7 +63,6 @@ SOLVERS = {
 }
 
 
-@PATHS
 @pytest.mark.parametrize("tape", [True, False], ids=["tape", "no tape"])
 @pytest.mark.parametrize(
     ("case", "name"),
@@ -75,12 +72,12 @@ SOLVERS = {
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_a_sample_that_is_not_finite_is_lost_alone(case: Case, name: str, tape: bool, fast: bool) -> None:
+def test_a_sample_that_is_not_finite_is_lost_alone(case: Case, name: str, tape: bool) -> None:
     x, solver = case.input(3), SOLVERS[name]
     spoilt = x.clone()
     spoilt[1].view(-1)[0] = torch.nan
     layer = opteq.Equilibrium(case.problem(), solver, on_failure="ignore")
-    with opteq.fast_paths(fused=fast, graphs=fast), torch.set_grad_enabled(tape):
+    with opteq.engine.off(), torch.set_grad_enabled(tape):
         clean = layer.solve(x[[0, 2]])
         found = layer.solve(spoilt)
         plain = blocks(layer(spoilt))

@@ -331,17 +331,6 @@ def test_affine_change_of_variable_in_half_precision(dtype: torch.dtype) -> None
     assert half.certificate().lipschitz == pytest.approx(certified, rel=0.05)
 
 
-@pytest.mark.parametrize("activation", opteq.penalties.names())
-def test_the_interval_is_what_the_projection_clamps_to(activation: str) -> None:
-    hidden = opteq.OptEq(op.Dense(2, 3, bound=0.7), activation=activation)(torch.ones(1, 3))
-    y = torch.tensor([[-100.0, 0.3, 100.0]])
-    if hidden.interval is None:  # softsign, whose penalty is infinite at the ends
-        assert torch.isfinite(hidden.objective(hidden.project(y))).all()
-        assert torch.isinf(hidden.objective(y.clamp(*hidden.penalty.domain))).all()
-    else:
-        torch.testing.assert_close(hidden.project(y), y.clamp(*hidden.interval), rtol=0, atol=0)
-
-
 def test_linear_activation_has_a_closed_form() -> None:
     W, sigma = random_matrix(4, 4, 0.8, seed=3), linear_activation()
     S = sigma.prox(torch.eye(4, dtype=torch.float64)).detach()

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from opteq._fast import fast_paths
-from opteq.problems.freezing import freeze
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq import models
+from opteq import engine, models
 from opteq import operators as op
 from opteq.common.errors import UserError, unknown_name
+from opteq.engine.flatten import flatten
 from opteq.operators.conv import ConvMap
 from opteq.problems import OptEq
 from opteq.problems.hidden import BoundMap
@@ -133,7 +132,7 @@ class Case:
 
     def residual(self, state: State) -> float:
         """The worst relative residual ``|T(y) - y| / |T(y)|`` of a batch of states, by the plain path."""
-        with torch.no_grad(), self.precision.autocast(), fast_paths(fused=False, graphs=False):
+        with torch.no_grad(), self.precision.autocast(), engine.off():
             images = [part.double() for part in blocks(self.hidden.step(state))]
         change = _squares([new - old for new, old in zip(images, blocks(state), strict=True)])
         return float((change / _squares(images).clamp(min=1e-300)).sqrt().max())
@@ -202,7 +201,7 @@ def model_case(name: str, batch: int, precision: Precision) -> Case:
         hidden = layer.problem(model.stem(random_images(batch, IMAGE, precision.device)))
 
     def step(y: State) -> State:
-        with precision.autocast(), fast_paths(fused=False, graphs=False):
+        with precision.autocast(), engine.off():
             image: State = hidden.step(y)
         return image
 
@@ -226,8 +225,7 @@ def _counted(hidden: BoundMap, step: Callable[[State], State], start: State) -> 
 
     with FlopCounterMode(display=False) as counter:
         image = step(start)
-    frozen = freeze(hidden)
-    held = [] if frozen is None else frozen.tensors
+    held = flatten(hidden).tensors
     moved = [*blocks(start), *blocks(image), *held]
     return Floor(sum(part.numel() * part.element_size() for part in moved), counter.get_total_flops())
 

@@ -18,16 +18,18 @@ _NEVER = -1.0
 class ExactAnderson(Anderson):
     """Anderson acceleration for exactly ``max_steps`` steps."""
 
-    def _rule(self, tol: float, device: torch.device) -> Rule:
-        return replace(super()._rule(tol, device), tol=_NEVER)
+    def rule(self, device: torch.device, eps: float) -> Rule:
+        """The parent's rule without convergence."""
+        return replace(super().rule(device, eps), tol=_NEVER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactPicard(Picard):
     """Plain iteration for exactly ``max_steps`` steps."""
 
-    def _rule(self, tol: float, device: torch.device) -> Rule:
-        return replace(super()._rule(tol, device), tol=_NEVER)
+    def rule(self, device: torch.device, eps: float) -> Rule:
+        """The parent's rule without convergence."""
+        return replace(super().rule(device, eps), tol=_NEVER)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from opteq._fast import fast_paths
 from torch import Tensor
 
-from opteq.gradients.forward import find_without_tape
+from opteq import engine
+from opteq.gradients.forward import find_no_grad
 from opteq.solvers import Anderson, Picard, Solver
 from opteq.states import State, map_state
 from opteq_bench import floor, rivals
@@ -30,7 +30,7 @@ def measure(case: Case, clock: Clock, peak: floor.Peak | None) -> dict[str, Any]
     """Milliseconds per step of the map, our solvers and torchdeq's, with lower bounds, ratios and residuals."""
     works: dict[str, Work] = {
         "map": later(lambda: captured(case)),
-        "anderson": ours(case, ExactAnderson(memory=MEMORY, max_steps=STEPS, history="half")),
+        "anderson": ours(case, ExactAnderson(memory=MEMORY, max_steps=STEPS)),
         "picard": ours(case, ExactPicard(max_steps=STEPS)),
     }
     if rivals.version() is not None:
@@ -88,9 +88,8 @@ def ours(case: Case, solver: Solver) -> Callable[[], State]:
     """Our solver as a layer calls it, in the case's precision."""
 
     def work() -> State:
-        case.hidden.frozen = None  # as for a new batch
         with torch.no_grad(), case.precision.autocast():
-            return find_without_tape(case.hidden, solver, None)[0]
+            return find_no_grad(case.hidden, solver, None)[0]
 
     return work
 
@@ -129,7 +128,7 @@ def answers(case: Case) -> dict[str, Any]:
         return lambda: [work() for _ in range(3)][-1]
 
     def plainly() -> State:
-        with fast_paths(fused=False, graphs=False):
+        with engine.off():
             return ours(case, anderson)()
 
     judge("anderson", often(ours(case, anderson)))

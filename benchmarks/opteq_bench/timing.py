@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opteq.solvers import graphs
+from opteq import engine
 
 Work = Callable[[], object]
 
@@ -65,7 +65,7 @@ class Clock:
 
     def clear(self) -> None:
         """Free captured solves and cached memory."""
-        graphs.forget()
+        engine.forget()
         gc.collect()
         if self.device.type == "cuda":
             self.wait()

@@ -112,7 +112,7 @@ def _memory_by_steps(problem: OptEq, precision: Precision, x: Tensor, clock: Clo
         return None
     found = {}
     for steps in (20, 40):
-        solver = ExactAnderson(max_steps=steps, history="half")
+        solver = ExactAnderson(max_steps=steps)
         contender = ours(problem, precision, solver, Implicit(linear=ExactCG(max_steps=steps)))
         memory = clock.memory(_Step(contender, x))
         assert memory is not None

@@ -46,7 +46,7 @@ def demo(
     samples: Annotated[int, typer.Option(min=4, max=1797, help="How many digits to solve for.")] = 256,
 ) -> None:
     """Solve one equilibrium layer on the digits of the package and print its objective, term by term."""
-    from opteq.demo import run
+    from opteq.analysis.demo import run
 
     run(samples)
 

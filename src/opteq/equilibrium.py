@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.common.convergence_monitor import ConvergenceMonitor, FailureCheck
 from opteq.common.dynamo import dynamo_disable
 from opteq.common.errors import unknown_name
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
+from opteq.diagnostics.convergence_monitor import ConvergenceMonitor, FailureCheck
+from opteq.diagnostics.minimum import judged_minimum
+from opteq.diagnostics.objective_trace import trace_terms
 from opteq.gradients import Gradient, Implicit
-from opteq.minimum import judged_minimum
 from opteq.problems.base import Problem
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.states import Layout, State, apart, blocks, map_state, nan_rows
-from opteq.tracing import trace_terms
 
 _ON_FAILURE = ("warn", "raise", "ignore")
 

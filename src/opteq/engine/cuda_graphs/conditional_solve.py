@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from opteq.common.convergence_monitor import AsyncHostCopy
+from opteq.diagnostics.convergence_monitor import AsyncHostCopy
 from opteq.engine.cuda_graphs.buffers import dense, fill
 from opteq.engine.cuda_graphs.capture import CaptureContext
 from opteq.engine.cuda_graphs.conditional_graph import Branch, ConditionalGraph, GraphRefusedError

@@ -26,8 +26,7 @@ _MOST_COLUMNS = 8
 def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation, start: State | None) -> Solve:
     """A solve of a bound problem that has evaluated the map at its start and not begun."""
     task = formulation.task(start)
-    known = type(solver) is Picard or (type(solver) is Anderson and solver.memory <= _MOST_COLUMNS)
-    if not known or solver.tol == 0 or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
+    if not _has_kernels(solver) or solver.tol == 0 or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
         return solver.open(task)
     from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson, FusedPlain, StateTask
     from opteq.engine.triton.row_state import Blocks
@@ -54,11 +53,19 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
         return Solve(anderson, layout, rule.tol, caller)
 
 
+def _has_kernels(solver: Solver) -> bool:
+    """Whether a solver is one of those that have kernels; a subclass may change when it stops, not what it does."""
+    own = type(solver)._method
+    if own is Anderson._method and isinstance(solver, Anderson):
+        return solver.memory <= _MOST_COLUMNS
+    return own is Picard._method
+
+
 def open_linear(
     linear: LinearSolver, product: Callable[[State], State], rhs: State, layout: Layout, eps: float
 ) -> LinearSolve:
     """A solve of ``(I - S) v = rhs`` that has not begun."""
-    if type(linear) is not CG or torch.is_grad_enabled() or not may_launch(*blocks(rhs)):
+    if type(linear)._process is not CG._process or torch.is_grad_enabled() or not may_launch(*blocks(rhs)):
         return linear.open_states(product, rhs, layout, eps)
     from opteq.engine.triton.conjugate_gradients import FusedConjugateGradients
     from opteq.engine.triton.row_state import Blocks
