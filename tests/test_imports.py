@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
     {"equilibrium", "plot"},
     {"models", "data"},
     {"training", "analysis"},
-    {"report"},
+    {"report", "restore"},
     {"opteq", "api"},  # the front door: it hands out what the floors below have
     {"cli"},
     {"__main__"},

@@ -52,7 +52,7 @@ def _number(node: fx.Node, numbers: dict[fx.Node, float]) -> float | None:
     if node.op != "call_function":
         return None
     if node.target in _LIKE:
-        return _LIKE[node.target]  # type: ignore[index]
+        return _LIKE[node.target]
     first = numbers.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
     if node.target is aten.pow.Tensor_Scalar and node.args[1] == 0:
         return 1.0
@@ -88,9 +88,10 @@ def _round_trip(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
     Autocast takes squares and sums to float32. Products of 16 bits are computed in float32 and rounded anyway.
     """
-    widened, factor = node.args[0], 1.0
+    widened: Any = node.args[0]
+    factor: Any = 1.0
     if isinstance(widened, fx.Node) and widened.target is aten.mul.Scalar:
-        widened, factor = widened.args[0], widened.args[1]  # type: ignore[assignment]
+        widened, factor = widened.args
     if not isinstance(widened, fx.Node) or widened.target is not aten._to_copy.default:
         return None
     source, between = widened.args[0], widened.meta.get("val")

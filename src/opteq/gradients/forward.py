@@ -44,13 +44,12 @@ class Formulation:
         """What the solver is given; ``start`` is a state, or None for the problem's own."""
         hidden, form = self.hidden, self.form
         if form is None:
-            measured, begin = hidden.measured, hidden.start() if start is None else start
-            step, project = hidden.step, hidden.project
-        else:
-            measured, begin = form.measured, form.start if start is None else hidden.features(start)
-            step, project = form.step, None
-        measured = None if hidden.contracts else measured
-        return FixedPointTask(step, begin, measured, project, hidden.damping, hidden.coupled)
+            begin = hidden.start() if start is None else start
+            measured = None if hidden.contracts else hidden.measured
+            return FixedPointTask(hidden.step, begin, measured, hidden.project, hidden.damping, hidden.coupled)
+        begin = form.start if start is None else hidden.features(start)
+        measured = None if hidden.contracts else form.measured
+        return FixedPointTask(form.step, begin, measured, None, hidden.damping, hidden.coupled)
 
     def state(self, found: State) -> State:
         """The state that belongs to what the solver found."""

@@ -98,7 +98,7 @@ def attach(
 
 def bounded_weights(module: nn.Module) -> AbstractContextManager[None] | None:
     """The bounds of all operators inside ``module`` by one graph."""
-    jobs = []
+    jobs: list[tuple[float, tuple[Tensor, ...]]] = []
     for part in module.modules():
         if isinstance(part, Dense | Conv2d) and part.bound is not None:
             jobs.append((part.bound, (part.weight,)))

@@ -212,7 +212,8 @@ class _Settled:
         # Copies, for all of it may be tensors that something else is read from.
         parts = [torch.empty_like(part) for part in _parts(finish)]
         point = parts[0] if isinstance(finish.point, Tensor) else tuple(parts[:-3])
-        self.finish = Finish(point, *parts[-3:], trace)
+        residual, steps, codes = parts[-3:]
+        self.finish = Finish(point, residual, steps, codes, trace)
 
     def take(self, finish: Finish) -> None:
         """Bring a finish there."""

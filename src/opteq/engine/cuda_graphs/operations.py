@@ -85,7 +85,7 @@ class WithOperations:
         return self._iteration.finish()
 
 
-class CaptureCheck(TorchDispatchMode):
+class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises where a solve depends on what a captured graph would not notice.
 
     That is a tensor on the device that is neither an input of the graph nor made inside, and random numbers.
@@ -95,7 +95,7 @@ class CaptureCheck(TorchDispatchMode):
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = {tensor.untyped_storage()._cdata for tensor in inputs}
         self._kept = list(inputs)
 
