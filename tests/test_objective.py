@@ -360,3 +360,21 @@ def test_wrong_penalties_are_named():
         Quadratic(H, penalties.LinearActivation(3).double())(x)
     with pytest.raises(ValueError, match="convex"):
         Quadratic(H, penalties.ELU(alpha=2.0))(x)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_potentials_work_inside_a_users_terms(learned):
+    class Jumps(opteq.Objective):
+        def __init__(self):
+            super().__init__()
+            self.potential = opteq.potentials.Huber(scale=0.2, learned=learned)
+
+        def terms(self, y, x):
+            jumps = self.potential(y[:, 1:] - y[:, :-1]).sum(1)
+            return {"data": 0.5 * (y - x).square().sum(1), "jumps": jumps}
+
+    layer = opteq.Equilibrium(Jumps(), on_failure="raise")
+    x = torch.randn(4, 12, requires_grad=True)
+    for _ in range(2):
+        layer(x).square().sum().backward()
+    assert torch.isfinite(x.grad).all()

@@ -224,3 +224,21 @@ def test_the_benchmark_trains_stops_resumes_and_tests(folders):
     found = json.loads((out / "test.json").read_text())
     assert found["set12-25"]["images"] == 1
     assert found["bsd68-50"]["converged"] == 1.0
+
+
+def test_weights_that_look_at_the_image_keep_the_energy_convex():
+    torch.manual_seed(0)
+    model = Denoiser(DenoiserConfig(channels=(1, 2, 6), kernel_size=3, margin=0.05, hidden=3)).double()
+    for parameter in model.prior.weights.parameters():
+        parameter.data.normal_()
+    y, x = inputs(None)
+    hidden = model.layer.problem(x)
+    with torch.no_grad():
+        values = torch.linalg.eigvalsh(dense_hessian(hidden, 0.3 * y))
+    assert (values[:, 0] >= 0.05 - 1e-9).all()
+    assert (values[:, -1] <= 1 / hidden.length + 1e-9).all()
+    certificate = model.layer.problem.certificate()
+    assert certificate.unique
+    assert certificate.lipschitz is None
+    model(*x).square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.prior.weights.parameters())

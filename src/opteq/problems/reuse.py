@@ -45,8 +45,11 @@ class InputOnly(TorchFunctionMode):
         if key in self._found:
             return self._found[key]
         result = func(*args, **kwargs)
-        # What is computed without autograd is of no use where a gradient is wanted.
-        if type(result) is Tensor and not self._loses_gradient(result) and not _shares_memory(result, args):
+        # What is computed without autograd is of no use where a gradient is wanted; what a transformation of torch.func
+        # has wrapped is of no use after it (``v.to(v.dtype)`` gives v itself outside, and a wrapped one inside).
+        wrapped = isinstance(result, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(result)
+        kept = type(result) is Tensor and not wrapped and not self._loses_gradient(result)
+        if kept and not _shares_memory(result, args):
             self.results.append((func, args, kwargs, result))
             self._found[key] = result
             self._known.add(id(result))
