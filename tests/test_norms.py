@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from opteq import operators as op
-from opteq.operators import norms, supremum, symbol
+from opteq.operators.spectral import branch_and_bound as supremum
+from opteq.operators.spectral import norms, symbol
 from opteq.operators.spectral.autocorrelation import Autocorrelation
 from opteq.operators.spectral.gram import bounds_above, eigenvalue_bound
 from opteq.operators.spectral.norms import bounded, kernel_norm, module_norm

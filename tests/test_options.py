@@ -83,6 +83,7 @@ BAD_OPTIONS = [
     for kind in OPTIONS
     for field in fields(kind)
     for value, error in BAD[field]
+    if not (field == "tol" and value == 0 and issubclass(kind, Solver))  # which asks for a number of steps
 ]
 
 
@@ -129,7 +130,7 @@ class TestOptionObjects:
 
     def test_changing_one_field_is_checked_too(self, kind: type) -> None:
         for field in fields(kind):
-            value, error = BAD[field][0]
+            value, error = (-1.0, ValueError) if field == "tol" else BAD[field][0]
             with pytest.raises(error, match=field):
                 dataclasses.replace(kind(**needed(kind)), **{field: value})
 
@@ -415,10 +416,10 @@ def test_smooth_must_give_one_number_a_sample() -> None:
 
     x = torch.ones(2, 3)
     with pytest.raises(
-        ValueError, match=r"one number per sample, shape \(2,\); got shape \(\).*Sum over every dimension"
+        ValueError, match=r"one value per sample, shape \(2,\); got shape \(\).*Sum over every dimension"
     ):
         opteq.Equilibrium(Total())(x)
-    with pytest.raises(ValueError, match=r"one number per sample, shape \(2,\); got shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"one value per sample, shape \(2,\); got shape \(2, 3\)"):
         opteq.Equilibrium(Kept())(x)
 
 

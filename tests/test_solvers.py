@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opteq
 from cases import CASES, Case
-from opteq import _fast
 from opteq.solvers import Outcome, Solver, Status
 from opteq.solvers.linear import LinearSolver
 from opteq.states import (
@@ -597,7 +596,6 @@ def test_no_step_looks_at_a_value(
     kind: type[Solver], linear: type[LinearSolver], case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward, from the binding of the input to the gradient of the weights, as a GPU would run them."""
-    monkeypatch.setattr(_fast.settings, "looking", False)  # what a CPU does to save copies
     if not case.one_equation and linear is not opteq.GMRES:
         pytest.skip("this problem's Jacobian has no symmetry")
     never = 1000

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 _latest: dict[str, str | None] = {}
 
 
-def note(direction: str, reason: str | None) -> Any:
-    """Remember why the plain path runs in a direction, forward or backward; None where a captured graph does.
-
-    It returns None, which tells whoever asked that the plain path should run.
-    """
+def note(direction: str, reason: str | None) -> None:
+    """Remember why the plain path runs in a direction, forward or backward; None where a captured graph does."""
     _latest[direction] = reason
-    return None
 
 
 def latest(direction: str) -> str:

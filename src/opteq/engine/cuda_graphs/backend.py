@@ -39,13 +39,16 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         flat = flatten(hidden)
         hash(solver)
     except (NotFlattenableError, TypeError) as error:
-        return note("forward", str(error))
+        note("forward", str(error))
+        return None
     if solver.max_steps > _MOST_STEPS:
-        return note("forward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {solver.max_steps}")
+        note("forward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {solver.max_steps}")
+        return None
     count = len(flat.tensors)
     inputs = [*flat.tensors, *([] if start is None else blocks(start))]
     if not inputs or not inputs[0].is_cuda:
-        return note("forward", "not all tensors are on one CUDA device")
+        note("forward", "not all tensors are on one CUDA device")
+        return None
     autocast = Autocast.current(inputs[0].device)
 
     traces = Traces(flat, hidden.fuse)
@@ -60,7 +63,8 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
     with autocast.off():
         answer = cache.run(key, inputs, open_solve)
     if isinstance(answer, str):
-        return note("forward", answer)
+        note("forward", answer)
+        return None
     note("forward", None)
     tensors, facts = answer
     assert isinstance(facts, _Facts)
@@ -76,17 +80,21 @@ def attach(
 ) -> tuple[State, Outcome] | None:
     """``state`` and its features with the implicit gradient, which a captured graph computes."""
     if isinstance(linear, GMRES):
-        return note("backward", "GMRES synchronises with the host")
+        note("backward", "GMRES synchronises with the host")
+        return None
     if linear.max_steps > _MOST_STEPS:
-        return note("backward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {linear.max_steps}")
+        note("backward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {linear.max_steps}")
+        return None
     try:
         flat = flatten(hidden)
         hash(linear)
     except (NotFlattenableError, TypeError) as error:
-        return note("backward", str(error))
+        note("backward", str(error))
+        return None
     reason = cache.unusable([*flat.tensors, *blocks(state)])
     if reason is not None:
-        return note("backward", reason)
+        note("backward", reason)
+        return None
     features = outcome.features
     if features is None:
         with torch.no_grad():
