@@ -1,0 +1,106 @@
+"""Captured solves and backward passes against the plain path, on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opteq
+from opteq import operators as op
+from opteq.states import blocks
+from test_engine import Written
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def made(kind: str) -> tuple[opteq.problems.Problem, Tensor]:
+    torch.manual_seed(0)
+
+    def W() -> op.Conv2d:
+        return op.Conv2d(3, 5, 3, bound=0.9)
+
+    def U() -> nn.Conv2d:
+        return nn.Conv2d(2, 5, 3, padding=1)
+
+    problems = {
+        "opteq": lambda: opteq.OptEq(W(), U()),
+        "tanh": lambda: opteq.OptEq(W(), U(), activation="tanh"),
+        "mopteq": lambda: opteq.MOptEq([opteq.Branch(W(), U(), s) for s in (1, 2)], diversity=0.05, smoothing=1.0),
+        "popteq": lambda: opteq.POptEq([opteq.Branch(W(), U(), s) for s in (1, 2)], fuse="conv"),
+        "geq": lambda: opteq.GEQ(op.Conv2d(5, 8, 3, bound=0.9), nn.Conv2d(2, 8, 3, padding=1),
+                                 kernel=opteq.kernels.Gaussian(patch=2, split=8, hidden=8)),
+        "deep": lambda: opteq.DeepOptEq([(W(), U()), (W(), U())], alpha=0.8),
+        "written": Written,
+    }  # fmt: skip
+    x = torch.randn(4, 2, 8, 8, device="cuda").contiguous(memory_format=torch.channels_last)
+    return problems[kind]().to("cuda", memory_format=torch.channels_last), x.requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def _full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def flat(tensors: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([part.flatten() for part in blocks(tensors)])
+
+
+def called(layer: opteq.Equilibrium, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Features, and the gradients of a function of them by input and weights."""
+    z = flat(layer(x))
+    weights = torch.linspace(0, 1, len(z), device=z.device)
+    return z.detach(), flat(torch.autograd.grad((z * weights).sum(), [x, *layer.parameters()]))
+
+
+def near(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    return all(bool((a - b).norm() < 1e-5 * b.norm()) for a, b in zip(found, expected, strict=True))
+
+
+KINDS = ["opteq", "tanh", "mopteq", "popteq", "geq", "deep", "written"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_paths_agree_and_see_new_weights(kind: str) -> None:
+    problem, x = made(kind)
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6, max_steps=100))
+    with opteq.engine.off():
+        expected = called(layer, x)
+    for _ in range(4):  # plain, captured, replayed
+        assert near(called(layer, x), expected)
+    assert "forward: captured CUDA graph" in opteq.engine.report(layer, x)
+    with torch.no_grad():
+        for weight in problem.parameters():
+            weight.mul_(1.02)
+    with opteq.engine.off():
+        moved = called(layer, x)
+    assert not near(moved, expected)
+    assert near(called(layer, x), moved)
+    assert near(called(copy.deepcopy(layer), x), moved)
+    with torch.no_grad():
+        for _ in range(3):
+            assert (flat(layer(x)) - moved[0]).norm() < 1e-5 * moved[0].norm()
+
+
+def test_a_number_of_a_users_module_is_seen() -> None:
+    problem, x = made("written")
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6, max_steps=100))
+    for _ in range(3):
+        layer(x)
+    problem.strength = 0.3
+    with opteq.engine.off():
+        expected = called(layer, x)
+    for _ in range(3):
+        assert near(called(layer, x), expected)
+
+
+def test_the_reason_for_the_plain_path_is_told() -> None:
+    class Noisy(Written):
+        def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+            return super().smooth(y, x) + 0 * torch.rand(len(y), device=y.device)
+
+    _, x = made("written")
+    layer = opteq.Equilibrium(Noisy().to("cuda"), on_failure="ignore")
+    assert "draws random numbers" in opteq.engine.report(layer, x)
