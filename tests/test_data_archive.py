@@ -14,7 +14,7 @@ import pytest
 
 from opteq import data
 from opteq.common.errors import UserError
-from opteq.data import archive, cifar, idx
+from opteq.data.readers import archive, cifar, idx
 from test_data_load import cifar as small_cifar
 from test_data_load import pack, unpack
 

@@ -264,10 +264,10 @@ def test_where_no_checkpoint_can_be_read(tmp_path: Path, monkeypatch: pytest.Mon
         Checkpoints(tmp_path).latest()
     said = str(caught.value)
     assert f"{damaged.name} is damaged (" in said
-    assert f"{foreign.name} is damaged (it is a safetensors file, but no checkpoint of opteq)" in said
+    assert f"{foreign.name} is damaged (a safetensors file, but not a checkpoint of opteq)" in said
     assert f"{other.name} was written by another version of opteq (its format is 7, and this version reads 1)" in said
     assert f"{closed.name} could not be read (Is a directory)" in said
-    assert "restore one of them from a copy, make it readable, or use the version of opteq that wrote it" in said
+    assert "restore one from a backup, make it readable, or use the version of opteq that wrote it" in said
     assert "to start over, give another --out, or remove them" in said
     assert [path.read_bytes() for path in (damaged, foreign, other)] == before
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)

@@ -9,7 +9,7 @@ import torch
 
 from opteq import kernels, penalties
 from opteq.penalties import HardTanh, Identity, Penalty, ReLU, SoftThreshold
-from opteq.problems import GEQ, AffineOptEq, DeepOptEq, MOptEq, OptEq, Parallel, POptEq, Problem, Splitting
+from opteq.problems import GEQ, AffineOptEq, DeepOptEq, MOptEq, Objective, OptEq, Parallel, POptEq, Problem, Splitting
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.typeset import typeset
 
@@ -71,6 +71,23 @@ def formula(problem: Problem) -> Formula:
             (typeset("x"), "the layer's input"),
             (typeset("y"), "the state"),
             (typeset("g"), f"the smooth part of {type(problem).__name__}"),
+        ),
+    )
+
+
+@formula.register
+def _(problem: Objective) -> Formula:
+    given = getattr(problem, "penalty", None)
+    over, _, act = _penalty(penalties.get(given) if given is not None else None)
+    return Formula(
+        over,
+        (),
+        join(typeset("y ← "), act, typeset("(y − t∇F(y; x))")),
+        (
+            (typeset("x"), "the layer's input"),
+            (typeset("y"), "the state"),
+            (typeset("F"), f"the sum of the terms of {type(problem).__name__}, which have names of their own"),
+            (typeset("t"), "the step length, one over the curvature of F"),
         ),
     )
 

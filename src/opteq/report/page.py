@@ -192,6 +192,8 @@ def _findings(run: Run, seconds: float) -> Findings:
     found.images = LabelledImages(split.images, split.labels, tuple(loaded.classes), *colours)
     try:
         with evaluating(found.model):
+            if not all(bool(torch.isfinite(weight).all()) for weight in found.model.parameters()):
+                raise ValueError("its weights are not finite")
             if split.dense:
                 found.maps = evaluate_segmentation(found.model, found.images, seconds)
                 return found

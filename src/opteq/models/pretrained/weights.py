@@ -36,7 +36,8 @@ def to_bytes(model: nn.Module) -> bytes:
 
     own = _distinct(model.state_dict(keep_vars=True))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
-    return save(tensors, metadata={"format": "pt", DIGEST: digest(tensors)})
+    # One entry: safetensors writes several in an order that changes from process to process.
+    return save(tensors, metadata={DIGEST: digest(tensors)})
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
