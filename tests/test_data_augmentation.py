@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,6 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-import opteq
 from opteq.data import Augmentation, Batches, Split
 from opteq.data.augmentation.color import randaugment
 from opteq.data.augmentation.geometry import crop_and_flip, mix, soft_labels
@@ -257,20 +253,6 @@ def test_the_global_generator_is_neither_used_nor_changed() -> None:
     assert torch.equal(first, second)
     torch.manual_seed(0)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_kornia_and_pillow_are_not_imported_where_they_are_not_needed() -> None:
-    code = """
-import sys, torch
-from opteq.data import Augmentation, Batches, Split
-split = Split(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4))
-def run(**options):
-    list(Batches(split, (0.5,) * 3, (0.5,) * 3, 2, augmentation=Augmentation(**options)).epoch(0))
-run(crop_padding=2, flip=True, erase=0.5, mixup=0.3, cutmix=0.3)
-assert not {"kornia", "PIL", "sklearn"} & set(sys.modules)
-"""
-    environment = {"PYTHONPATH": str(Path(opteq.__file__).parents[1]), "PATH": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=environment, timeout=200)
 
 
 # ---- options

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from opteq._errors import UserError, needs_extra, unknown_name
 from opteq.models import baselines, extracted, geq, mopteq, opteq, pretrained, segmenter
@@ -263,7 +266,7 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
     config = pretrained.read_config(settings)
     if model is None:
         try:
-            with torch.device("meta"):
+            with on_meta():
                 model = create(config["name"], config["num_classes"], config["in_channels"], **config["options"])
         except ValueError as error:
             raise UserError(f"{settings}: {error}") from error
@@ -272,9 +275,31 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
     return model.eval()
 
 
+_NORMAL = frozenset({torch.Tensor.normal_, nn.init.normal_, nn.init.kaiming_normal_, nn.init.xavier_normal_})
+
+
+class _SkipNormal(TorchFunctionMode):
+    """Skips ``normal_``: on the meta device it would import torch's compiler, which takes several seconds."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func in _NORMAL:
+            return args[0] if args else options["tensor"]
+        return func(*args, **options)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Modules that are created inside have shapes and no memory."""
+    with torch.device("meta"), _SkipNormal():
+        yield
+
+
 @cache
 def _parameters(name: str) -> int:
-    with torch.device("meta"):  # no memory and no random numbers
+    with on_meta():  # no memory and no random numbers
         return sum(parameter.numel() for parameter in create(name, _entry(name).classes).parameters())
 
 
