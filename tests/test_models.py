@@ -353,7 +353,7 @@ def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: 
     assert "\n" not in str(refusal.value)
 
 
-def test_pictures_of_the_wrong_shape() -> None:
+def test_images_of_the_wrong_shape() -> None:
     model = opteq.models.create("opteq-digits")
     with pytest.raises(ValueError, match=r"images \(batch, channels, height, width\); got \(3, 8, 8\)"):
         model(torch.rand(3, 8, 8))
