@@ -170,10 +170,10 @@ def no_images(root: Path) -> Path:
         (coloured_labels, "its mode is RGB, not 8-bit grey); take *_gtFine_labelIds.png"),
         (unknown_identifier, "it has the identifier 77, and there are 0 to 33"),
         (cut_labels, "not a label map"),
-        (cut_picture, "cannot read this image"),
+        (cut_image, "cannot read this image"),
         (no_val, "no such folder; expected leftImg8bit/train"),
         (empty_train, "has no images <city>/*_leftImg8bit.png"),
-        (no_pictures, "no folder leftImg8bit there"),
+        (no_images, "no folder leftImg8bit there"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_path(copy: Path, spoil: Any, message: str) -> None:
