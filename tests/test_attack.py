@@ -62,7 +62,7 @@ def test_it_stays_in_the_ball_and_in_the_range_of_pixels(
 
 
 @pytest.mark.parametrize("random_start", [False, True])
-def test_it_finds_the_worst_picture_of_a_linear_model(random_start: bool) -> None:
+def test_it_finds_the_worst_image_of_a_linear_model(random_start: bool) -> None:
     """Of two classes with a linear score, the worst image of a ball is known: every pixel against its weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 2)).double()
@@ -74,7 +74,7 @@ def test_it_finds_the_worst_picture_of_a_linear_model(random_start: bool) -> Non
 
 
 @pytest.mark.parametrize("gradient", ["implicit", "phantom"])
-def test_it_raises_the_loss_of_every_picture(gradient: str) -> None:
+def test_it_raises_the_loss_of_every_image(gradient: str) -> None:
     model, pixels, labels = small(gradient=gradient), torch.rand(8, 3, 8, 8), torch.arange(8) % 3
     model(normalised(torch.rand(32, 3, 8, 8)))  # running averages of something
     x = normalised(pixels)
@@ -161,7 +161,7 @@ class Broken(nn.Module):
         return self.linear(x.flatten(1)) + torch.where(which, 0 * x.flatten(1)[:, :1], x.new_ones(1)).sqrt()
 
 
-def test_where_there_is_no_gradient_a_picture_stays() -> None:
+def test_where_there_is_no_gradient_a_image_stays() -> None:
     torch.manual_seed(0)
     x = torch.rand(3, 3, 2, 2) / 2 + 0.25
     moved = PGD(0.1, 3, random_start=False)(Broken(), x, torch.tensor([0, 1, 0]))

@@ -45,7 +45,7 @@ def quietly(**options: Any) -> tuple[bool, str]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("bench") / "figures.json"
-    options: dict[str, Any] = {"shapes": ["3,5,6", "4,4,5"], "precisions": ["float32", "bf16"]}
+    options: dict[str, Any] = {"shapes": ["3,5,6"], "precisions": ["float32", "bf16"]}
     passed, text = quietly(**options, models=False, json=path)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "a draft was left behind"
     return passed, text, json.loads(path.read_text())
@@ -61,17 +61,15 @@ def test_run_passes_and_says_where_its_figures_come_from(small: tuple[bool, str,
     assert found["machine"]["threads"] >= 1
     assert found["date"].startswith("20")
     assert found["command"]
-    assert found["options"]["shapes"] == ["3,5,6", "4,4,5"]
+    assert found["options"]["shapes"] == ["3,5,6"]
     assert found["models"] == []
-    for word in ("map", "anderson", "picard", "3,5,6 float32", "4,4,5 bf16", "pass every check"):
+    for word in ("map", "anderson", "picard", "3,5,6 float32", "3,5,6 bf16", "pass every check"):
         assert word in text
 
 
 def test_steps_have_every_figure(small: tuple[bool, str, dict[str, Any]]) -> None:
     entries = small[2]["steps"]
-    assert [(entry["case"], entry["precision"]) for entry in entries] == [
-        ("3,5,6", "float32"), ("3,5,6", "bf16"), ("4,4,5", "float32"), ("4,4,5", "bf16"),
-    ]  # fmt: skip
+    assert [(entry["case"], entry["precision"]) for entry in entries] == [("3,5,6", "float32"), ("3,5,6", "bf16")]
     for entry in entries:
         figures = entry["figures"]
         for name in ("map", "anderson", "picard"):
@@ -123,6 +121,7 @@ def test_without_torchdeq_ours_is_still_measured(monkeypatch: pytest.MonkeyPatch
     assert "torchdeq anderson" not in text
 
 
+@pytest.mark.slow
 def test_models_are_trained_beside_the_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (command, epoch):
         monkeypatch.setattr(module, "MODELS", ("opteq-162k",))

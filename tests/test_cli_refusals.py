@@ -95,7 +95,7 @@ def test_an_evaluation_that_cannot_be_kept_is_not_begun(finished: Path, monkeypa
     refused(call("evaluate", finished), "writing the evaluation", "Permission denied", "a copy of the run elsewhere")
 
 
-def test_pictures_of_a_size_that_the_model_cannot_take(root: Path, tmp_path: Path) -> None:
+def test_images_of_a_size_that_the_model_cannot_take(root: Path, tmp_path: Path) -> None:
     """Windows of 6x6 can be divided by 3, but whole images of 8x8 can not: known before an epoch is spent on them."""
     out = tmp_path / "run"
     branch = ("model.name=popteq-193k", "model.options.scales=[3]")
@@ -116,7 +116,7 @@ def test_no_gpu(root: Path, tmp_path: Path) -> None:
     refused(train(root, tmp_path / "run", "train.device=cuda"), "torch sees no GPU here", "train.device=cpu")
 
 
-def test_a_corrupt_picture(root: Path, tmp_path: Path) -> None:
+def test_a_corrupt_image(root: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(root, tmp_path / "images", ignore=shutil.ignore_patterns("cache"))
     (copy / "train/above/3.png").write_bytes(b"\x89PNG\r\n\x1a\nnot really")
     refused(train(copy, tmp_path / "run"), str(copy / "train/above/3.png"))
@@ -182,7 +182,7 @@ def test_a_poisoned_checkpoint(root: Path, finished: Path, tmp_path: Path) -> No
     assert not (tmp_path / "poisoned").exists()
 
 
-def test_other_pictures(finished: Path, root: Path, tmp_path: Path) -> None:
+def test_other_images(finished: Path, root: Path, tmp_path: Path) -> None:
     """Fewer images would shift every batch of a resumed run; other classes would be taken for each other."""
     copy = shutil.copytree(root, tmp_path / "images", ignore=shutil.ignore_patterns("cache"))
     (copy / "train/above/3.png").unlink()

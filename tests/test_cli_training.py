@@ -139,6 +139,7 @@ def test_the_default_is_digits_in_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert "runs/digits had finished" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_digits_are_learned(tmp_path: Path) -> None:
     """Half of the recipe's epochs reach what the whole recipe promises."""
     result = call("train", "--out", tmp_path / "run", "--set", "train.epochs=5")

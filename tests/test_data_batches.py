@@ -33,7 +33,7 @@ def batches(samples: int, batch_size: int, **options: Any) -> Batches:
     return Batches(split(samples), MEAN, STD, batch_size, **options)
 
 
-def test_plain_batches_are_the_normalised_pictures_in_order() -> None:
+def test_plain_batches_are_the_normalised_images_in_order() -> None:
     data = split(10)
     seen = list(Batches(data, MEAN, STD, 4).epoch(0))
     assert [len(labels) for _, labels in seen] == [4, 4, 2]

@@ -83,7 +83,7 @@ def test_formats(root: Path, load: Callable[..., data.Dataset], ending: str) -> 
     assert torch.equal(load().train.images[0], read(path))
 
 
-def test_grey_palette_and_transparent_pictures_become_rgb(root: Path, load: Callable[..., data.Dataset]) -> None:
+def test_grey_palette_and_transparent_images_become_rgb(root: Path, load: Callable[..., data.Dataset]) -> None:
     folder = root / "train" / "cat"
     grey = RANDOM.integers(0, 256, size=(8, 8), dtype=np.uint8)
     Image.fromarray(grey).save(folder / "0.png")
@@ -100,7 +100,7 @@ def test_grey_palette_and_transparent_pictures_become_rgb(root: Path, load: Call
     assert torch.equal(images[3], torch.tensor((deep >> 8).astype(np.uint8)).expand(3, 8, 8))
 
 
-def test_floating_point_pictures_are_refused(root: Path, load: Callable[..., data.Dataset]) -> None:
+def test_floating_point_images_are_refused(root: Path, load: Callable[..., data.Dataset]) -> None:
     Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(root / "train" / "cat" / "9.tiff")
     with pytest.raises(UserError, match=r"9\.tiff: cannot read this image .*floating-point"):
         load()
@@ -153,7 +153,7 @@ def test_different_sizes_name_both_files(root: Path, load: Callable[..., data.Da
         load()
 
 
-def test_corrupt_and_truncated_pictures(root: Path, load: Callable[..., data.Dataset]) -> None:
+def test_corrupt_and_truncated_images(root: Path, load: Callable[..., data.Dataset]) -> None:
     path = root / "train" / "dog" / "1.png"
     good = path.read_bytes()
     memory = io.BytesIO()
@@ -221,7 +221,7 @@ def test_a_changed_folder_is_decoded_anew(root: Path, load: Callable[..., data.D
     assert len(load().test) == 3
 
 
-def test_writing_to_the_pictures_changes_no_file(load: Callable[..., data.Dataset]) -> None:
+def test_writing_to_the_images_changes_no_file(load: Callable[..., data.Dataset]) -> None:
     mine = load().train.images
     before = mine.clone()
     mine.zero_()

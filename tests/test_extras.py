@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tomlkit
 
+import fresh_process
 from opteq.common.errors import MissingExtraError, UserError, needs_extra
 
 PYPROJECT = tomlkit.parse((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")).unwrap()[
@@ -23,8 +23,6 @@ ALWAYS_THERE = {"filelock"}
 
 WITHOUT_EXTRAS = """
 import contextlib, io, json, sys, tempfile
-
-BLOCKED = set(json.loads(sys.argv[1]))
 
 from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
@@ -96,19 +94,12 @@ def test_all_is_every_extra_of_the_program() -> None:
     assert PYPROJECT["optional-dependencies"]["all"] == ["opteq[train,cli,report]"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_library_runs_without_extras() -> None:
     extras = PYPROJECT["optional-dependencies"]
     packages = names([one for extra in ("train", "cli", "report") for one in extras[extra]]) - ALWAYS_THERE
     blocked = ["sklearn", *sorted(IMPORTED.get(package, package.replace("-", "_")) for package in packages)]
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(blocked)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    said = json.loads(run.stdout)
+    said = json.loads(fresh_process.run({"blocked": f"BLOCKED = {set(blocked)!r}\n{WITHOUT_EXTRAS}"})["blocked"])
     assert said["fetch"] == "this needs huggingface_hub, which is not installed: pip install 'opteq[train]'"
     assert said["plot"] == "this needs matplotlib, which is not installed: pip install 'opteq[report]'"
     assert said["compare"] == "this needs rich, which is not installed: pip install 'opteq[cli]'"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import fresh_process
 import opteq
 
 SOURCE = Path(opteq.__file__).parent
@@ -131,26 +132,67 @@ def test_every_file_says_what_it_is() -> None:
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name_of(path)} has no docstring"
 
 
-def test_importing_opteq_is_light() -> None:
-    code = "import json, sys, opteq; opteq.OptEq; print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"
-    assert set(json.loads(in_a_fresh_process(code))) & HEAVY == set()
-
-
-def test_a_layer_does_not_load_the_compiler_of_torch() -> None:
-    """Which takes longer than torch itself; torch's own optimisers load it."""
-    code = """
+FRESH = {
+    "modules": """
+import json, sys, opteq
+opteq.OptEq
+print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))
+""",
+    "layer": """
 import sys, torch, opteq
 W = opteq.operators.Conv2d(2, 3, 3, bound=0.9)
 opteq.Equilibrium(opteq.OptEq(W, U=torch.nn.Conv2d(1, 3, 3, padding=1)))(torch.randn(2, 1, 4, 4)).sum().backward()
 print("torch._dynamo" in sys.modules)
-"""
-    assert in_a_fresh_process(code) == "False"
+""",
+    "models": """
+import sys, opteq
+assert all(opteq.models.describe(name).parameters for name in opteq.models.list())
+print("torch._dynamo" in sys.modules)
+""",
+    "batches": """
+import sys, torch
+from opteq.data import Augmentation, Batches, Split
+split = Split(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4))
+augmentation = Augmentation(crop_padding=2, flip=True, erase=0.5, mixup=0.3, cutmix=0.3)
+list(Batches(split, (0.5,) * 3, (0.5,) * 3, 2, augmentation=augmentation).epoch(0))
+print(sorted({"kornia", "PIL", "sklearn", "pydantic", "rich"} & set(sys.modules)))
+""",
+    "name 0": "import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+    "name 1": "from opteq import Equilibrium, models; print(Equilibrium.__name__, models.__name__)",
+    "name 2": "from opteq import *; print(Equilibrium.__name__, models.__name__)",
+    # Packages import each other while they are loaded; what is not a name has to be found by the import system.
+    "name 3": "import opteq.problems.geq, opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+    "name 4": "from opteq import data; import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
+}
 
 
-def in_a_fresh_process(code: str) -> str:
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
-    assert run.stderr == ""
-    return run.stdout.strip()
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, str]:
+    """What the codes print in processes of their own."""
+    if not hasattr(os, "fork"):
+        pytest.skip("a process for each of them would load torch again")
+    return fresh_process.run(FRESH)
+
+
+def test_importing_opteq_is_light(fresh: dict[str, str]) -> None:
+    assert set(json.loads(fresh["modules"])) & HEAVY == set()
+
+
+def test_a_layer_does_not_load_the_compiler_of_torch(fresh: dict[str, str]) -> None:
+    """Which takes longer than torch itself; torch's own optimisers load it."""
+    assert fresh["layer"] == "False"
+
+
+def test_describing_models_does_not_load_the_compiler_of_torch(fresh: dict[str, str]) -> None:
+    assert fresh["models"] == "False"
+
+
+def test_batches_load_only_what_they_need(fresh: dict[str, str]) -> None:
+    assert fresh["batches"] == "[]"
+
+
+def test_names_are_there_when_they_are_asked_for(fresh: dict[str, str]) -> None:
+    assert [fresh[f"name {index}"] for index in range(5)] == ["Equilibrium opteq.models"] * 5
 
 
 def test_asking_for_help_does_not_load_torch() -> None:
@@ -163,32 +205,9 @@ except SystemExit as end:
     assert end.code == 0
 print("torch" in sys.modules)
 """
-    assert in_a_fresh_process(code).splitlines()[-1] == "False"
-
-
-ASKED = [
-    "import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
-    "from opteq import Equilibrium, models; print(Equilibrium.__name__, models.__name__)",
-    "from opteq import *; print(Equilibrium.__name__, models.__name__)",
-    # Rooms ask for each other while they are loaded; what is not a name has to be found by the import system.
-    "import opteq.problems.geq, opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
-    "from opteq import data; import opteq; print(opteq.Equilibrium.__name__, opteq.models.__name__)",
-]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process for each of them would load torch again")
-def test_names_are_there_when_they_are_asked_for() -> None:
-    code = f"""
-import os, sys, torch
-assert not any(name.startswith("opteq") for name in sys.modules)
-for code in {ASKED!r}:
-    if os.fork() == 0:
-        exec(code)
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.wait()[1] == 0, code
-"""
-    assert in_a_fresh_process(code).splitlines() == ["Equilibrium opteq.models"] * len(ASKED)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
+    assert run.stderr == ""
+    assert run.stdout.splitlines()[-1] == "False"
 
 
 def test_the_front_door() -> None:

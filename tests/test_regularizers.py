@@ -119,7 +119,7 @@ def test_value_is_the_definition(R: Regularizer, shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("R", SEPARATE, ids=repr)
-def test_one_dimensional_features_are_one_number_a_sample(R: Regularizer) -> None:
+def test_one_dimensional_features_are_one_value_per_sample(R: Regularizer) -> None:
     z = draw(5)
     torch.testing.assert_close(R.value(z), R.value(z.unsqueeze(1)))
     torch.testing.assert_close(R.gradient(z), R.gradient(z.unsqueeze(1)).squeeze(1))

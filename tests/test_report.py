@@ -150,9 +150,7 @@ def test_a_baseline_has_no_objective(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stem", [{}, {"stem": "pyramid", "stem_widths": [4, 6], "stem_depth": 1}], ids=["one", "two"])
-def test_geq_shows_attention_whether_branches_see_one_picture_or_their_own(
-    tmp_path: Path, stem: dict[str, Any]
-) -> None:
+def test_geq_shows_attention_whether_branches_see_one_image_or_their_own(tmp_path: Path, stem: dict[str, Any]) -> None:
     run = make_run(tmp_path, "geq-5m", channels=8, scales=[1, 2], hidden=[8, 16], **stem)
     found = outline(write(run, seconds=0))
     assert re.search(r"attention, 0\.\d+ to (0\.\d+|1\.0)", found.text)
@@ -213,7 +211,7 @@ def test_weights_that_are_not_finite_give_a_page_that_says_so(copy: Path) -> Non
     assert {"objective", "learning", "guarantees"} <= set(found.sections)
 
 
-def test_pictures_are_seen_as_in_training(run: Path, copy: Path) -> None:
+def test_images_are_seen_as_in_training(run: Path, copy: Path) -> None:
     """Training images may have changed since, and their colours; the network knows only those that it was given."""
     model, digits = models.from_pretrained(copy), data.load("digits")
     model.config["extra"] |= {"classes": list(digits.classes), "mean": [0.9], "std": [0.05]}
@@ -226,7 +224,7 @@ def test_pictures_are_seen_as_in_training(run: Path, copy: Path) -> None:
     assert f"{wrong} were taken" not in outline(run / "report.html").text
 
 
-def test_pictures_of_other_classes_are_not_shown(copy: Path) -> None:
+def test_images_of_other_classes_are_not_shown(copy: Path) -> None:
     model = models.from_pretrained(copy)
     model.config["extra"]["classes"] = [*"123456789", "ten"]
     model.save_pretrained(copy)
@@ -323,7 +321,7 @@ def invented(classes: int, count: int = 200) -> Findings:
     return Findings(None, LabelledImages(images, labels, names, mean, mean), looked, examples)
 
 
-def test_chosen_pictures_are_wrong_and_right_and_of_different_classes() -> None:
+def test_chosen_images_are_wrong_and_right_and_of_different_classes() -> None:
     found = invented(10)
     assert found.predictions is not None
     assert found.images is not None

@@ -163,7 +163,7 @@ def decoded(address: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(address.split(",", 1)[1])))
 
 
-def test_a_large_matrix_is_a_picture() -> None:
+def test_a_large_matrix_is_a_image() -> None:
     counts = torch.eye(100, dtype=torch.int64) * 9
     counts[3, 7] = 1
     image = decoded(matrix_image(counts))
@@ -182,7 +182,7 @@ def test_a_large_matrix_is_a_picture() -> None:
     assert accuracies.index("c3<") < accuracies.index("c0<")  # the worst comes first
 
 
-def test_pictures_keep_their_pixels() -> None:
+def test_images_keep_their_pixels() -> None:
     grey = torch.arange(16, dtype=torch.uint8).reshape(1, 4, 4)
     assert list(decoded(image_data_url(grey)).tobytes()) == list(range(16))
     colour = torch.randint(256, (3, 5, 4), dtype=torch.uint8)

@@ -58,7 +58,7 @@ def test_the_predicted_class_is_explained_unless_told_otherwise() -> None:
     assert not torch.allclose(saliency_map(model, x, samples=2), other)
 
 
-def test_the_same_seed_draws_the_same_map_and_pictures_do_not_see_each_other() -> None:
+def test_the_same_seed_draws_the_same_map_and_images_do_not_see_each_other() -> None:
     model, x = classifier(), make_images(2)
     first = saliency_map(model, x, samples=3)
     torch.testing.assert_close(first, saliency_map(model, x, samples=3), rtol=0, atol=0)
@@ -114,7 +114,7 @@ def test_bad_options_are_named(options: dict[str, object], message: str) -> None
         saliency_map(classifier(), make_images(), **options)  # type: ignore[arg-type]
 
 
-def test_a_map_needs_pictures() -> None:
+def test_a_map_needs_images() -> None:
     with pytest.raises(ValueError, match=r"needs images \(batch, channels, height, width\); got \(2, 3\)"):
         saliency_map(nn.Linear(3, 2), torch.rand(2, 3))
 

@@ -59,7 +59,7 @@ def files(root: Path, split: str, kind: str) -> list[Path]:
     return sorted((root / kind / split).rglob("*.png"))
 
 
-def test_pictures_and_maps_are_read(streets: Path) -> None:
+def test_images_and_maps_are_read(streets: Path) -> None:
     loaded = load(streets)
     assert (len(loaded.train), len(loaded.test)) == (6, 2)
     assert loaded.train.dense
@@ -90,7 +90,7 @@ def test_maps_are_mapped_from_the_cache(streets: Path, monkeypatch: pytest.Monke
     assert torch.equal(load(streets).train.labels, first.train.labels)
 
 
-def test_a_smaller_size_keeps_the_whole_picture(streets: Path) -> None:
+def test_a_smaller_size_keeps_the_whole_image(streets: Path) -> None:
     whole, half = load(streets), load(streets, image_size=16)
     assert half.train.images.shape == (6, 3, 16, 32)
     assert set(half.train.labels.unique().tolist()) <= set(whole.train.labels.unique().tolist())
@@ -139,7 +139,7 @@ def cut_labels(root: Path) -> Path:
     return path
 
 
-def cut_picture(root: Path) -> Path:
+def cut_image(root: Path) -> Path:
     path = files(root, "train", "leftImg8bit")[3]
     path.write_bytes(path.read_bytes()[:200])
     return path
@@ -156,7 +156,7 @@ def empty_train(root: Path) -> Path:
     return root / "leftImg8bit" / "train"
 
 
-def no_pictures(root: Path) -> Path:
+def no_images(root: Path) -> Path:
     shutil.rmtree(root / "leftImg8bit")
     return root
 
@@ -170,10 +170,10 @@ def no_pictures(root: Path) -> Path:
         (coloured_labels, "its mode is RGB, not 8-bit grey); take *_gtFine_labelIds.png"),
         (unknown_identifier, "it has the identifier 77, and there are 0 to 33"),
         (cut_labels, "not a label map"),
-        (cut_picture, "cannot read this image"),
+        (cut_image, "cannot read this image"),
         (no_val, "no such folder; expected leftImg8bit/train"),
         (empty_train, "has no images <city>/*_leftImg8bit.png"),
-        (no_pictures, "no folder leftImg8bit there"),
+        (no_images, "no folder leftImg8bit there"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_path(copy: Path, spoil: Any, message: str) -> None:
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_said_with_its_path(copy: Path, spoil: Any, message: st
     assert "\n" not in str(refusal.value)
 
 
-def test_large_pictures_have_a_bar_sooner(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_large_images_have_a_bar_sooner(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     for size, drawn_at_all in ((3 * 32 * 32, False), (3 * 1024 * 2048, True)):
         with progress("decoding streets", 100, size) as advance:
@@ -224,7 +224,7 @@ def test_a_window_at_scale_one_is_a_slice(mirrored: float) -> None:
 
 
 @pytest.mark.parametrize("size", [(24, 40), (18, 25), (9, 13)])
-def test_a_window_of_the_enlarged_picture_is_interpolated(size: tuple[int, int]) -> None:
+def test_a_window_of_the_enlarged_image_is_interpolated(size: tuple[int, int]) -> None:
     """Against torch, which makes the enlarged image and cuts it."""
     height, width = size
     windows = Windows(drawn(2, 3, height / 12, width / 20), 5, 7, PICTURE)
@@ -234,7 +234,7 @@ def test_a_window_of_the_enlarged_picture_is_interpolated(size: tuple[int, int])
     assert torch.equal(windows.of_labels(MAP, 255).float(), nearest[:, 2:7, 3:10])
 
 
-def test_beside_the_picture_there_is_no_label() -> None:
+def test_beside_the_image_there_is_no_label() -> None:
     windows = Windows(drawn(-2, -3, 0.5, 0.5), 10, 16, PICTURE)
     pixels, labels = windows.of_images(PICTURE, None, torch.full((1, 3, 1, 1), 7.0)), windows.of_labels(MAP, 255)
     inside = torch.zeros(10, 16, dtype=torch.bool)
@@ -377,7 +377,7 @@ def test_counts_of_pixels() -> None:
     assert counts.loss == pytest.approx(float(whole), rel=1e-5)
 
 
-def test_a_picture_without_labels_costs_nothing() -> None:
+def test_a_image_without_labels_costs_nothing() -> None:
     logits = torch.randn(1, 3, 4, 4, requires_grad=True)
     labels = torch.full((1, 4, 4), 255)
     loss = cross_entropy(logits, labels, label_smoothing=0.1)
@@ -506,7 +506,7 @@ def test_a_run_from_the_command_line(run: Path, streets: Path) -> None:
     assert found["test_iou"] == pytest.approx(expected, abs=2e-3)
 
 
-def test_the_page_shows_maps_beside_pictures(run: Path) -> None:
+def test_the_page_shows_maps_beside_images(run: Path) -> None:
     page = (run / "report.html").read_text()
     found = evaluate(run)
     shown = f"{100 * found['test_iou']:.1f}\u00a0%"

@@ -94,7 +94,7 @@ def stepped(accumulate: int, adversary: Adversary | None, images: Tensor, begin:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_step_learns_from_the_attacked_pictures(accumulate: int) -> None:
+def test_a_step_learns_from_the_attacked_images(accumulate: int) -> None:
     digits = data.load("digits")
     batches = Batches(digits.train, digits.mean, digits.std, 13)
     images, _ = next(batches.epoch(0))

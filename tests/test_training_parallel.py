@@ -94,7 +94,7 @@ def test_accumulated_parts_give_the_same_step(count: int) -> None:
         torch.testing.assert_close(parts[name], whole[name], atol=1e-5, rtol=1e-4)
 
 
-def test_a_process_without_a_test_picture(root: Path, tmp_path: Path) -> None:
+def test_a_process_without_a_test_image(root: Path, tmp_path: Path) -> None:
     """10 test images in batches of 3: the last one is nobody's but the second process's."""
     more = [*EXACT, "train.epochs=1", "train.test_batch_size=3"]
     assert in_process(train_here, str(root), str(tmp_path / "alone"), more) == 0

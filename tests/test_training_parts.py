@@ -6,8 +6,7 @@ import importlib.util
 import math
 import os
 import random
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,7 @@ from opteq.training.run import checkpoints, rng
 from opteq.training.run.checkpoints import Checkpoint, Checkpoints
 from opteq.training.run.folder import RunFolder
 from opteq.training.run.records import Records
+from training_cases import start
 
 
 def torch_factors(make: object, steps: int) -> list[float]:
@@ -382,16 +382,23 @@ def test_tensorboard_forgets_what_is_drawn_anew(tmp_path: Path) -> None:
         records.close()
 
 
+def hold(folder: str, sign: str) -> None:
+    """Use a run folder until the process is killed."""
+    with RunFolder(Path(folder)).prepared():
+        Path(sign).touch()
+        time.sleep(60)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("fcntl") is None, reason="this system has no locks on folders")
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from opteq.training.run.folder import RunFolder\n"
-    code += "with RunFolder(Path(sys.argv[1])).prepared(): print('held', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=r"another process is training in .*wait for it, or give another --out"):
-            RunFolder(tmp_path).prepared().__enter__()
-        other.kill()
-    with RunFolder(tmp_path).prepared():  # a process that dies lets go
+    folder, sign = tmp_path / "run", tmp_path / "held"
+    other = start(hold, str(folder), str(sign))
+    while not sign.exists():
+        time.sleep(0.01)
+    with pytest.raises(UserError, match=r"another process is training in .*wait for it, or give another --out"):
+        RunFolder(folder).prepared().__enter__()
+    other.kill()
+    other.join()
+    with RunFolder(folder).prepared():  # a killed process releases its lock
         pass
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())

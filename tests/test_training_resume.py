@@ -147,7 +147,8 @@ def test_a_folder_in_which_nothing_was_made_is_free(root: Path, tmp_path: Path, 
     out, silent = tmp_path / "run", Console(quiet=True)
     lost = ["model.options.max_steps=1", "model.options.tol=1e-6", "guard.residual=1e-5", "guard.lost=0"]
     with pytest.raises(
-        TrainingStopped, match=r"lets it go on\. No checkpoint was saved: a new run can start in the same folder$"
+        TrainingStopped,
+        match=r"turns this check off\. No checkpoint was saved: a new run can start in the same folder$",
     ):
         train(tiny(root, *lost), out, console=silent)
     assert (out / "recipe.toml").exists()

@@ -82,6 +82,8 @@ class Conv2d(Operator):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the weight again and scale it to the initial norm."""
+        if self.weight.is_meta:
+            return
         nn.init.normal_(self.weight, std=self.weight[0].numel() ** -0.5)
         self.weight.mul_(initial_norm(self.bound) / kernel_norm(self.weight))
 
@@ -124,6 +126,8 @@ class SeparableConv2d(Operator):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the weights again and scale the pointwise part so that the whole has the initial norm."""
+        if self.pointwise.is_meta:
+            return
         nn.init.normal_(self.depthwise, std=self.depthwise[0].numel() ** -0.5)
         nn.init.normal_(self.pointwise, std=self.in_channels**-0.5)
         if self.pointwise.is_meta:

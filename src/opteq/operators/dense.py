@@ -63,6 +63,8 @@ class Dense(Operator):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the weight again and scale it to the initial norm."""
+        if self.weight.is_meta:
+            return
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
         self.weight.mul_(initial_norm(self.bound) / kernel_norm(self.weight))
 

@@ -70,7 +70,9 @@ def evaluate(
     folder = RunFolder(Path(run))
     recipe = folder.recipe()
     if not (folder.path / "model.safetensors").exists():
-        raise UserError(f"{folder.path} holds no finished run: go on with `opteq train --resume --out {folder.path}`")
+        raise UserError(
+            f"{folder.path} holds no finished run: continue with `opteq train --resume --out {folder.path}`"
+        )
     if tol is not None and not tol > 0:
         raise UserError(f"tol should be a positive number; got {tol}")
     pgd = _attack(recipe.adversary, attack, attack_steps, attack_step_size)

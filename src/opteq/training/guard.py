@@ -50,7 +50,7 @@ def check_progress(options: GuardSection, metrics: Metrics, where: str) -> None:
             f"{where}: {metrics.lost_share:.0%} of the equilibria have a relative residual above {options.residual:g} "
             f"(mean {metrics.residual / metrics.solves:.2g}, worst {metrics.worst:.2g}, {metrics.mean_steps:.1f} steps "
             "on average). Try a smaller bound on the model's operators, more solver steps, or a lower optimizer.lr; "
-            "guard.lost=1 lets it go on"
+            "guard.lost=1 turns this check off"
         )
     if metrics.solves and metrics.converged_share < options.converged:
         raise TrainingStopped(

@@ -20,7 +20,7 @@ class Records:
 
     Args:
         folder: of the run.
-        history: lines of epochs that are finished already, as the checkpoint has them. The file is written anew from
+        history: lines of epochs that are finished already, as the checkpoint has them. The file is rewritten from
             them, and TensorBoard hides later points: epochs that a killed run recorded and now repeats appear once.
     """
 
