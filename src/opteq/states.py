@@ -92,8 +92,6 @@ def nan_samples(state: State, coupled: bool = False) -> State:
 
 def nan_rows(state: State, lost: Tensor) -> State:
     """The same state, NaN in the samples that ``lost`` names, ``(B,)``."""
-    if lost.is_cpu and not any_row(lost, unseen=True):
-        return state
     return map_state(lambda part: torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part), state)
 
 
