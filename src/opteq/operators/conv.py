@@ -130,8 +130,6 @@ class SeparableConv2d(Operator):
             return
         nn.init.normal_(self.depthwise, std=self.depthwise[0].numel() ** -0.5)
         nn.init.normal_(self.pointwise, std=self.in_channels**-0.5)
-        if self.pointwise.is_meta:
-            return
         composed = self.pointwise * self.depthwise.transpose(0, 1)
         self.pointwise.mul_(initial_norm(self.bound) / kernel_norm(composed))
 
