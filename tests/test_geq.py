@@ -647,9 +647,9 @@ def test_attention_is_low_where_a_patch_does_not_fit() -> None:
 
 def test_attention_needs_a_gaussian_kernel_and_pictures() -> None:
     linear = opteq.Equilibrium(GEQ(op.Conv2d(2, 2, 3, bound=0.5), None, kernels.Linear()))
-    with pytest.raises(TypeError, match="only GEQ with a Gaussian kernel weighs patches"):
+    with pytest.raises(TypeError, match="only GEQ with a Gaussian kernel has patch weights"):
         attention_map(linear, torch.zeros(1, 2, 4, 4))
-    with pytest.raises(ValueError, match=r"needs pictures.*got \(1, 8\)"):
+    with pytest.raises(ValueError, match=r"needs images.*got \(1, 8\)"):
         attention_map(opteq.Equilibrium(random_geq(0.5)), torch.zeros(1, 8, dtype=torch.float64))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from opteq import data, models
 from opteq.common.errors import UserError
-from opteq.models.registry import on_meta
+from opteq.models.registry import sketched
 from opteq.training import Recipe, load_recipe, recipes
 from opteq.training.recipe.files import to_toml
 from opteq.training.recipe.overrides import known_keys, parse
@@ -22,7 +22,7 @@ def test_every_recipe_is_whole(name: str) -> None:
     assert recipe.name == name
     assert recipe.reproduces
     assert recipe.data.name in data.names()
-    with on_meta():
+    with sketched():
         model = models.create(recipe.model.name, num_classes=10, **recipe.model.options)
     assert sum(weight.numel() for weight in model.parameters()) > 0
 
@@ -102,7 +102,7 @@ def test_the_papers_smaller_tables() -> None:
         assert rest(name) == rest("geq-8m-cifar100")
     for name in [*(f"geq-8m-cifar100-{kernel}" for kernel in kernels), "mopteq-8m-cifar100-randaugment"]:
         recipe = load_recipe(name)
-        with on_meta():
+        with sketched():
             model = models.create(recipe.model.name, num_classes=100, **recipe.model.options)
         assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(8e6, rel=0.02)
     for model_name in ("geq", "mopteq"):
@@ -232,5 +232,5 @@ def test_parse_falls_back_to_text() -> None:
 def test_recipes_of_recorded_runs_can_be_run_again(path: Path) -> None:
     if path.name != "notes.toml":
         recipe = load_recipe(str(path), [])
-        with on_meta():
+        with sketched():
             models.create(recipe.model.name, **recipe.model.options)

@@ -11,14 +11,20 @@ import torch
 
 def gradient(function: Callable[[Any], Any], at: Any) -> Any:
     """The gradient of a function of a state, whose value is one number."""
+    if torch.compiler.is_compiling():  # which saves nothing by itself
+        return torch.func.grad(function)(at)
     with saved_as_they_are():
         return torch.func.grad(function)(at)
 
 
 def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The value of a function of a state, and ``v -> J' v`` for its Jacobian J there."""
-    with saved_as_they_are():
-        found: tuple[Any, ...] = torch.func.vjp(function, at)
+    found: tuple[Any, ...]
+    if torch.compiler.is_compiling():
+        found = torch.func.vjp(function, at)
+    else:
+        with saved_as_they_are():
+            found = torch.func.vjp(function, at)
     value, pull = found
     return value, lambda v: pull(v)[0]
 

@@ -13,7 +13,7 @@ from opteq import penalties
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import Hidden
 from opteq.problems.linearisation import Structure, SymmetricLinearisation
 from opteq.problems.written import BoundModule, checked_terms
@@ -78,6 +78,7 @@ class Objective(Problem):
         """As many as conjugate gradients may need where conditioning is 1e4."""
         return 1000
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Nothing is known of terms that are written freely; override this where more is."""
         unknown = "nothing is known about the terms; override certificate() to state what is"
