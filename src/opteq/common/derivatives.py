@@ -19,14 +19,14 @@ def gradient(function: Callable[[Any], Any], at: Any) -> Any:
 
 def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The value of a function of a state, and ``v -> J' v`` for its Jacobian J there."""
-    found: tuple[Any, ...]
+    found: Any
     if torch.compiler.is_compiling():
         found = torch.func.vjp(function, at)
     else:
         with saved_as_they_are():
             found = torch.func.vjp(function, at)
-    value, pull = found
-    return value, lambda v: pull(v)[0]
+    pull = found[1]
+    return found[0], lambda v: pull(v)[0]
 
 
 @contextmanager
