@@ -1,7 +1,7 @@
 """What stems are worth without an equilibrium: explicit networks of a given size, trained alike, beside ResNet-18.
 
-A network is a :class:`~opteq.models.pyramid.Pyramid` whose levels are averaged, concatenated and read by one linear
-layer; ``resnet18`` is the baseline. Training is that of the recipes named cifar10-jpeg: batches of 128, crop and flip,
+A network is a ``Pyramid`` whose levels are averaged, concatenated and read by one linear layer; ``resnet18`` is the
+baseline. Training is that of the recipes named cifar10-jpeg: batches of 128, crop and flip,
 SGD with Nesterov momentum, weight decay 5e-4, one cycle that peaks at 0.1 after 30 % of the steps, bf16 autocast.
 The forward and backward pass of a step are one CUDA graph.
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import opteq.data
 from opteq import models
-from opteq.models.pyramid import Pyramid
+from opteq.models.blocks.pyramid import Pyramid
 
 BATCH, START, PEAK, RISE, DECAY, PADDING = 128, 0.004, 0.1, 0.3, 5e-4, 4
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)

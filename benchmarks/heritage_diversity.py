@@ -20,7 +20,7 @@ from torch import nn
 
 import opteq
 from opteq import operators as op
-from opteq.problems.mopteq import BoundMOptEq, MOptEq
+from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:

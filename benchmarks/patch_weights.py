@@ -16,8 +16,8 @@ import torch
 from opteq import data, models
 from opteq.data import Batches
 from opteq.kernels.gaussian import GaussianSimilarity, automatic_gamma, squares
+from opteq.problems.branches.side_by_side import BoundParallel
 from opteq.problems.geq import BoundGEQ
-from opteq.problems.side_by_side import BoundParallel
 from opteq.training import load_recipe
 
 

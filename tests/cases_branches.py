@@ -10,9 +10,9 @@ import opteq
 from cases import Case
 from opteq import operators as op
 from opteq.problems.base import Problem
-from opteq.problems.mopteq import MOptEq
-from opteq.problems.parallel import Parallel
-from opteq.problems.popteq import POptEq
+from opteq.problems.branches.mopteq import MOptEq
+from opteq.problems.branches.parallel import Parallel
+from opteq.problems.branches.popteq import POptEq
 
 
 def vectors(count: int, bound: float = 0.7) -> list[opteq.Branch]:

@@ -14,8 +14,8 @@ from cases import Case
 from opteq import kernels
 from opteq import operators as op
 from opteq.problems.base import Problem
+from opteq.problems.branches.parallel import Parallel
 from opteq.problems.geq import GEQ
-from opteq.problems.parallel import Parallel
 
 
 def of_state(kernel: Callable[[], kernels.Kernel], activation: str) -> Callable[[], Problem]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
-from opteq.problems.deep import BoundDeepOptEq
+from opteq.problems.deep.deep_opteq import BoundDeepOptEq
 
 SHARP = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
 EXACT = opteq.Anderson(tol=1e-14, max_steps=2000)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import opteq
-from opteq.problems.deep import BoundDeepOptEq
+from opteq.problems.deep.deep_opteq import BoundDeepOptEq
 
 SIZES = {1: [3, 6, 2], 2: [3, 6, 4, 2], 3: [3, 4, 7, 5, 1], 4: [2, 5, 3, 6, 4, 3]}
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "softplus": nn.Softplus}

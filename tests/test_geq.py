@@ -20,10 +20,10 @@ from opteq import operators as op
 from opteq.analysis.attention import attention_map, patch_weights
 from opteq.kernels.gaussian import DIP
 from opteq.operators import module_norm
-from opteq.problems.fusion import AverageBranches
+from opteq.problems.branches.fusion import AverageBranches
+from opteq.problems.branches.parallel import Parallel
 from opteq.problems.geq import GEQ
 from opteq.problems.linearisation import Structure
-from opteq.problems.parallel import Parallel
 from opteq.solvers import Status
 from oracles import dense_jacobian, difference, gradients, probe_loss, unrolled_features
 

@@ -16,8 +16,8 @@ import opteq.models
 from opteq import operators as op
 from opteq.common.errors import UserError
 from opteq.models import Classifier, Segmenter
+from opteq.models.blocks.parts import Head
 from opteq.models.extracted import SeparableInjection
-from opteq.models.parts import Head
 from opteq.models.registry import sketched
 
 SIZES = {  # the printed numbers that the names stand for

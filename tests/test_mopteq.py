@@ -14,9 +14,9 @@ from cases import SOLVERS
 from opteq import operators as op
 from opteq.analysis.branches import reconstructed_perturbation
 from opteq.couplings import Coupling, diversity, heritage
+from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
+from opteq.problems.branches.popteq import POptEq
 from opteq.problems.linearisation import Structure
-from opteq.problems.mopteq import BoundMOptEq, MOptEq
-from opteq.problems.popteq import POptEq
 from opteq.solvers import Solver, Status
 
 DOUBLE = torch.float64

@@ -15,7 +15,7 @@ import opteq
 from opteq import operators as op
 from opteq import penalties, regularizers
 from opteq.penalties import Penalty
-from opteq.problems.block import Block
+from opteq.problems.deep.block import Block
 from opteq.problems.linearisation import Structure
 from opteq.problems.opteq import BoundOptEq
 from opteq.states import blocks

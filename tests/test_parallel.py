@@ -16,11 +16,11 @@ from cases import SOLVERS
 from opteq import operators as op
 from opteq.analysis import branches as analysis
 from opteq.couplings import diversity, heritage, products
+from opteq.problems.branches.mopteq import MOptEq
+from opteq.problems.branches.parallel import Parallel
+from opteq.problems.branches.popteq import POptEq
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
-from opteq.problems.mopteq import MOptEq
-from opteq.problems.parallel import Parallel
-from opteq.problems.popteq import POptEq
 from opteq.solvers import Status
 from opteq.states import State, blocks
 

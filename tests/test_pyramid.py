@@ -15,8 +15,8 @@ from cases import Case
 from opteq import models
 from opteq.common.errors import UserError
 from opteq.couplings import Coupling, ring_norm
-from opteq.models.pyramid import Pyramid
-from opteq.models.residual import InvertedBlock
+from opteq.models.blocks.pyramid import Pyramid
+from opteq.models.blocks.residual import InvertedBlock
 from opteq.operators import AveragePool, Conv2d
 from opteq.problems.base import Problem
 from opteq.problems.linearisation import Structure

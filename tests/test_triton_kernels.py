@@ -29,7 +29,8 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: tests/test_engine_gpu.py", allow_module_level=True)
 
-from opteq.engine.triton import gaussian, resample, row_state
+from opteq.engine.triton import row_state
+from opteq.engine.triton.operations import gaussian, resample
 from opteq.engine.triton.solvers import open_fixed_point, open_linear
 
 # Rows overflow here on purpose, and the interpreter computes with numpy, which says so.

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from opteq.equilibrium import Equilibrium
 from opteq.kernels.gaussian import GaussianSimilarity
+from opteq.problems.branches.side_by_side import BoundParallel
 from opteq.problems.geq import BoundGEQ
 from opteq.problems.hidden import BoundMap
-from opteq.problems.side_by_side import BoundParallel
 from opteq.states import State, blocks, like, single
 
 
@@ -20,7 +20,7 @@ def patch_weights(hidden: BoundMap, state: State) -> tuple[Tensor, ...]:
     Each has the shape ``(B, channel groups, rows, columns)`` in which its patches lie.
 
     Args:
-        hidden: GEQ with a Gaussian kernel, or a :class:`~opteq.problems.parallel.Parallel` with some among its parts,
+        hidden: GEQ with a Gaussian kernel, or a :class:`~opteq.Parallel` with some among its parts,
             its input bound: ``problem(x)``.
         state: ``layer.solve(x).state``.
     """

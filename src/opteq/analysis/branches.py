@@ -44,7 +44,7 @@ class BranchMeasures:
 
 @torch.no_grad()
 def measure_branches(features: Features) -> BranchMeasures:
-    """Measure the features of all branches, as :class:`~opteq.problems.mopteq.MOptEq` returns them.
+    """Measure the features of all branches, as :class:`~opteq.problems.branches.mopteq.MOptEq` returns them.
 
     >>> features = (torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -4.0]]))
     >>> measured = measure_branches(features)

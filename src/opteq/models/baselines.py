@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from opteq.models.blocks.parts import Parts
+from opteq.models.blocks.residual import ResidualBlock, normalised_conv
 from opteq.models.checks import flag, number, option, whole, wholes
 from opteq.models.options import Options
-from opteq.models.parts import Parts
-from opteq.models.residual import ResidualBlock, normalised_conv
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
-from opteq.problems.prior_levels import NoiseLevels
-from opteq.problems.prior_weights import ResponseWeights
 from opteq.problems.restoration import FilterPrior, Restoration
+from opteq.problems.restoration.image_weights import ResponseWeights
+from opteq.problems.restoration.noise_levels import NoiseLevels
 from opteq.solvers import FISTA, Solver
 
 CONFIG, WEIGHTS, WEIGHTS_OF_TORCH = "config.json", "model.safetensors", "model.pt"
@@ -32,10 +32,9 @@ class DenoiserConfig:
         knots, reach: of the learned potentials, per channel.
         rho: how concave potentials may be; 0 gives a convex prior.
         mu: how convex they may be.
-        least, most, degree: noise levels, see :class:`~opteq.problems.prior_levels.NoiseLevels`.
+        least, most, degree: noise levels, see :class:`~opteq.problems.restoration.noise_levels.NoiseLevels`.
         margin: strong convexity of the energy.
-        hidden: channels of the :class:`~opteq.problems.prior_weights.ResponseWeights`; 0 for a prior that is the same
-            everywhere.
+        hidden: channels of the ``ResponseWeights``; 0 for a prior that is the same everywhere.
     """
 
     channels: tuple[int, ...] = (1, 4, 8, 56)

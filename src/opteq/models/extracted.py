@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from opteq.common.errors import UserError
 from opteq.models.baselines import Bottleneck
+from opteq.models.blocks.parts import Parts, make_injection
+from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import flag, number, option, whole, wholes
 from opteq.models.opteq import LayerOptions, make_problem
-from opteq.models.parts import Parts, make_injection
-from opteq.models.residual import normalised_conv
 from opteq.operators import Conv2d, Operator, SeparableConv2d
 from opteq.problems.base import Problem
 
@@ -54,8 +54,8 @@ class ExtractedClassifierOptions(ExtractedOptions):
 class SeparableInjection(SeparableConv2d):
     """U as a separable convolution, with the bias b: ``U x + b``. Adjoint and norm are those of its linear part.
 
-    The output has variance one for a rectified input, as with :func:`~opteq.models.parts.make_injection`: U need not
-    be a contraction, so it has no bound.
+    The output has variance one for a rectified input, as with ``make_injection``: U need not be a contraction, so
+    it has no bound.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opteq.common.errors import UserError
+from opteq.models.blocks.parts import Head, Parts, Stem, make_injection, make_stem
 from opteq.models.checks import flag, number, one_of, option, whole
 from opteq.models.options import BranchOptions
-from opteq.models.parts import Head, Parts, Stem, make_injection, make_stem
 from opteq.operators import Conv2d
 from opteq.problems import Branch, MOptEq, POptEq
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from opteq.common.errors import UserError
+from opteq.models.blocks.parts import Head, Parts, make_injection, make_stem
 from opteq.models.checks import flag, number, option, optional, wholes
 from opteq.models.options import EquilibriumOptions, SolvingOptions
-from opteq.models.parts import Head, Parts, make_injection, make_stem
 from opteq.operators import Conv2d, Operator
 from opteq.problems import DeepOptEq, OptEq, Splitting
 from opteq.problems.base import Problem

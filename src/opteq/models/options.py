@@ -11,8 +11,8 @@ from opteq import penalties, regularizers
 from opteq.common.errors import UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, OneStep, Phantom, Shine, Unrolled
+from opteq.models.blocks.residual import BLOCKS
 from opteq.models.checks import each_of, either, flag, number, one_of, option, optional, whole, wholes
-from opteq.models.residual import BLOCKS
 from opteq.problems.base import Problem
 from opteq.regularizers import Regularizer
 from opteq.solvers import SAM, Anderson, Broyden, Picard, Solver

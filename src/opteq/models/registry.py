@@ -12,10 +12,10 @@ import torch
 
 from opteq.common.errors import UserError, needs_extra, unknown_name
 from opteq.models import baselines, extracted, geq, mopteq, opteq, pretrained, segmenter
+from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier
 from opteq.models.options import Options
-from opteq.models.parts import Parts
 from opteq.models.sketch import sketched
 
 MOST_PARAMETERS = 2**31

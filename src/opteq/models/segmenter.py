@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opteq.models.blocks.parts import Parts
+from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import option, whole
 from opteq.models.classifier import Classifier
 from opteq.models.extracted import ExtractedOptions, extracted_problem, make_extractor
-from opteq.models.parts import Parts
-from opteq.models.residual import normalised_conv
 
 
 class Segmenter(Classifier):

@@ -2,18 +2,18 @@
 
 from opteq.problems.affine import AffineOptEq
 from opteq.problems.base import HiddenProblem, Problem
-from opteq.problems.branch import Branch
+from opteq.problems.branches.branch import Branch
+from opteq.problems.branches.fusion import AverageBranches
+from opteq.problems.branches.mopteq import MOptEq
+from opteq.problems.branches.parallel import Parallel
+from opteq.problems.branches.popteq import POptEq
 from opteq.problems.certificate import Certificate
-from opteq.problems.deep import DeepOptEq
-from opteq.problems.fusion import AverageBranches
+from opteq.problems.deep.deep_opteq import DeepOptEq
 from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.linearisation import Structure
-from opteq.problems.mopteq import MOptEq
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
-from opteq.problems.parallel import Parallel
-from opteq.problems.popteq import POptEq
 from opteq.problems.splitting import Splitting
 
 __all__ = [

@@ -12,9 +12,9 @@ from opteq import penalties
 from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Linearised, Penalty
 from opteq.problems.base import Problem
-from opteq.problems.block import Block, half_square
-from opteq.problems.branch import check_injection, check_operator, check_positive, inject, unknown_norm
+from opteq.problems.branches.branch import check_injection, check_operator, check_positive, inject, unknown_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
+from opteq.problems.deep.block import Block, half_square
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
 from opteq.problems.prior import check_prior, prior_factors

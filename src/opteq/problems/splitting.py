@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from opteq.problems.base import Problem
-from opteq.problems.block import Block
-from opteq.problems.branch import check_positive
+from opteq.problems.branches.branch import check_positive
 from opteq.problems.certificate import Certificate, for_finite_weights
+from opteq.problems.deep.block import Block
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.opteq import OptEq
 from opteq.regularizers import Regularizer

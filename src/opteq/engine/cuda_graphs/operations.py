@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opteq.engine.triton import gaussian, resample
+from opteq.engine.triton.operations import gaussian, resample
 from opteq.kernels.gaussian import bend, weigh
 from opteq.operators.resample import pool, spread
 from opteq.solvers.loop import Finish, Iteration

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from opteq.operators import AveragePool, Operator
-from opteq.problems.branch import Branch
+from opteq.problems.branches.branch import Branch
 from opteq.states import State
 
 

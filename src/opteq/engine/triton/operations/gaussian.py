@@ -57,7 +57,7 @@ def _launched(
         return False
     import triton.language as tl
 
-    from opteq.engine.triton import gaussian_kernels as kernels
+    from opteq.engine.triton.operations import gaussian_kernels as kernels
 
     kernel = kernels.weigh if name == "weigh" else kernels.bend
     width = 1 << (size - 1).bit_length()

@@ -49,7 +49,7 @@ def _resampled(name: str, source: Tensor, shape: tuple[int, int, int, int], fact
         return None
     import triton.language as tl
 
-    from opteq.engine.triton import resample_kernels as kernels
+    from opteq.engine.triton.operations import resample_kernels as kernels
 
     out = torch.empty(shape, dtype=source.dtype, device=source.device, memory_format=torch.channels_last)
     grid = (-(-pixels // tall), -(-channels // wide), 1 if name == "pool" else factor)

@@ -13,14 +13,14 @@ from opteq.couplings import Coupling, Features, check_not_negative, largest_neig
 from opteq.operators import Conv2d, LinearMap, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
-from opteq.problems.branch import Branch, inject
-from opteq.problems.branches import check_branches, feature_channels, views
+from opteq.problems.branches.branch import Branch, inject
+from opteq.problems.branches.chattering import Tensors, inclusion_residual, returns, signs_change
+from opteq.problems.branches.common import check_branches, feature_channels, views
+from opteq.problems.branches.mopteq_certificate import certify
+from opteq.problems.branches.perturbation import PerturbationChain
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.chattering import Tensors, inclusion_residual, returns, signs_change
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Structure
-from opteq.problems.mopteq_certificate import certify
-from opteq.problems.perturbation import PerturbationChain
 from opteq.solvers import Anderson, Status
 from opteq.states import State, any_row, blocks, inner
 
@@ -46,7 +46,7 @@ class MOptEq(Problem):
         branches: :class:`Branch` objects, whose features all have the same number of channels.
         diversity: lambda, the weight of D.
         perturbation: largest entry of the perturbations that branches hand on in training mode, see
-            :class:`~opteq.problems.perturbation.PerturbationChain`; 0 for none.
+            :class:`~opteq.problems.branches.perturbation.PerturbationChain`; 0 for none.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
         smoothing: tau in ``D = sum sqrt(M^2 + tau^2)``. The step's slope grows with ``lambda |channel|^2 / tau``.
         heritage: False puts ``-1/2 |z_i|^2`` in the place of H, as in OptEq; with lambda 0 that is POptEq.

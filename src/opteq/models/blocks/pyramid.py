@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from opteq.models.residual import BLOCKS, normalised_conv
+from opteq.models.blocks.residual import BLOCKS, normalised_conv
 from opteq.states import State
 
 
@@ -23,7 +23,7 @@ class Pyramid(nn.Module):
         kernel: size of the first convolution.
         levels: the level of each branch; None returns the last level as a tensor.
         attention: squeeze-and-excitation in every block.
-        block: kind of blocks, a name in :data:`~opteq.models.residual.BLOCKS` for all or one per level.
+        block: kind of blocks, a name in :data:`~opteq.models.blocks.residual.BLOCKS` for all or one per level.
 
     >>> import torch
     >>> stem = Pyramid(3, (8, 16), depth=1, levels=(0, 1, 1))

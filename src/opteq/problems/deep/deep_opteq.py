@@ -13,10 +13,10 @@ from opteq import penalties
 from opteq.operators import Operator, Stack, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
-from opteq.problems.block import Block, half_square
-from opteq.problems.branch import Branch, check_positive, inject, unknown_norm
+from opteq.problems.branches.branch import Branch, check_positive, inject, unknown_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
-from opteq.problems.feedforward import by_gram, by_slots, read_mlp
+from opteq.problems.deep.block import Block, half_square
+from opteq.problems.deep.feedforward import by_gram, by_slots, read_mlp
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.linearisation import Linearisation
 from opteq.problems.opteq import OptEq

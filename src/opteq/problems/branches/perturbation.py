@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opteq.common.derivatives import pullback
-from opteq.problems.branch import Branch, inject
+from opteq.problems.branches.branch import Branch, inject
 
 Tensors = tuple[Tensor, ...]
 

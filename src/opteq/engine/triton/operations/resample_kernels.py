@@ -9,7 +9,7 @@ where ``width`` is the coarse one. One program takes ``PIXELS`` coarse pixels an
 divides once a pixel, and what its threads read or write together lies together. Sums are in ``WIDE``, and rounded once.
 Offsets have 64 bits where the fine pictures are ``LARGE``.
 
-:mod:`opteq.engine.triton.resample` launches them.
+:mod:`opteq.engine.triton.operations.resample` launches them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"

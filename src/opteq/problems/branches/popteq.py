@@ -15,13 +15,13 @@ from opteq.common.errors import unknown_name
 from opteq.operators import module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
-from opteq.problems.branch import Branch
-from opteq.problems.branches import check_branches
+from opteq.problems.branches.branch import Branch
+from opteq.problems.branches.common import check_branches
+from opteq.problems.branches.mopteq_certificate import keeps_size
+from opteq.problems.branches.parallel import SideBySide
+from opteq.problems.branches.side_by_side import BoundParallel
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.mopteq_certificate import keeps_size
 from opteq.problems.opteq import OptEq
-from opteq.problems.parallel import SideBySide
-from opteq.problems.side_by_side import BoundParallel
 from opteq.states import State
 
 _FUSIONS = ("none", "sum", "conv")

@@ -2,7 +2,7 @@
 
 Patches are rows of a matrix ``(rows, D)``; one program takes ``ROWS`` of them. Sums are in ``WIDE``, and what leaves is
 rounded once. ``gamma`` has one number for every ``share`` rows, which belong to one sample, or one for all where
-``share`` is the number of rows. :mod:`opteq.engine.triton.gaussian` launches them.
+``share`` is the number of rows. :mod:`opteq.engine.triton.operations.gaussian` launches them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"

@@ -10,7 +10,7 @@ from torch import nn
 from opteq.couplings import Coupling
 from opteq.operators import Conv2d, Identity, SeparableConv2d, is_hooked, module_norm, unhooked
 from opteq.penalties import Penalty
-from opteq.problems.branch import Branch, unknown_norm
+from opteq.problems.branches.branch import Branch, unknown_norm
 from opteq.problems.certificate import Certificate, existence
 
 

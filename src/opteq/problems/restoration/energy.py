@@ -19,8 +19,8 @@ from opteq.potentials import Curve, Potential
 from opteq.problems.certificate import Certificate
 from opteq.problems.linearisation import Structure
 from opteq.problems.objective import BoundObjective, Objective
-from opteq.problems.prior_levels import NoiseLevels
-from opteq.problems.prior_weights import ResponseWeights
+from opteq.problems.restoration.image_weights import ResponseWeights
+from opteq.problems.restoration.noise_levels import NoiseLevels
 from opteq.solvers.fista import FISTA
 from opteq.states import State, single, sum_over_sample
 

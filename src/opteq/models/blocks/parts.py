@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.errors import UserError
+from opteq.models.blocks.pyramid import Pyramid
+from opteq.models.blocks.residual import BLOCKS, normalised_conv
 from opteq.models.options import ClassifierOptions, SolvingOptions
-from opteq.models.pyramid import Pyramid
-from opteq.models.residual import BLOCKS, normalised_conv
 
 
 class Parts(NamedTuple):
@@ -39,7 +39,7 @@ def make_stem(in_channels: int, options: ClassifierOptions, scales: Sequence[int
 
     ``plain`` is a convolution to ``channels`` and ``stem_depth`` more. ``residual`` is one to ``stem_width``,
     ``stem_depth`` residual blocks and a convolution to ``channels``: deeper for the same number of parameters.
-    ``pyramid`` is a :class:`~opteq.models.pyramid.Pyramid`, whose levels go to the branches of their ``scales``.
+    ``pyramid`` is a :class:`~opteq.models.blocks.pyramid.Pyramid`, whose levels go to the branches of their ``scales``.
     """
     if options.stem_kernel % 2 == 0:
         raise UserError(f"stem_kernel should be odd, so that an image keeps its size; got {options.stem_kernel}")

@@ -1,0 +1,1 @@
+"""What models are built of: stems, injections, heads and residual blocks."""

@@ -1,0 +1,1 @@
+"""Problems with several branches: MOptEq, POptEq, and problems in parallel."""
