@@ -151,6 +151,7 @@ class BoundInhibition(BoundObjective):
         self.penalty = ScaledPenalty(penalty, self.length)
         self.convex = self.contracts = convex  # a gradient step on a strongly convex function contracts
         self.has_merit = not convex and penalty.has_total
+        self.quadratic = rest is None or rest.quadratic
 
     def start(self) -> State:
         """Zeros."""
