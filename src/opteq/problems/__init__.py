@@ -9,6 +9,7 @@ from opteq.problems.branches.parallel import Parallel
 from opteq.problems.branches.popteq import POptEq
 from opteq.problems.certificate import Certificate
 from opteq.problems.deep.deep_opteq import DeepOptEq
+from opteq.problems.fixed_point import FixedPoint
 from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.inhibition import Inhibition
@@ -25,6 +26,7 @@ __all__ = [
     "Branch",
     "Certificate",
     "DeepOptEq",
+    "FixedPoint",
     "Hidden",
     "HiddenProblem",
     "Inhibition",
