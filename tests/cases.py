@@ -132,6 +132,10 @@ def inhibition(activation: str) -> Callable[[], Problem]:
     return lambda: opteq.Inhibition(op.Dense(5, 6), nn.Linear(4, 6), 0.3, activation)
 
 
+def inhibited() -> Problem:
+    return opteq.Inhibited(opteq.OptEq(op.Dense(5, 6, bound=0.6), nn.Linear(4, 6)), op.Dense(3, 6, bound=0.9), m=0.8)
+
+
 class Recurrence(nn.Module):
     """A map without symmetry."""
 
@@ -176,6 +180,7 @@ CASES = [
     Case("objective-relu", lambda: Jumps("relu"), (4,)),
     Case("fixed-point", fixed_point, (4,), one_equation=False, kinks=False),
     Case("inhibition", inhibition("relu"), (4,)),
+    Case("inhibited", inhibited, (4,)),
     Case("inhibition-tanh", inhibition("tanh"), (4,), kinks=False),
 ]
 
