@@ -218,6 +218,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("geq-5m", {"gradient": "phantom", "gradient_steps": 3, "gradient_damping": 0.5, "memory": 3, "damping": 0.5}),
     ("geq-5m", {"gamma": 0.05, "learn_gamma": True, "injection_norm": "batch"}),
     ("geq-5m", {"patch": None, "activation": "softplus"}),
+    ("geq-5m", {"fusion": "average", "gamma": "median"}),
+    ("opteq-162k", {"start": "input", "tol": 0.0, "solver": "picard", "gradient": "unrolled", "gradient_steps": 4}),
+    (
+        "opteq-162k",
+        {"solver": "sam", "regularizer": "ridge", "sam_polish": 0, "sam_eta": 0.3, "sam_rho": 0.2, "sam_c": 0.3}
+        | {"gradient": "unrolled", "on_failure": "ignore"},
+    ),
     ("geq-5m", {"weight_kernel": 5, "injection_kernel": 1}),
     *[("geq-5m", {"kernel": kernel, "bound": 0.9, "on_failure": "ignore"}) for kernel in ("linear", "sigmoid")],
 ]
@@ -311,7 +318,11 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
         ("geq-5m", {"max_steps": 2.5}, "max_steps should be a whole number of at least 1; got 2.5"),
         ("geq-5m", {"hidden": [8, 0]}, "hidden should be a list with at least one entry"),
         ("geq-5m", {"hidden": [8]}, "one value per branch; got 1 and 6"),
-        ("geq-5m", {"gamma": "automatic"}, "gamma should be 'auto', or a finite number above 0; got 'automatic'"),
+        (
+            "geq-5m",
+            {"gamma": "automatic"},
+            "gamma should be 'auto' or 'median', or a finite number above 0; got 'automatic'",
+        ),
         ("geq-5m", {"learn_gamma": True}, "learn_gamma needs a number to begin from"),
         ("geq-5m", {"learn_gamma": 1}, "learn_gamma should be true or false; got 1"),
         ("geq-5m", {"regularizer": "ridge"}, "has no place in this model's objective"),
@@ -348,6 +359,9 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
         ("opteq-small-imagenet", {"stem_depth": 2}, "unknown option 'stem_depth'"),
         ("opteq-162k", {"injected": [5]}, "injected should name layers 0 to 4; got [5]"),
         ("opteq-162k", {"exact_prior": True}, "exact_prior belongs to models with one layer"),
+        ("opteq-162k", {"sam_polish": 3}, "sam_polish has no effect with solver='anderson'"),
+        ("opteq-digits", {"start": "input"}, "belongs to models with several layers"),
+        ("mopteq-193k", {"m": 0.5}, "m has no effect without inhibition"),
         ("mopteq-193k", {"regularizer": "l1"}, "has no place in this model's objective"),
         ("opteq-digits", {"activation": "gelu"}, "unknown activation 'gelu'"),
         ("opteq-digits", {"num_classes": 0}, "num_classes should be a whole number of at least 1; got 0"),

@@ -151,11 +151,14 @@ class LossSection(Section):
     augmented: NotNegative = 0.0
     diversity: NotNegative = 0.0
     smoothing: NotNegative = 0.0
+    normalised: bool = True
 
     @model_validator(mode="after")
     def _weights_have_something_to_weigh(self) -> LossSection:
         if (self.regularizer is None) != (self.weight == 0):
             raise ValueError(f"regularizer = {self.regularizer!r} with weight = {self.weight}: give both or neither")
+        if self.augmented == 0 and not self.normalised:
+            raise ValueError("normalised = false has no effect with augmented = 0, whose features it would normalise")
         for name in ("diversity", "smoothing"):
             if self.augmented == 0 and getattr(self, name):
                 raise ValueError(
