@@ -94,7 +94,8 @@ def _resnet(summary: str, **options: Any) -> _Entry:
     return _Entry("baseline", baselines.build_resnet, baselines.ResNetOptions(**options), summary)
 
 
-_FOUR_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001}
+# Smoothing of the size of the products that D is made of: much more of it and D would hardly act.
+_FOUR_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001, "smoothing": 0.01}
 _SIX_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 4, 8, 8), "bound": 1.2, "injection_norm": "batch"}
 
 _MODELS: dict[str, _Entry] = {
@@ -138,7 +139,7 @@ _MODELS: dict[str, _Entry] = {
     "mopteq-193k": _mopteq(
         "MOptEq of three branches of one size",
         "MOptEq paper, CIFAR-10, single view, 193k parameters (perturbation=0.1 for the row with it)",
-        channels=32, hidden=(108, 112, 112), scales=(1, 1, 1), diversity=0.01, smoothing=10.0,
+        channels=32, hidden=(108, 112, 112), scales=(1, 1, 1), diversity=0.01, smoothing=1.0,
     ),
     "popteq-193k": _popteq(
         "three OptEq branches of one size without ties; fusion='conv' is the row with 276k parameters",
