@@ -36,6 +36,11 @@ SIZES = {  # the printed numbers that the names stand for
     "geq-6m-imagenet": 6e6,
     "geq-13m-imagenet": 13e6,
     "inhibition-0.48m": 0.48e6,
+    "opteq-199k-pyramid": 199e3,
+    "popteq-193k-pyramid": 193e3,
+    "mopteq-193k-pyramid": 193e3,
+    "mopteq-0.48m-pyramid": 0.48e6,
+    "geq-5m-pyramid": 5e6,
     "resnet18-cifar": 11.17e6,
     "resnet50-cifar": 23.5e6,
 }
@@ -47,7 +52,7 @@ EXTRACTED = {
 # The smallest images that a model's scales, patches and stem allow.
 SIDES = {"geq-5m": 16, "geq-8m": 16, "geq-6m-imagenet": 64, "geq-13m-imagenet": 64, "mopteq-10m-imagenette": 32}
 SIDES |= {"mopteq-13m-imagenet": 32, "opteq-small-imagenet": 16, "opteq-middle-imagenet": 16}
-SIDES |= {"opteq-cityscapes": 16}
+SIDES |= {"opteq-cityscapes": 16, "geq-5m-pyramid": 32, "mopteq-0.48m-pyramid": 32}
 SLOW = {"geq-8m", "geq-13m-imagenet", "mopteq-8.1m", "mopteq-10m-imagenette", "resnet50-cifar"}
 SLOW |= {"mopteq-13m-imagenet", "geq-6m-imagenet", "opteq-cityscapes", *EXTRACTED}
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in opteq.models.list()]
@@ -90,6 +95,18 @@ def test_the_names_that_were_promised() -> None:
 def test_size_is_the_printed_one(name: str) -> None:
     card = opteq.models.describe(name)
     assert abs(card.parameters / SIZES[name] - 1) <= 0.02, f"{name} has {card.parameters} parameters"
+
+
+def test_cards_say_where_the_parameters_are() -> None:
+    """In a model named after a paper's row they are in the equilibrium, in a redesigned one in the stem."""
+    for name in ("opteq-199k", "mopteq-193k", "popteq-193k", "mopteq-0.48m", "geq-5m", "inhibition-0.48m"):
+        shares = opteq.models.describe(name).shares
+        assert sum(shares.values()) == pytest.approx(1)
+        assert shares["equilibrium"] > 0.6
+    for name in opteq.models.list():
+        if name.endswith("-pyramid"):
+            assert opteq.models.describe(name).shares["stem"] > 0.6
+            assert opteq.models.describe(name).reproduces == ""
 
 
 @pytest.mark.parametrize("name", EXTRACTED)
@@ -159,7 +176,8 @@ def test_a_training_step(name: str) -> None:
         assert bool(forward.converged.all())
         assert int(forward.steps.max()) <= (25 if "inhibition" in name else 12)  # m = 0.1 makes for slow steps
         assert backward is not None
-        assert bool(backward.converged.all())
+        if isinstance(layer.gradient, opteq.Implicit):
+            assert bool(backward.converged.all())
 
 
 @pytest.mark.parametrize("fusion", ["none", "sum", "conv"])

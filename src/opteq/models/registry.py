@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier
 from opteq.models.options import Options
+from opteq.models.redesigned import PYRAMIDS
 from opteq.models.sketch import sketched
 
 MOST_PARAMETERS = 2**31
@@ -36,6 +37,7 @@ class ModelCard:
         reproduces: the published result; empty where there is none.
         options: all options with their defaults.
         explanations: one line about each option.
+        shares: the shares of the parameters in stem, equilibrium and head.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ModelCard:
     reproduces: str
     options: Mapping[str, Any]
     explanations: Mapping[str, str]
+    shares: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,14 @@ _MODELS: dict[str, _Entry] = {
 }  # fmt: skip
 
 
+def _pyramid(base: _Entry, options: Mapping[str, Any]) -> _Entry:
+    summary = f"redesigned: {base.summary}; behind a pyramid of residual blocks, where most of the parameters are"
+    return replace(base, options=base.options.changed(options), summary=summary, reproduces="")
+
+
+_MODELS |= {name: _pyramid(_MODELS[base], options) for name, (base, options) in PYRAMIDS.items()}
+
+
 def names() -> list[str]:
     """The names of all models."""
     return list(_MODELS)
@@ -218,9 +229,11 @@ def describe(name: str) -> ModelCard:
     ('mopteq', [1, 2, 4, 8])
     """
     entry = _entry(name)
+    sizes = _parameters(name)
+    total = sum(sizes.values())
     return ModelCard(
         name,
-        _parameters(name),
+        total,
         entry.classes,
         entry.family,
         issubclass(entry.make, segmenter.Segmenter),
@@ -228,6 +241,7 @@ def describe(name: str) -> ModelCard:
         entry.reproduces,
         entry.options.plain(),
         entry.options.explanations(),
+        {part: size / total for part, size in sizes.items()},
     )
 
 
@@ -313,9 +327,11 @@ def _check_size(parts: Parts) -> None:
 
 
 @cache
-def _parameters(name: str) -> int:
+def _parameters(name: str) -> dict[str, int]:
     with sketched():  # counting costs no memory and draws nothing at random
-        return sum(parameter.numel() for parameter in create(name, _entry(name).classes).parameters())
+        model = create(name, _entry(name).classes)
+        parts = {"stem": model.stem, "equilibrium": model.equilibrium, "head": model.head}
+        return {part: sum(weight.numel() for weight in module.parameters()) for part, module in parts.items()}
 
 
 def _entry(name: str) -> _Entry:
