@@ -8,11 +8,14 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
+from opteq.common.override import plain
 from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
 from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, UncapturableError
 from opteq.engine.flatten import NotFlattenableError, flatten
+from opteq.engine.fuse import fused
 from opteq.engine.trace import Traced
 from opteq.problems.hidden import BoundMap
+from opteq.solvers import fista
 from opteq.solvers.loop import Rule
 from opteq.states import blocks
 
@@ -167,3 +170,23 @@ def test_off_and_report_on_a_cpu() -> None:
     assert "not on a CUDA device" in opteq.engine.report(layer, images())
     with opteq.engine.off():
         assert "the engine is off" in opteq.engine.report(layer, images())
+
+
+def test_compiled_steps_of_a_solver_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Inductor makes of a graph is torch's; that the graph and its arguments are right is ours.
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, _, options: graph)
+    torch.manual_seed(0)
+    wide, narrow = torch.rand(4, 4, 9), torch.rand(5, 4)
+    for merit in (None, torch.rand(4)):
+        at = fista.Point(*wide, *narrow, merit)
+        active = torch.tensor([True, False, True, True])
+        arguments = (active, at, torch.ones(4))
+        main, proposal, age, longer = fista.propose(*arguments)
+        torch.testing.assert_close(fused(plain(fista.propose), *arguments), (main, proposal, age, longer))
+        image = proposal + torch.randn(4, 9)
+        more = (active, at, main, proposal, age, longer, image, None if merit is None else merit - 0.1, 1e-7, 1e-8)
+        found, expected = fused(plain(fista.accept), *more), fista.accept(*more)
+        torch.testing.assert_close(found[1], expected[1])
+        assert isinstance(found[0], fista.Point)
+        assert (found[0].merit is None) == (merit is None)
+        torch.testing.assert_close(found[0][:-1], expected[0][:-1])

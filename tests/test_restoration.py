@@ -242,3 +242,24 @@ def test_weights_that_look_at_the_image_keep_the_energy_convex():
     assert certificate.lipschitz is None
     model(*x).square().sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.prior.weights.parameters())
+
+
+def test_the_curvature_of_a_prior_can_be_limited() -> None:
+    torch.manual_seed(0)
+    filters, potential = op.ConvChain((1, 3, 4), 3), potentials.Spline(4, knots=4, rho=1.0, mu=30.0)
+    levels = NoiseLevels(4)
+    sigma = torch.tensor([0.05, 0.2])
+    free = FilterPrior(filters, potential, levels).bind(sigma)
+    limited = FilterPrior(filters, potential, levels, steepest=2.0).bind(sigma)
+    assert bool((free.curvature > 2.1).all())
+    torch.testing.assert_close(limited.curvature, torch.full((2,), 2.0))
+    assert bool((limited.concavity < free.concavity).all())
+    product = limited.hessian_at(torch.randn(2, 1, 12, 12))
+    units = torch.eye(144).reshape(144, 1, 1, 12, 12).expand(-1, 2, -1, -1, -1)
+    dense = torch.stack([product(unit).flatten(1) for unit in units])
+    for sample in range(2):
+        eigenvalues = torch.linalg.eigvalsh(dense[:, sample].double())
+        assert -limited.concavity[sample] - 1e-4 < eigenvalues[0]
+        assert eigenvalues[-1] < 2.0001
+    with pytest.raises(ValueError, match="steepest should be positive"):
+        FilterPrior(filters, potential, levels, steepest=-1.0)
