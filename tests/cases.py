@@ -128,6 +128,10 @@ def splitting() -> Problem:
     return opteq.Splitting(inner, regularizers.L1(), gamma=0.05)
 
 
+def inhibition(activation: str) -> Callable[[], Problem]:
+    return lambda: opteq.Inhibition(op.Dense(5, 6), nn.Linear(4, 6), 0.3, activation)
+
+
 CASES = [
     Case("opteq-relu", dense(), (4,)),
     Case("opteq-tanh", dense("tanh"), (4,), kinks=False),
@@ -155,6 +159,8 @@ CASES = [
     Case("written-tuple", TwoParts, (4,), kinks=False),
     Case("objective", Jumps, (4,), kinks=False),
     Case("objective-relu", lambda: Jumps("relu"), (4,)),
+    Case("inhibition", inhibition("relu"), (4,)),
+    Case("inhibition-tanh", inhibition("tanh"), (4,), kinks=False),
 ]
 
 SOLVERS = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from opteq.common.errors import UserError, needs_extra, unknown_name
-from opteq.models import baselines, extracted, geq, mopteq, opteq, pretrained, segmenter
+from opteq.models import baselines, extracted, geq, inhibition, mopteq, opteq, pretrained, segmenter
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier
@@ -30,7 +30,7 @@ class ModelCard:
         name: for :func:`create`.
         parameters: number of parameters for ``classes`` classes of color images.
         classes: number of classes of the published result; ten where there is none.
-        family: opteq, mopteq, popteq, geq or baseline.
+        family: opteq, mopteq, popteq, geq, inhibition or baseline.
         dense: whether it is for segmentation.
         summary: one line.
         reproduces: the published result; empty where there is none.
@@ -84,6 +84,10 @@ def _popteq(summary: str, reproduces: str = "", **options: Any) -> _Entry:
 
 def _geq(summary: str, reproduces: str = "", **options: Any) -> _Entry:
     return _Entry("geq", geq.build, geq.GEQOptions(**options), summary, reproduces)
+
+
+def _inhibition(summary: str, **options: Any) -> _Entry:
+    return _Entry("inhibition", inhibition.build, inhibition.InhibitionOptions(**options), summary)
 
 
 def _resnet(summary: str, **options: Any) -> _Entry:
@@ -188,6 +192,10 @@ _MODELS: dict[str, _Entry] = {
         "GEQ paper, ImageNette and ImageNet-100, 13M parameters",
         channels=384, hidden=(48, 96, 192, 192, 384, 384), projection=128, stem_depth=3, stem_kernel=7, downsample=2,
         readout="mean", head_width=384, **_SIX_SCALES,
+    ),
+    "inhibition-0.48m": _inhibition(
+        "branches of four scales that inhibit each other, convex for every weight; one convolution as stem",
+        channels=64, common=64, hidden=(32, 64, 136, 176), scales=(1, 2, 4, 8), injection_norm="batch", max_steps=60,
     ),
     "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 images, 11.17M parameters"),
     "resnet50-cifar": _resnet(

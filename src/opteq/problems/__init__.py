@@ -11,6 +11,7 @@ from opteq.problems.certificate import Certificate
 from opteq.problems.deep.deep_opteq import DeepOptEq
 from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
+from opteq.problems.inhibition import Inhibition
 from opteq.problems.linearisation import Structure
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
@@ -26,6 +27,7 @@ __all__ = [
     "DeepOptEq",
     "Hidden",
     "HiddenProblem",
+    "Inhibition",
     "MOptEq",
     "Objective",
     "OptEq",

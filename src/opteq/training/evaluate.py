@@ -212,6 +212,8 @@ def set_solvers(model: nn.Module, tol: float | None, max_steps: int | None) -> N
     """Set tolerance and maximal number of steps of every equilibrium layer; None leaves them unchanged."""
     for _, layer in equilibria(model):
         changes: dict[str, Any] = {}
+        if layer.solver.tol == 0 and isinstance(layer.gradient, Unrolled) and max_steps is None:
+            continue  # a feed-forward network of that many steps, which no tolerance makes another one
         if tol is not None:
             changes["tol"] = tol
             changes["max_steps"] = max(layer.solver.max_steps, MAX_STEPS)

@@ -12,6 +12,7 @@ from opteq.common.errors import UserError
 from opteq.couplings import augmented_loss
 from opteq.data.dataset import IGNORE_INDEX
 from opteq.models import Classifier, equilibria
+from opteq.training.optim.jacobian import JacobianPenalty
 from opteq.training.recipe.sections import LossSection
 
 
@@ -44,14 +45,18 @@ class Loss:
       the objective and in SAM are options of the models.) ``features`` is the input of the last linear layer. Where R
       depends on the whole batch (decorrelation, hsic), it is computed per micro-batch;
     - ``augmented * sum over neighbours of (lambda D - H)`` over the branches of the equilibrium: the augmented loss
-      that the MOptEq paper trains POptEq with, its sign corrected (the printed one rewards what it should penalise).
+      that the MOptEq paper trains POptEq with, its sign corrected (the printed one rewards what it should penalise);
+    - ``jacobian * |J|_F^2 / n``, estimated by one random vector a batch: it keeps equilibria easy to find where no
+      bound on the weights does (see :func:`~opteq.training.optim.jacobian.squared_jacobian`).
 
     Forward hooks read the features; leaving the context removes them.
     """
 
-    def __init__(self, options: LossSection, label_smoothing: float, model: Classifier) -> None:
+    def __init__(self, options: LossSection, label_smoothing: float, model: Classifier, jacobian: float = 0.0) -> None:
         self.options = options
         self.label_smoothing = label_smoothing
+        self.jacobian = jacobian
+        self._penalty = JacobianPenalty(model) if jacobian else None
         self.features: Tensor | None = None
         self.branches: tuple[Tensor, ...] | None = None
         self._hooks = []
@@ -72,6 +77,8 @@ class Loss:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._penalty is not None:
+            self._penalty.close()
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum over the batch; call it directly after the forward pass that computed ``logits``.
@@ -91,6 +98,8 @@ class Loss:
             assert self.branches is not None
             term = augmented_loss(self.branches, self.options.diversity, self.options.smoothing)
             total = total + self.options.augmented * len(logits) * term
+        if self._penalty is not None:
+            total = total + self.jacobian * self._penalty.take()
         self.features = self.branches = None
         return total
 

@@ -73,7 +73,8 @@ class TrainSection(Section):
     number of processes nor ``accumulate`` changes the result. (Batch normalisation is the exception: it uses the images
     of one micro-batch.) ``checkpoint_steps`` adds a checkpoint every that many steps to those at the end of every
     epoch; 0 adds none. ``threads`` is the number of CPU threads, torch's default if not given. Small images gain little
-    from a second thread, and are much slower if another program uses its core.
+    from a second thread, and are much slower if another program uses its core. ``jacobian`` is the weight, in the loss,
+    of the squared Frobenius norm of a step's Jacobian at the equilibrium per entry of the state.
     """
 
     epochs: Count
@@ -87,6 +88,7 @@ class TrainSection(Section):
     accumulate: Count = 1
     clip: Positive | None = None
     label_smoothing: Share = 0.0
+    jacobian: NotNegative = 0.0
     drop_last: bool = False
     checkpoint_steps: Annotated[int, Field(ge=0)] = 0
 
