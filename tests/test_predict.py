@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from opteq.common.errors import UserError
 from opteq.data.readers.decode import decode_one
 from opteq.models.denoiser import Denoiser, DenoiserConfig
 from opteq.models.prediction import Preprocessing
+from opteq.report.html.numbers import decimal
 from opteq.restore import read_image
+from test_report import outline
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +140,24 @@ def test_the_command_refuses_in_one_line(run: Path, images: Path, tmp_path: Path
     refused(call("predict", run, tmp_path / "bad.png"), "cannot read this image")
     (tmp_path / "recipe.toml").write_text("")
     refused(call("predict", tmp_path, images), "is not finished")
+
+
+def test_the_command_explains(run: Path, images: Path, model: models.Classifier, tmp_path: Path) -> None:
+    page = tmp_path / "why.html"
+    result = call("predict", run, images / "0.png", images / "1.png", "--explain", page)
+    assert result.exit_code == 0, result.output
+    assert f"open {page}" in result.stdout
+    found = outline(page)
+    assert found.sections == ["images", "objective", "guarantees"]
+    assert all(address.startswith("data:") for address in found.addresses)
+    logits = model.predict(images / "0.png").logits
+    best, second = logits.topk(2).indices.tolist()
+    assert f"Evidence for {best} against {second}" in found.text
+    assert f"difference+{decimal(float(logits[best] - logits[second]))}" in found.text
+    assert "Equilibrium, step by step" in found.text
+    assert re.search(r"termoffhalfdouble quadratic", found.text)
+    refused(call("predict", run, *[images / "0.png"] * 25, "--explain", page), "at most 24 images; got 25")
+    refused(call("predict", run, images, "--explain", tmp_path / "no" / "why.html"), "there is no folder")
 
 
 def test_a_denoiser_predicts_channel_by_channel() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -132,16 +133,22 @@ class Counterfactual:
 
 
 @torch.no_grad()
-def counterfactuals(model: nn.Module, x: Tensor, factors: Sequence[float] = (0.0, 0.5, 2.0)) -> list[Counterfactual]:
+def counterfactuals(
+    model: nn.Module, x: Tensor, factors: Sequence[float] = (0.0, 0.5, 2.0), seconds: float = math.inf
+) -> list[Counterfactual]:
     """The model's answers with every term of every equilibrium layer multiplied by each of ``factors``, one at a time.
 
-    Layers whose problem is no sum of terms are left out. The model runs in evaluation mode and is left as it was.
+    Layers whose problem is no sum of terms are left out. The model runs in evaluation mode and is left as it was. After
+    ``seconds`` no further term is begun.
     """
     found: list[Counterfactual] = []
+    deadline = time.monotonic() + seconds
     with evaluating(model):
         layers = {name: (layer, given) for name, layer, given in equilibrium_inputs(model, x)}
         for name, (layer, given) in layers.items():
             for term in scalable_terms(layer.problem(given)):
+                if time.monotonic() >= deadline:
+                    return found
                 for factor in factors:
                     with rescaled(layer, {term: factor}):
                         logits = model(x)

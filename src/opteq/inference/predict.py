@@ -19,6 +19,9 @@ from opteq.models.prediction import Prediction
 if TYPE_CHECKING:
     from rich.console import Console
 
+MOST_EXPLAINED = 24
+"""Images of a page with explanations: each has a card with several images and charts."""
+
 BATCH = 64
 """Images per solve: enough to use a device well, few enough for its memory."""
 
@@ -79,11 +82,27 @@ def as_dict(file: Path, prediction: Prediction, top: int) -> dict[str, Any]:
     }
 
 
-def command(run: Path, images: Sequence[Path], top: int, as_json: bool, device: str, console: Console) -> None:
+def command(
+    run: Path,
+    images: Sequence[Path],
+    top: int,
+    as_json: bool,
+    explain: Path | None,
+    device: str,
+    console: Console,
+) -> None:
     """What ``opteq predict`` does."""
     files = find_images(images)
+    if explain is not None and len(files) > MOST_EXPLAINED:
+        raise UserError(f"--explain takes at most {MOST_EXPLAINED} images; got {len(files)}")
+    if explain is not None and not explain.parent.is_dir():
+        raise UserError(f"--explain {explain}: there is no folder {explain.parent}")
     model = load(run, device)
     found = list(predict_files(model, files))
+    if explain is not None:
+        from opteq.report.explanation import write_explanation
+
+        write_explanation(model, list(files), [file.name for file in files], explain, run.resolve().name)
     if as_json:
         # One object for one file, a list for anything else: what comes out depends on what was asked for alone.
         objects = [as_dict(file, prediction, top) for file, prediction in found]
@@ -101,3 +120,5 @@ def command(run: Path, images: Sequence[Path], top: int, as_json: bool, device: 
         rest = ", ".join(f"{name} {p:.1%}" for name, p in others)
         table.add_row(escape(str(file)), escape(label), f"{share:.1%}", escape(rest + doubt))
     console.print(table)
+    if explain is not None:
+        console.print(f"open {explain} in a browser", markup=False, soft_wrap=True)
