@@ -16,8 +16,9 @@ import opteq
 from opteq import data, models
 from opteq.common.errors import UserError
 from opteq.report import page, write
-from opteq.report.examples import Example, choose
+from opteq.report.examples import Example, ShareOfEvidence, WhatIf, choose, explain
 from opteq.report.formula import formula
+from opteq.report.layer_solve import LayerSolve
 from opteq.report.page import Findings, render
 from opteq.report.predictions import LabelledImages, Predictions, predict
 from opteq.report.run import read_run
@@ -141,12 +142,36 @@ def test_the_numbers_are_those_of_the_model(run: Path) -> None:
     assert "opteq train 'a recipe'" in text
 
 
+def test_the_cards_split_the_difference_of_logits(run: Path) -> None:
+    model, digits = models.from_pretrained(run), data.load("digits")
+    images = LabelledImages(digits.test.images, digits.test.labels, digits.classes, digits.mean, digits.std)
+    found = predict(model, images, 10.0)
+    for example in explain(model, images, found, 10.0):
+        x = images.batch(torch.tensor([images_index(images, example)]), torch.device("cpu"))
+        with torch.no_grad():
+            logits = model(x)[0]
+        difference = float(logits[example.predicted] - logits[example.evidence.rival])
+        assert sum(example.evidence.shares.values()) == pytest.approx(difference, abs=1e-4)
+        assert float(example.evidence.pixels.sum()) + example.evidence.offset == pytest.approx(difference, abs=1e-4)
+        (solve,) = example.solves
+        assert solve.objective[-1] <= solve.objective[0]
+        assert solve.objective[-1] == pytest.approx(sum(solve.end.values()), rel=1e-3)
+        assert solve.residuals[-1] <= solve.tol < solve.residuals[0]
+        halved = {one.term: one for one in example.what_if if one.factor == 0.5}
+        assert set(halved) == {"quadratic", "coupling", "input"}
+
+
+def images_index(images: LabelledImages, example: Example) -> int:
+    same = (images.images == example.pixels).flatten(1).all(dim=1)
+    return int(same.nonzero()[0])
+
+
 def test_a_baseline_has_no_objective(tmp_path: Path) -> None:
     found = outline(write(make_run(tmp_path, "resnet18-cifar", blocks=[1, 1, 1, 1], width=4)))
     assert found.sections == ["objective", "learning", "mistakes", "images", "details"]
     assert "a baseline without equilibrium layers" in found.text
     assert "solver steps per image" not in found.text
-    assert "saliency" in found.text
+    assert "Evidence for" in found.text
 
 
 @pytest.mark.parametrize("stem", [{}, {"stem": "pyramid", "stem_widths": [4, 6], "stem_depth": 1}], ids=["one", "two"])
@@ -310,10 +335,9 @@ def invented(classes: int, count: int = 200) -> Findings:
             label=int(labels[row]),
             predicted=int(predictions[row]),
             likely=list(zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True)),
-            terms=[(HOSTILE, {"quadratic": 0.0, "input": 0.0}, {"quadratic": 2.0, "input": -5.0})],
-            reasons={},
-            view=torch.rand(32, 32, generator=generator),
-            kind="saliency",
+            evidence=ShareOfEvidence(0, {HOSTILE: 1.5, "bias": -0.5}, {}, torch.randn(32, 32), 0.0, True),
+            solves=[LayerSolve(HOSTILE, 1e-3, [1.0, 0.0], [0.0, -1.0], {HOSTILE: 0.0}, {HOSTILE: -1.0}, None, [])],
+            what_if=[WhatIf(HOSTILE, HOSTILE, 0.0, 0, 1.0, True)],
         )
         for row in choose(looked, labels)
     ]

@@ -108,6 +108,24 @@ def evaluate(
 
 
 @app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    top: Annotated[int, typer.Option(min=1, help="How many classes to show.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each image.")] = False,
+    explain: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page that explains the predictions, such as why.html.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Classify images with a trained model, prepared as its training images were."""
+    with one_line_errors():
+        from opteq.inference import predict as predicting
+
+        predicting.command(run, images, top, as_json, explain, device, _console())
+
+
+@app.command()
 def restore(
     image: Annotated[Path, typer.Argument(metavar="IN", help="The image to restore, grey or colour.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the restored image goes.")],

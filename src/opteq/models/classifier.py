@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor, nn
 
+from opteq.common.errors import ConvergenceWarning
 from opteq.common.options import NamedOptions
 from opteq.equilibrium import Equilibrium
 from opteq.models import pretrained
+
+if TYPE_CHECKING:
+    from opteq.models.prediction import ImageLike, Prediction
 
 
 class Classifier(nn.Module, metaclass=NamedOptions):
@@ -54,6 +60,60 @@ class Classifier(nn.Module, metaclass=NamedOptions):
                 f"{type(self.head).__name__} has none"
             )
         return embed(self._before_head(x))
+
+    @overload
+    def predict(self, image: ImageLike) -> Prediction: ...
+
+    @overload
+    def predict(self, image: list[Any] | tuple[Any, ...]) -> list[Prediction]: ...
+
+    @torch.no_grad()
+    def predict(self, image: ImageLike | list[Any] | tuple[Any, ...]) -> Prediction | list[Prediction]:
+        """The prediction for an image, or for each of a list of them, in evaluation mode.
+
+        Images are prepared as the training images were: size, mean and std are saved with the weights.
+
+        Args:
+            image: a file, a Pillow image, a uint8 array ``(h, w)`` or ``(h, w, channels)``, or a uint8 tensor
+                ``(channels, h, w)``; or a list of such.
+
+        >>> import opteq.models
+        >>> model = opteq.models.create("opteq-digits", in_channels=1)
+        >>> len(model.predict(torch.zeros(1, 8, 8, dtype=torch.uint8)).top(3))
+        3
+        """
+        from opteq.models.prediction import Prediction, Preprocessing, stack
+
+        preprocessing = Preprocessing.of(self.config)
+        images = list(image) if isinstance(image, list | tuple) else [image]
+        if not images:
+            return []
+        weight = next(self.parameters())
+        pixels = stack([preprocessing.pixels(one) for one in images]).to(weight.device)
+        logits, steps, residuals, converged = self._solved(preprocessing.normalised(pixels).to(weight.dtype))
+        found = [
+            Prediction(preprocessing.classes, one, one.softmax(0), int(s), float(r), bool(c))
+            for one, s, r, c in zip(logits, steps, residuals, converged, strict=True)
+        ]
+        return found if isinstance(image, list | tuple) else found[0]
+
+    def _solved(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits in float32 on the CPU; most steps, largest residual and whether all layers converged, per sample."""
+        modes = [(module, module.training) for module in self.modules()]
+        try:
+            with warnings.catch_warnings():  # the answer says it
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                logits = self.eval()(x).float().cpu()
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        reports = [layer.last[0] for _, layer in equilibria(self) if layer.last is not None]
+        if not reports:
+            nothing = torch.zeros(len(x))
+            return logits, nothing, nothing, nothing == 0
+        steps = torch.stack([report.steps.cpu() for report in reports]).amax(dim=0)
+        residuals = torch.stack([report.residual.float().cpu() for report in reports]).amax(dim=0)
+        return logits, steps, residuals, ~torch.stack([report.failures().cpu() for report in reports]).any(dim=0)
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write ``config.json`` and ``model.safetensors`` into ``folder``, for :func:`opteq.models.from_pretrained`.

@@ -88,6 +88,24 @@ class Denoiser(nn.Module):
         image: Tensor = self.layer((x, sigma))
         return image
 
+    @torch.no_grad()
+    def predict(self, image: Tensor, sigma: float) -> Tensor:
+        """The denoised image, in [0, 1]: each channel by itself.
+
+        Args:
+            image: ``(h, w)`` or ``(channels, h, w)``, floating point in [0, 1].
+            sigma: standard deviation of the noise, in the same scale.
+        """
+        if image.ndim not in (2, 3) or not image.is_floating_point():
+            given = f"{image.dtype} of shape {tuple(image.shape)}"
+            raise UserError(f"an image to denoise should be floating point, (h, w) or (channels, h, w); got {given}")
+        if not sigma > 0:
+            raise UserError(f"sigma, the standard deviation of the noise, should be positive; got {sigma!r}")
+        weight = next(self.prior.parameters())
+        x = image.reshape(-1, 1, *image.shape[-2:]).to(weight)
+        denoised: Tensor = self(x, x.new_full((len(x),), sigma)).clamp(0, 1)
+        return denoised.reshape(image.shape)
+
     @property
     def size(self) -> int:
         """Number of parameters."""

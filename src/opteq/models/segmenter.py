@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,6 +36,22 @@ class Segmenter(Classifier):
     def features(self, x: Tensor) -> Tensor:
         """The input of the last convolution, ``(B, F, h', w')``."""
         return super().features(x)
+
+    @torch.no_grad()
+    def predict(self, image: Any) -> Any:
+        """The class of every pixel of an image, int64 ``(h, w)``; a list of such for a list of images.
+
+        Images are prepared as for a :class:`Classifier`, and keep their size.
+        """
+        from opteq.models.prediction import Preprocessing
+
+        if isinstance(image, list | tuple):
+            return [self.predict(one) for one in image]
+        preprocessing = replace(Preprocessing.of(self.config), size=None)
+        weight = next(self.parameters())
+        pixels = preprocessing.pixels(image)[None].to(weight.device)
+        logits, *_ = self._solved(preprocessing.normalised(pixels).to(weight.dtype))
+        return logits[0].argmax(dim=0)
 
 
 @dataclass(frozen=True, kw_only=True)
