@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 import opteq
 from opteq import operators as op
 from opteq.common.override import plain
+from opteq.engine.cuda_graphs.capture import turn
 from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
 from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, UncapturableError
 from opteq.engine.flatten import NotFlattenableError, flatten
@@ -190,3 +193,51 @@ def test_compiled_steps_of_a_solver_are_the_plain_ones(monkeypatch: pytest.Monke
         assert isinstance(found[0], fista.Point)
         assert (found[0].merit is None) == (merit is None)
         torch.testing.assert_close(found[0][:-1], expected[0][:-1])
+
+
+class InBackward(torch.autograd.Function):
+    """Notes whether its backward pass may use graphs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, noted: list[bool]) -> Tensor:
+        ctx.noted = noted
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        with turn() as mine:
+            ctx.noted.append(mine)
+        return gradient, None
+
+
+def test_threads_use_graphs_one_after_the_other_and_backward_passes_do_not_wait() -> None:
+    x = torch.ones(1, requires_grad=True)
+    order: list[str] = []
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn() as mine:
+            assert mine
+            began.set()
+            go_on.wait(10)
+            order.append("first")
+
+    def wait() -> None:
+        with turn() as mine:
+            assert mine
+            order.append("second")
+
+    first, second = threading.Thread(target=hold), threading.Thread(target=wait)
+    first.start()
+    assert began.wait(10)
+    second.start()
+    noted: list[bool] = []
+    InBackward.apply(x, noted).sum().backward()
+    assert noted == [False]
+    assert order == []
+    go_on.set()
+    for thread in (first, second):
+        thread.join(10)
+    assert order == ["first", "second"]
+    InBackward.apply(x, noted).sum().backward()
+    assert noted == [False, True]

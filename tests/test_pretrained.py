@@ -513,3 +513,12 @@ def test_reading_needs_no_pickle() -> None:
         source = path.read_text(encoding="utf-8")
         assert "torch.load" not in source
         assert "import pickle" not in source
+
+
+@pytest.mark.parametrize("key", ["name", "num_classes", "options", "replaced"])
+def test_long_values_are_named_in_a_line_of_moderate_length(key: str, saved: Path) -> None:
+    path = saved / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: [list(range(1000))]}))
+    assert len(refused(saved, str(path))) < 1000
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "x" * 5000}))
+    assert len(refused(saved, str(path))) < 1000

@@ -263,3 +263,21 @@ def test_the_curvature_of_a_prior_can_be_limited() -> None:
         assert eigenvalues[-1] < 2.0001
     with pytest.raises(ValueError, match="steepest should be positive"):
         FilterPrior(filters, potential, levels, steepest=-1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Bounds are computed in float32, and the weights that they scale stay in the dtype of the filters."""
+    problem = Restoration(prior("student"), sigma=0.1)
+    x = torch.rand(2, 1, 8, 6)
+    expected = opteq.Equilibrium(problem)(x)
+    low = opteq.Equilibrium(problem.to(dtype), on_failure="ignore")(x.to(dtype))
+    assert low.dtype == dtype
+    assert (low.float() - expected).norm() < 20 * torch.finfo(dtype).eps * expected.norm()
+
+
+def test_nothing_is_certified_of_weights_that_are_not_finite() -> None:
+    problem = Restoration(prior("student"))
+    problem.prior.filters.weights[0].data[0, 0, 0, 0] = torch.nan
+    found = problem.certificate()
+    assert (found.exists, found.unique, found.contraction, found.lipschitz) == (None,) * 4

@@ -281,9 +281,9 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
     replaced = config.pop("replaced")
     if model is None:
         if replaced:
-            shown = ", ".join(replaced[:3]) + (", ..." if len(replaced) > 3 else "")
+            parts = ", ".join(part[:100] for part in replaced[:3]) + (", ..." if len(replaced) > 3 else "")
             raise UserError(
-                f"{settings}: {shown} of the model was replaced before it was saved; give a model with the same parts: "
+                f"{settings}: {parts} of the model was replaced before it was saved; give a model with the same parts: "
                 "from_pretrained(folder, model=yours)"
             )
         try:

@@ -17,7 +17,7 @@ from opteq.penalties import Identity
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.potentials import Curve, Potential
 from opteq.potentials.base import scaled_derivative, scaled_second
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.linearisation import Structure
 from opteq.problems.objective import BoundObjective, Objective
 from opteq.problems.restoration.image_weights import ResponseWeights
@@ -78,7 +78,8 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         concavity = largest_response(powers, weight * -low, kernel)
         if self.margin is not None:
             shrink = (1 - self.margin) / concavity.clamp_min(1 - self.margin)
-            weight, concavity = weight * shrink[:, None], concavity * shrink
+            # Bounds are computed in float32 or better, weights keep their dtype.
+            weight, concavity = weight * shrink[:, None].to(weight.dtype), concavity * shrink
         curvature = largest_response(powers, weight * high, kernel)
         if self.steepest is not None:
             shrink = self.steepest / curvature.clamp_min(self.steepest)
@@ -163,6 +164,7 @@ class Restoration(Objective):
         """FISTA to a residual of 1e-5."""
         return FISTA(tol=1e-5, max_steps=1000)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """From the curvature of potentials, the filters' spectrum and the least singular value of A."""
         least, most, lipschitz = self._curvature_range()

@@ -12,7 +12,7 @@ import tomlkit
 from pydantic import ValidationError
 from tomlkit.exceptions import ParseError
 
-from opteq.common.errors import UserError, unknown_name
+from opteq.common.errors import UserError, shortened, shown, unknown_name
 from opteq.training.recipe import overrides as override
 from opteq.training.recipe.sections import Recipe
 
@@ -107,10 +107,10 @@ def _validated(content: dict[str, Any], where: str) -> Recipe:
         if first["type"] == "extra_forbidden":
             raise UserError(f"recipe {where}: {override.unknown_key(key)}{rest}") from None
         if first["type"] == "missing":
-            raise UserError(f"recipe {where}: the key {key!r} is missing{rest}") from None
-        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+            raise UserError(f"recipe {where}: the key {shown(key)} is missing{rest}") from None
+        key = shortened(key)
+        reason = shortened(first["msg"].removeprefix("Value error, ").replace("Input should", "it should"), 500)
         if isinstance(first["input"], dict):
             raise UserError(f"recipe {where}: [{key}] {reason}{rest}") from None
-        raise UserError(
-            f"recipe {where}: {key} = {tomlkit.item(first['input']).as_string()} is not right: {reason}{rest}"
-        ) from None
+        value = shortened(tomlkit.item(first["input"]).as_string())
+        raise UserError(f"recipe {where}: {key} = {value} is not right: {reason}{rest}") from None

@@ -11,7 +11,7 @@ import tomlkit
 from pydantic import BaseModel
 from tomlkit.exceptions import ParseError
 
-from opteq.common.errors import UserError
+from opteq.common.errors import UserError, shortened, shown
 from opteq.training.recipe.sections import Recipe
 
 OPEN_TABLES = ("model.options",)
@@ -35,6 +35,7 @@ def unknown_key(key: str) -> str:
     "unknown key 'train.epoch'; did you mean 'train.epochs'?"
     """
     known = [name for name, _ in known_keys()]
+    key = shortened(key)  # it is compared with every name
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not nearest:
         # A known name in the wrong table, or without one: compare the part after the last dot.
@@ -58,7 +59,7 @@ def apply(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {override!r}")
+            raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {shown(override)}")
         is_open = any(key.startswith(f"{table}.") for table in OPEN_TABLES)
         if key not in types_of and not is_open:
             raise UserError(unknown_key(key))
@@ -92,7 +93,7 @@ def _place(content: dict[str, Any], key: str, value: Any) -> None:
     for table in tables:
         inner = content.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise UserError(f"--set {key}: {table!r} is not a table of the recipe")
+            raise UserError(f"--set {shortened(key)}: {shown(table)} is not a table of the recipe")
         content = inner
     if value is None:
         content.pop(last, None)
