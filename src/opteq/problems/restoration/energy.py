@@ -83,7 +83,8 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         curvature = largest_response(powers, weight * high, kernel)
         if self.steepest is not None:
             shrink = self.steepest / curvature.clamp_min(self.steepest)
-            weight, concavity, curvature = weight * shrink[:, None], concavity * shrink, curvature * shrink
+            weight = weight * shrink[:, None].to(weight.dtype)
+            concavity, curvature = concavity * shrink, curvature * shrink
         scale, weight = scale[:, :, None, None], weight[:, :, None, None]
         if self.weights is not None and image is not None:
             weight = weight * self.weights(chain(image) / scale)
