@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -207,23 +204,6 @@ def test_folders_are_read_and_cropped(folders):
         read_grey(folders / "nowhere")
     with pytest.raises(UserError, match="at least that"):
         Crops(torch.zeros(2, 8, 8), 16)
-
-
-@pytest.mark.slow
-def test_the_benchmark_trains_stops_resumes_and_tests(folders):
-    script = [sys.executable, str(ROOT / "benchmarks" / "denoising.py")]
-    small = ["--data", str(folders), "--batch", "2", "--patch", "16", "--width", "4", "--log-every", "1"]
-    out = folders / "run"
-
-    def call(*arguments):
-        return subprocess.run([*script, *arguments], check=True, capture_output=True, text=True).stdout
-
-    assert "from step 0" in call("train", *small, "--out", str(out), "--steps", "3", "--call-minutes", "0.0001")
-    assert "trained" in call("train", *small, "--out", str(out), "--steps", "3")
-    call("test", "--data", str(folders), "--model", str(out), "--out", str(out / "test.json"), "--test-tol", "1e-3")
-    found = json.loads((out / "test.json").read_text())
-    assert found["set12-25"]["images"] == 1
-    assert found["bsd68-50"]["converged"] == 1.0
 
 
 def test_weights_that_look_at_the_image_keep_the_energy_convex():

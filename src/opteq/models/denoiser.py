@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
-from opteq.gradients import Gradient, Implicit
+from opteq.gradients import Gradient, Implicit, Unrolled
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.problems.restoration import FilterPrior, Restoration
 from opteq.problems.restoration.image_weights import ResponseWeights
 from opteq.problems.restoration.noise_levels import NoiseLevels
-from opteq.solvers import FISTA, Solver
+from opteq.solvers import FISTA, Picard, Solver
 
 CONFIG, WEIGHTS, WEIGHTS_OF_TORCH = "config.json", "model.safetensors", "model.pt"
 
@@ -36,6 +36,7 @@ class DenoiserConfig:
         margin: strong convexity of the energy.
         steepest: largest curvature of the prior.
         hidden: channels of the ``ResponseWeights``; 0 for a prior that is the same everywhere.
+        steps: 0 for the minimiser of the energy; else exactly so many plain steps towards it.
     """
 
     channels: tuple[int, ...] = (1, 4, 8, 56)
@@ -50,6 +51,7 @@ class DenoiserConfig:
     margin: float = 0.01
     steepest: float | None = 50.0
     hidden: int = 0
+    steps: int = 0
 
 
 class Denoiser(nn.Module):
@@ -79,6 +81,8 @@ class Denoiser(nn.Module):
             levels.log_scale[0] = (2 * filters.prepare().composed().flatten(1).norm(dim=1)).log()
         weights = ResponseWeights(width, config.hidden) if config.hidden else None
         self.prior = FilterPrior(filters, potential, levels, config.margin, weights, config.steepest)
+        if config.steps:
+            solver, gradient = Picard(tol=0, max_steps=config.steps), Unrolled(config.steps)
         solver = FISTA(tol=1e-5, max_steps=1000) if solver is None else solver
         gradient = Implicit(tol=1e-3, max_steps=200) if gradient is None else gradient
         self.layer = Equilibrium(Restoration(self.prior), solver, gradient, on_failure, compile=compile)

@@ -69,6 +69,8 @@ def evaluate(
     """
     folder = RunFolder(Path(run))
     recipe = folder.recipe()
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"{folder.path} holds a denoiser: use opteq.training.denoising.evaluate")
     if not (folder.path / "model.safetensors").exists():
         raise UserError(
             f"{folder.path} holds no finished run: continue with `opteq train --resume --out {folder.path}`"

@@ -28,13 +28,13 @@ def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[
             yield f"{prefix}{name}", kind
 
 
-def unknown_key(key: str) -> str:
+def unknown_key(key: str, section: type[BaseModel] = Recipe) -> str:
     """The message for an unknown key, with the nearest known one.
 
     >>> unknown_key("train.epoch")
     "unknown key 'train.epoch'; did you mean 'train.epochs'?"
     """
-    known = [name for name, _ in known_keys()]
+    known = [name for name, _ in known_keys(section)]
     key = shortened(key)  # it is compared with every name
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not nearest:
@@ -47,14 +47,14 @@ def unknown_key(key: str) -> str:
     return f"unknown key {key!r}; a recipe has: {', '.join(tables)}."
 
 
-def apply(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def apply(content: dict[str, Any], overrides: Iterable[str], section: type[BaseModel] = Recipe) -> dict[str, Any]:
     """``content``, as read from a recipe file, with the overrides applied. The argument stays unchanged.
 
     >>> apply({"train": {"epochs": 9}}, ["train.epochs=3", "data.root=/images"])
     {'train': {'epochs': 3}, 'data': {'root': '/images'}}
     """
     changed = _copied(content)
-    types_of = dict(known_keys())
+    types_of = dict(known_keys(section))
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
@@ -62,7 +62,7 @@ def apply(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
             raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {shown(override)}")
         is_open = any(key.startswith(f"{table}.") for table in OPEN_TABLES)
         if key not in types_of and not is_open:
-            raise UserError(unknown_key(key))
+            raise UserError(unknown_key(key, section))
         _place(changed, key, parse(text.strip(), None if is_open else types_of[key]))
     return changed
 
