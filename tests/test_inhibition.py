@@ -10,7 +10,7 @@ from torch import nn
 
 import opteq
 from opteq import operators as op
-from opteq.states import map_state
+from opteq.states import blocks, like, map_state
 
 EXACT = opteq.FISTA(tol=1e-12, max_steps=5000)
 
@@ -97,7 +97,7 @@ def test_the_certificate_holds_for_every_size_of_the_weights(size: float) -> Non
     assert moved <= found.contraction + 1e-9
     layer = opteq.Equilibrium(problem, EXACT)
     x = torch.randn(1, 3, dtype=torch.float64)
-    jacobian = torch.func.jacrev(lambda one: layer(one[None])[0])(x[0])
+    jacobian = torch.autograd.functional.jacobian(lambda v: layer(v)[0], x)[:, 0]
     assert torch.linalg.matrix_norm(jacobian, 2) <= found.lipschitz + 1e-9
 
 
@@ -142,6 +142,65 @@ def test_other_solvers_and_low_precision_find_it() -> None:
         torch.testing.assert_close(other, exact, rtol=1e-3, atol=1e-4)
 
 
+def inner_problems() -> dict[str, opteq.problems.Problem]:
+    torch.manual_seed(0)
+
+    def ring(**options: object) -> opteq.MOptEq:
+        made = [opteq.Branch(op.Dense(4, 5 + i, bound=0.6), nn.Linear(3, 5 + i)) for i in range(2)]
+        return opteq.MOptEq(made, **options)
+
+    return {
+        "opteq": opteq.OptEq(op.Dense(4, 6, bound=0.6), nn.Linear(3, 6), "tanh", mu=1.2),
+        "heritage": ring(),
+        "diversity": ring(diversity=0.05, smoothing=0.5),
+        "geq": opteq.GEQ(op.Dense(6, 4, bound=0.9), nn.Linear(3, 4), opteq.kernels.Gaussian(0.3)),
+        "popteq": opteq.POptEq([opteq.Branch(op.Dense(4, 5, bound=0.6), nn.Linear(3, 5)) for _ in range(2)]),
+    }
+
+
+@pytest.mark.parametrize("name", list(inner_problems()))
+def test_inhibition_beside_other_terms(name: str) -> None:
+    """A term like any other: the gradient is that of the sum, and the equilibrium its minimum."""
+    problem = inner_problems()[name]
+    sizes = [part.shape[1] for part in blocks(problem(torch.zeros(1, 3)).start())]
+    both = opteq.Inhibited(problem, [op.Dense(3, size) for size in sizes], m=0.7).double()
+    for A in both.operators():
+        A.weight.data.mul_(3)
+    x = torch.randn(3, 3, dtype=torch.float64)
+    hidden = both(x)
+    y = map_state(lambda part: torch.rand_like(part) * 0.5, hidden.start())
+    wanted = torch.func.grad(lambda state: hidden.value(state).sum())(y)
+    for closed, right in zip(blocks(hidden.gradient(y)), blocks(wanted), strict=True):
+        torch.testing.assert_close(closed, right, rtol=1e-9, atol=1e-9)
+    solution = opteq.Equilibrium(both, EXACT).solve(x)
+    assert bool(solution.converged.all())
+    step = hidden.step(solution.state)
+    for here, there in zip(blocks(solution.state), blocks(step), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-8, atol=1e-9)
+    least = hidden.objective(solution.state)
+    for _ in range(5):
+        near = hidden.project(map_state(lambda part: part + 0.01 * torch.randn_like(part), solution.state))
+        assert bool((hidden.objective(near) >= least - 1e-10).all())
+    found = both.certificate()
+    if name in ("geq", "popteq"):
+        assert found.unique is None
+        return
+    assert found.unique
+    one = x[:1]
+    layer = opteq.Equilibrium(both, EXACT)
+    features = torch.autograd.functional.jacobian(lambda v: torch.cat(blocks(layer(v)), dim=1)[0], one)[:, 0]
+    assert torch.linalg.matrix_norm(features, 2) <= found.lipschitz + 1e-9
+    first = map_state(lambda part: part[:1], y)
+    hessian = dense(lambda v: blocks(both(one).hessian_at(first)(like(first, v))), blocks(first))
+    assert torch.linalg.eigvalsh(hessian)[0] > 0.7 - 0.6**2 * 1.3
+
+
+def test_couplings_beyond_m_take_the_certificate_away() -> None:
+    problem = opteq.Inhibited(opteq.OptEq(op.Dense(4, 6, bound=0.9), nn.Linear(3, 6)), op.Dense(2, 6), m=0.3)
+    assert problem.certificate().unique is None
+    assert "pull by up to" in problem.certificate().reasons["unique"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -149,6 +208,14 @@ def test_other_solvers_and_low_precision_find_it() -> None:
         (lambda: opteq.Inhibition(op.Dense(2, 2), m=1.5), "got 1.5"),
         (lambda: opteq.Inhibition([opteq.Branch(op.Dense(2, 2))], nn.Linear(2, 2)), "U has no effect"),
         (lambda: opteq.Inhibition(op.Dense(2, 2), activation=opteq.penalties.ELU(2.0)), "convex"),
+        (lambda: opteq.Inhibited(inner_problems()["heritage"], op.Dense(3, 5))(torch.ones(1, 3)), "2 tensors"),
+        (lambda: opteq.Inhibited(opteq.MOptEq([opteq.Branch(op.Dense(2, 2))], 0.1), op.Dense(2, 2)), "smoothing"),
+        (
+            lambda: opteq.Inhibited(
+                opteq.DeepOptEq([(op.Dense(3, 4, bound=0.5), nn.Linear(3, 4))] * 2), op.Dense(3, 3)
+            )(torch.ones(1, 3)),
+            "DeepOptEq is none",
+        ),
         (lambda: images(2, 3)(torch.randn(1, 2, 6, 6).double()), "divide the largest one"),
     ],
 )

@@ -212,6 +212,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("inhibition-0.48m", {"solver": "fista", "m": 0.3, "scales": [1, 1]}),
     ("inhibition-0.48m", {"feedback": "explicit", "bound": 2.0}),
     ("mopteq-0.48m", {"feedback": "none", "bound": None}),
+    ("mopteq-0.48m", {"inhibition": 5, "m": 0.5, "bound": 0.5, "smoothing": 1.0}),
     ("mopteq-0.48m", {"bound": 2.0, "diversity": 0.0, "stem_depth": 0, "gradient_steps": 100}),
     ("opteq-digits", {"tol": 0.0, "max_steps": 7, "solver": "picard"}),
     ("geq-5m", {"gradient": "phantom", "gradient_steps": 3, "gradient_damping": 0.5, "memory": 3, "damping": 0.5}),

@@ -4,11 +4,13 @@ from opteq.problems.affine import AffineOptEq
 from opteq.problems.base import HiddenProblem, Problem
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.fusion import AverageBranches
+from opteq.problems.branches.inhibited import Inhibited
 from opteq.problems.branches.mopteq import MOptEq
 from opteq.problems.branches.parallel import Parallel
 from opteq.problems.branches.popteq import POptEq
 from opteq.problems.certificate import Certificate
 from opteq.problems.deep.deep_opteq import DeepOptEq
+from opteq.problems.fixed_point import FixedPoint
 from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.inhibition import Inhibition
@@ -25,8 +27,10 @@ __all__ = [
     "Branch",
     "Certificate",
     "DeepOptEq",
+    "FixedPoint",
     "Hidden",
     "HiddenProblem",
+    "Inhibited",
     "Inhibition",
     "MOptEq",
     "Objective",

@@ -18,7 +18,7 @@ from opteq.problems.branches.branch import Branch, check_injection, check_operat
 from opteq.problems.branches.common import check_branches, views
 from opteq.problems.branches.common_space import CommonSpaceMap, prepare_common, squared_norm
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import Hidden
+from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.objective import BoundObjective
 from opteq.solvers.fista import FISTA
 from opteq.states import State, blocks, inner, map_state, sum_over_sample, working_dtype
@@ -71,9 +71,7 @@ class Inhibition(Problem):
             if U is not None:
                 raise ValueError("U has no effect beside branches, which bring their own: Branch(A, U, scale)")
             self.branches = nn.ModuleList(check_branches(A))
-        if isinstance(m, bool) or not isinstance(m, int | float) or not 0 < m <= 1:
-            raise ValueError(f"m should be a number in (0, 1]; got {m!r}")
-        self.m = float(m)
+        self.m = check_share("m", m)
         self.penalty = penalties.get(activation)
         ScaledPenalty(self.penalty, torch.ones(1))  # refuses penalties that are not convex or not elementwise
 
@@ -151,14 +149,21 @@ class BoundInhibition(BoundObjective):
         self.penalty = ScaledPenalty(penalty, self.length)
         self.convex = self.contracts = convex  # a gradient step on a strongly convex function contracts
         self.has_merit = not convex and penalty.has_total
+        self.quadratic = rest is None or rest.quadratic
 
     def start(self) -> State:
-        """Zeros."""
-        return map_state(torch.zeros_like, self.injections)
+        """Zeros, or where the other terms begin."""
+        return map_state(torch.zeros_like, self.injections) if self.rest is None else self.rest.start()
 
     def features(self, y: State) -> State:
         """The state, or the features of the other terms."""
         return y if self.rest is None else self.rest.features(y)
+
+    def feature_form(self) -> FeatureForm:
+        """The state itself, where that is the feature."""
+        if self.rest is not None:
+            raise ValueError("a solver that works on features can't solve a problem with inhibition beside other terms")
+        return super().feature_form()
 
     def value(self, y: State) -> Tensor:
         return torch.stack(list(self._smooth_parts(y).values())).sum(dim=0)
@@ -201,6 +206,13 @@ class BoundInhibition(BoundObjective):
             "inhibition": sum_over_sample(seen.to(working_dtype(seen.dtype)).square()) / 2,
         }
         return terms | ({"input": -inner(self.injections, y)} if self.rest is None else self.rest.smooth_terms(y))
+
+
+def check_share(name: str, value: float) -> float:
+    """``value`` as a float if it lies in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{name} should be a number in (0, 1]; got {value!r}")
+    return float(value)
 
 
 def in_working_precision(injections: State) -> State:

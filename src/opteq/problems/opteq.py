@@ -136,6 +136,7 @@ class BoundOptEq(Hidden):
             self.contracts = problem.known_contraction()
             self.structure = Structure.POSITIVE if self.contracts else Structure.SYMMETRIC
             self.has_merit = problem.penalty.has_potential
+            self.quadratic = True
         else:
             self.coupled = self.regularizer.couples_batch
 

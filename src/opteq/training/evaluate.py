@@ -21,6 +21,7 @@ from opteq.data import Batches, Dataset, Split
 from opteq.gradients import Unrolled
 from opteq.models import equilibria
 from opteq.solvers import SAM
+from opteq.training.certified import CertifiedShare
 from opteq.training.devices import Accelerator, make_accelerator
 from opteq.training.input_size import check_input_size
 from opteq.training.metrics import Metrics, RunningMetrics
@@ -61,7 +62,9 @@ def evaluate(
 
     Returns:
         ``test_accuracy`` and ``test_top5`` (0..1), ``test_loss``, ``samples``, ``solver_steps`` (mean), and over all
-        test samples ``worst_residual``, ``mean_residual`` and ``converged`` (share), with the settings. With an attack
+        test samples ``worst_residual``, ``mean_residual``, ``converged`` (share) and ``certified`` (the share that
+        converged to an equilibrium which is certified, by the weights or at the point, see
+        :class:`~opteq.training.certified.CertifiedShare`; None where unknown), with the settings. With an attack
         also ``test_robust_accuracy``, ``test_robust_loss`` and ``attack``, its settings; for data sets with unseen
         sub-classes ``unseen_accuracy`` and ``unseen_loss``. For segmentation ``test_accuracy`` is the accuracy of
         pixels, and ``test_iou`` (mean intersection over union) and ``test_class_accuracy`` (mean over classes) replace
@@ -122,7 +125,11 @@ class _Evaluation:
     def result(self, attack: PGD | None, settings: dict[str, Any]) -> dict[str, Any]:
         """The metrics of the test split with the ``settings``, then of the unseen split and under attack."""
         dataset = self.dataset
-        result = {**_figures(self.counts(dataset.test), dataset.test.dense), **settings}
+        certified = CertifiedShare(self.accelerator.unwrap_model(self.model), self.accelerator.device)
+        with certified.watching():
+            counts = self.counts(dataset.test)
+        share = {"certified": certified.share(self.accelerator)}
+        result = {**_figures(counts, dataset.test.dense), **share, **settings}
         if dataset.unseen is not None:
             unseen = self.counts(dataset.unseen)
             result |= {"unseen_accuracy": unseen.accuracy, "unseen_loss": unseen.mean_loss}
