@@ -126,6 +126,22 @@ def predict(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
+    format: Annotated[str, typer.Option(help="onnx, torchscript or exported (torch.export).")] = "onnx",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Plain steps of every equilibrium; enough for its tolerance by default.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file; RUN/model.onnx, .ts or .pt2 by default.")] = None,
+) -> None:
+    """Write a model for inference elsewhere, with a fixed number of solver steps; says what they cost."""
+    with one_line_errors():
+        from opteq.inference import export as exporting
+
+        exporting.command(run, format, steps, out, _console())
+
+
+@app.command()
 def restore(
     image: Annotated[Path, typer.Argument(metavar="IN", help="The image to restore, grey or colour.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the restored image goes.")],
