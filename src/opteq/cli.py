@@ -165,6 +165,24 @@ def restore(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One run to report on, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="Where a comparison goes; comparison.html by default.")] = None,
+) -> None:
+    """Write the report of a run, finished or not, again; or a page that compares several runs."""
+    with one_line_errors():
+        from opteq import report as reporting
+
+        if len(runs) > 1:
+            page = reporting.compare(runs, out or Path("comparison.html"))
+        elif out is not None:
+            raise UserError("--out belongs to a comparison of several runs; a report lies in the run's folder")
+        else:
+            page = reporting.write(runs[0])
+        typer.echo(f"open {page} in a browser")
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes, and what each reproduces."""
     with one_line_errors():
