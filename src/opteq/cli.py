@@ -33,7 +33,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def main(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", metavar=" ", help="Print the version and stop.")] = False,
 ) -> None:
     """Global options."""
     if version:
@@ -60,7 +60,9 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as train.epochs=20.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar=" ", help="Continue from the folder's newest checkpoint.")
+    ] = False,
 ) -> None:
     """Train a model by a recipe; weights, metrics and a report go to a folder."""
     with one_line_errors():
@@ -112,7 +114,9 @@ def predict(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
     top: Annotated[int, typer.Option(min=1, help="How many classes to show.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each image.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=" ", help="Print JSON, one object for each image.")
+    ] = False,
     explain: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page that explains the predictions, such as why.html.")
     ] = None,
@@ -203,7 +207,7 @@ def bench() -> None:
 def models() -> None:
     """List the models, their sizes, and what each reproduces."""
     with one_line_errors():
-        from opteq.training.run.tables import models_table
+        from opteq.inference.models_table import models_table
 
         _console().print(models_table())
 
