@@ -285,7 +285,7 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
         ({"options": []}, ["options should be of type dict; got []"]),
         ({"num_classes": "4"}, ["num_classes should be of type int; got '4'"]),
         ({"num_classes": True}, ["num_classes should be of type int; got True"]),
-        ({"num_classes": -1}, ["num_classes should be a whole number of at least 1; got -1"]),
+        ({"num_classes": -1}, ["num_classes should be a whole number of at least 0; got -1"]),
     ],
 )
 def test_a_wrong_config_is_refused(change: dict[str, Any], words: list[str], saved: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import opteq
 from opteq import data, models
+from opteq.cli import app
 from opteq.common.errors import UserError
-from opteq.report import page, write
+from opteq.report import compare, page, write
 from opteq.report.examples import Example, ShareOfEvidence, WhatIf, choose, explain
 from opteq.report.formula import formula
 from opteq.report.layer_solve import LayerSolve
@@ -391,3 +393,37 @@ def test_a_prior_before_deep_layers_is_part_of_the_step_and_leaves_no_objective(
     assert found.terms == ()
     assert "0.2 ∇" in found.step
     assert "Ridge" in found.remark
+
+
+def test_runs_are_compared(run: Path, copy: Path, tmp_path: Path) -> None:
+    (copy / "recipe.toml").write_text((copy / "recipe.toml").read_text().replace("epochs = 4", "epochs = 9"))
+    (copy / "metrics.jsonl").write_text(metrics(2, test_accuracy=0.25))
+    (copy / "model.safetensors").unlink()  # still running
+    moved = copy.rename(tmp_path / "other")
+    found = outline(compare([run, moved], tmp_path / "both.html"))
+    assert found.sections == ["results", "learning", "recipes"]
+    assert "epochs4 of 42 of 9" in found.text
+    assert "finishedyesno" in found.text
+    assert "test accuracy, last85.0 %25.0 %" in found.text
+    assert "The recipes differ in 1 key. " in re.sub(r"(?<=key\.)", " ", found.text)
+    assert "train.epochs49" in found.text
+
+
+def test_wrong_comparisons_are_refused(run: Path, tmp_path: Path) -> None:
+    for folders, words in (([run], "2 to 8 runs; got 1"), ([run, run], "twice"), ([run, tmp_path], "not a run folder")):
+        with pytest.raises(UserError, match=words):
+            compare(folders, tmp_path / "both.html")
+    assert not (tmp_path / "both.html").exists()
+
+
+def test_the_command_writes_both_pages(run: Path, copy: Path, tmp_path: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    alone = CliRunner().invoke(app, ["report", str(copy)])
+    assert alone.exit_code == 0, alone.output
+    assert "No weights are saved yet" in outline(copy / "report.html").text
+    both = CliRunner().invoke(app, ["report", str(run), str(copy), "--out", str(tmp_path / "both.html")])
+    assert both.exit_code == 0, both.output
+    assert "both.html" in both.stdout
+    wrong = CliRunner().invoke(app, ["report", str(run), "--out", "x.html"])
+    assert wrong.exit_code == 2
+    assert "--out belongs to a comparison" in wrong.stderr

@@ -33,7 +33,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def main(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", metavar=" ", help="Print the version and stop.")] = False,
 ) -> None:
     """Global options."""
     if version:
@@ -60,7 +60,9 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as train.epochs=20.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar=" ", help="Continue from the folder's newest checkpoint.")
+    ] = False,
 ) -> None:
     """Train a model by a recipe; weights, metrics and a report go to a folder."""
     with one_line_errors():
@@ -123,7 +125,9 @@ def predict(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
     top: Annotated[int, typer.Option(min=1, help="How many classes to show.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each image.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=" ", help="Print JSON, one object for each image.")
+    ] = False,
     explain: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page that explains the predictions, such as why.html.")
     ] = None,
@@ -134,6 +138,22 @@ def predict(
         from opteq.inference import predict as predicting
 
         predicting.command(run, images, top, as_json, explain, device, _console())
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
+    format: Annotated[str, typer.Option(help="onnx, torchscript or exported (torch.export).")] = "onnx",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Plain steps of every equilibrium; enough for its tolerance by default.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file; RUN/model.onnx, .ts or .pt2 by default.")] = None,
+) -> None:
+    """Write a model for inference elsewhere, with a fixed number of solver steps; says what they cost."""
+    with one_line_errors():
+        from opteq.inference import export as exporting
+
+        exporting.command(run, format, steps, out, _console())
 
 
 @app.command()
@@ -160,6 +180,24 @@ def restore(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One run to report on, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="Where a comparison goes; comparison.html by default.")] = None,
+) -> None:
+    """Write the report of a run, finished or not, again; or a page that compares several runs."""
+    with one_line_errors():
+        from opteq import report as reporting
+
+        if len(runs) > 1:
+            page = reporting.compare(runs, out or Path("comparison.html"))
+        elif out is not None:
+            raise UserError("--out belongs to a comparison of several runs; a report lies in the run's folder")
+        else:
+            page = reporting.write(runs[0])
+        typer.echo(f"open {page} in a browser")
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes, and what each reproduces."""
     with one_line_errors():
@@ -180,7 +218,7 @@ def bench() -> None:
 def models() -> None:
     """List the models, their sizes, and what each reproduces."""
     with one_line_errors():
-        from opteq.training.run.tables import models_table
+        from opteq.inference.models_table import models_table
 
         _console().print(models_table())
 

@@ -22,7 +22,7 @@ from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.objective import BoundObjective
 from opteq.states import State, inner
 
-_LEAST_STEPS = 200
+_LEAST_STEPS = 100
 """Solver steps allowed at least: another objective may need more than the one that the solver was chosen for."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.models.blocks.parts import Parts
+from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import option, whole
 from opteq.models.classifier import Classifier
@@ -68,7 +68,7 @@ class PixelHead(nn.Module):
         super().__init__()
         self.convolution = normalised_conv(channels, options.head_width)
         self.dropout = nn.Dropout2d(options.dropout)
-        self.scores = nn.Conv2d(options.head_width, num_classes, 1)
+        self.scores = last_layer(options.head_width, num_classes, pixels=True)
 
     def embed(self, features: Tensor) -> Tensor:
         """The input of the last layer, ``(B, F, h', w')``."""

@@ -142,7 +142,11 @@ def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
     if steps is not None:
         numbers.append(("solver steps", decimal(steps), "per image, on average"))
     if worst is not None:
-        tolerance = f"tolerance {scientific(solves[0].tol, 0)}" if solves else "as recorded"
+        tolerance = "as recorded"
+        if solves:
+            tol = max(one.tol for one in solves)
+            where = "within the tolerance" if worst <= tol else "above the tolerance"
+            tolerance = f"{where} of {scientific(tol, 0)}"
         numbers.append(("worst residual", scientific(worst), tolerance))
     return numbers
 

@@ -17,6 +17,12 @@ from opteq.training.recipe import overrides as override
 from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.recipe.sections import Recipe
 
+_WITHOUT_EFFECT = frozenset({
+    "name", "reproduces", "data.root", "data.cache", "train.device", "train.threads", "train.checkpoint_steps",
+    "train.test_batch_size",
+})  # fmt: skip
+"""Keys that do not change what is trained; a recipe in which others were changed does not claim its result."""
+
 _FOLDER = Path(str(resources.files("opteq"))) / "recipes"
 
 
@@ -80,7 +86,17 @@ def load_any_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> 
     except ParseError as error:
         raise UserError(f"the recipe {where} is not valid TOML: {error}") from error
     kind = DenoisingRecipe if content.get("task") == "denoising" else Recipe
-    return _validated(override.apply(content, overrides, kind), kind, where)
+    changed = override.apply(content, overrides, kind)
+    if _differ(content, changed) and content.get("reproduces") == changed.get("reproduces"):
+        # The published result is that of the recipe as it was.
+        changed.pop("reproduces", None)
+    return _validated(changed, kind, where)
+
+
+def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether two recipes differ in more than where things lie and how fast they run."""
+    old, new = flattened(before), flattened(after)
+    return any(old.get(key) != new.get(key) for key in (old.keys() | new.keys()) - _WITHOUT_EFFECT)
 
 
 def to_toml(recipe: AnyRecipe) -> str:

@@ -33,9 +33,15 @@ def unknown_key(key: str, section: type[BaseModel] = Recipe) -> str:
 
     >>> unknown_key("train.epoch")
     "unknown key 'train.epoch'; did you mean 'train.epochs'?"
+    >>> unknown_key("model")
+    "'model' is a table of the recipe; set one of its keys: model.name, model.options"
     """
     known = [name for name, _ in known_keys(section)]
     key = shortened(key)  # it is compared with every name
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    if inside:
+        such = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
+        return f"{key!r} is a table of the recipe; set one of its keys: {such}"
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not nearest:
         # A known name in the wrong table, or without one: compare the part after the last dot.

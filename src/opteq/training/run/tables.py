@@ -1,4 +1,4 @@
-"""Tables for the terminal: recipes, models, an evaluation."""
+"""Tables for the terminal: recipes, an evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from opteq import models
 from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.recipe.files import load_any_recipe, load_recipe, recipes
 
@@ -30,17 +29,6 @@ def recipes_table(width: int) -> Table:
     return table
 
 
-def models_table() -> Table:
-    """All models, with the number of parameters for the classes of the published result, or for ten."""
-    table = Table("model", "parameters", "what it is, and what it reproduces", title="Models", row_styles=_ROWS)
-    table.columns[0].no_wrap = True
-    table.columns[1].justify = "right"
-    for name in models.list():
-        card = models.describe(name)
-        table.add_row(name, f"{card.parameters:,}", "; ".join(filter(None, (card.summary, card.reproduces))))
-    return table
-
-
 def evaluation_table(run: str, result: dict[str, Any]) -> Table:
     """The result of :func:`~opteq.training.evaluate`."""
     # Escaped: rich would read brackets in a folder's name as markup.
@@ -52,7 +40,8 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
         table.add_row("accuracy of pixels", f"{result['test_accuracy']:.2%}")
     else:
         table.add_row("accuracy", f"{result['test_accuracy']:.2%}")
-        table.add_row("top-5 accuracy", f"{result['test_top5']:.2%}")
+        if "test_top5" in result:
+            table.add_row("top-5 accuracy", f"{result['test_top5']:.2%}")
     table.add_row("cross-entropy", f"{result['test_loss']:.4f}")
     if "unseen_accuracy" in result:
         table.add_row("accuracy on unseen sub-classes", f"{result['unseen_accuracy']:.2%}")
