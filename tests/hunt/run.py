@@ -26,6 +26,8 @@ PATHS = ("plain", "engine")
 _BOTH = ("problems", "gradients", "certificates")
 _SECONDS = 120
 """What a single case may take."""
+_UNCHECKED = ("unsolved", "at a kink", "ill-conditioned", "unrolled", "one step", "skipped")
+"""What becomes of cases about which the oracle has nothing to say."""
 _APART = 10**7
 """Between the first numbers of two workers: each has cases of its own, however many workers there are."""
 
@@ -147,8 +149,9 @@ def work(seed: int, worker: int, device: str, minutes: float, kinds: list[str], 
             failures += 1
             print(f"FAILED {case}: {failure}\n  again: make hunt SEED={case}", flush=True)
         if now - noted > 10 or failure is not None or now >= end:
-            noted = now
             tally.write(path)
+        if now - noted > 10:
+            noted = now
             print(f"worker {worker}: {count} cases in {now - begun:.0f} s, {failures} failed", flush=True)
         if now >= end:
             break
@@ -164,10 +167,13 @@ def total(folder: Path) -> str:
         for key, counts in tally.seen.items():
             for verdict, number in counts.items():
                 sums.setdefault(key, {})[verdict] = sums.setdefault(key, {}).get(verdict, 0) + number
-    kinds = {kind: sum(sum(c.values()) for key, c in sums.items() if key.startswith(kind)) for kind in KINDS}
     places = sorted({f"{t.device} {t.machine} torch {t.torch} seed {t.seed}" for t in tallies})
     lines = [f"{len(tallies)} workers, {sum(t.seconds for t in tallies) / 60:.1f} minutes: {'; '.join(places)}"]
-    lines += [f"  {kind}: {number}" for kind, number in kinds.items() if number]
+    for kind in KINDS:
+        pairs = [pair for key, counts in sums.items() if key.startswith(kind) for pair in counts.items()]
+        run = sum(number for _, number in pairs)
+        checked = sum(number for verdict, number in pairs if not verdict.startswith(_UNCHECKED))
+        lines += [f"  {kind}: {run}, {checked} of them checked"] if run else []
     for key, counts in sorted(sums.items()):
         lines.append(f"  {key}: " + ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())))
     return "\n".join(lines + [f"  failed: make hunt SEED={name}" for tally in tallies for name in tally.failed])
