@@ -62,7 +62,8 @@ def evaluate(
 
     Returns:
         ``test_accuracy`` and, with more than five classes, ``test_top5`` (0..1), ``test_loss``, ``samples``,
-        ``solver_steps`` (mean), and over all test samples ``worst_residual``, ``mean_residual``, ``converged`` (share) and ``certified`` (the share that
+        ``solver_steps`` (mean), and over all test samples ``worst_residual``, ``mean_residual``, ``converged``
+        (share) and ``certified`` (the share that
         converged to an equilibrium which is certified, by the weights or at the point, see
         :class:`~opteq.training.certified.CertifiedShare`; None where unknown), with the settings. With an attack
         also ``test_robust_accuracy``, ``test_robust_loss`` and ``attack``, its settings; for data sets with unseen
