@@ -95,8 +95,12 @@ def test_grey_palette_and_transparent_images_become_rgb(root: Path, load: Callab
     Image.fromarray(deep).save(root / "train" / "dog" / "0.png")
     images = load().train.images
     assert torch.equal(images[0], torch.tensor(grey).expand(3, 8, 8))
-    assert torch.equal(images[1], torch.tensor(transparent[..., :3]).permute(2, 0, 1))
-    assert torch.equal(images[2], torch.tensor(np.asarray(colours.quantize(16).convert("RGB"))).permute(2, 0, 1))
+    over_white = 255 - (255.0 - transparent[..., :3]) * transparent[..., 3:] / 255
+    torch.testing.assert_close(images[1].double(), torch.tensor(over_white).permute(2, 0, 1), rtol=0, atol=1)
+    indices = np.asarray(colours.quantize(16))[..., None]
+    opaque = np.asarray(colours.quantize(16).convert("RGB")).astype(float)
+    palette = torch.tensor(255 - (255 - opaque) * indices / 255).permute(2, 0, 1)  # color i has alpha i
+    torch.testing.assert_close(images[2].double(), palette, rtol=0, atol=1)
     assert torch.equal(images[3], torch.tensor((deep >> 8).astype(np.uint8)).expand(3, 8, 8))
 
 

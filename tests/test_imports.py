@@ -30,6 +30,7 @@ FLOORS: list[set[str]] = [
     {"models", "data"},
     {"training", "analysis"},
     {"report", "restore"},
+    {"inference"},
     {"opteq", "api"},  # the front door: it hands out what the floors below have
     {"cli"},
     {"__main__"},

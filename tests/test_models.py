@@ -382,7 +382,7 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
         ("mopteq-193k", {"m": 0.5}, "m has no effect without inhibition"),
         ("mopteq-193k", {"regularizer": "l1"}, "has no place in this model's objective"),
         ("opteq-digits", {"activation": "gelu"}, "unknown activation 'gelu'"),
-        ("opteq-digits", {"num_classes": 0}, "num_classes should be a whole number of at least 1; got 0"),
+        ("opteq-digits", {"num_classes": -1}, "num_classes should be a whole number of at least 0; got -1"),
         ("opteq-digits", {"in_channels": True}, "in_channels should be a whole number of at least 1; got True"),
     ],
 )

@@ -285,7 +285,7 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
         ({"options": []}, ["options should be of type dict; got []"]),
         ({"num_classes": "4"}, ["num_classes should be of type int; got '4'"]),
         ({"num_classes": True}, ["num_classes should be of type int; got True"]),
-        ({"num_classes": -1}, ["num_classes should be a whole number of at least 1; got -1"]),
+        ({"num_classes": -1}, ["num_classes should be a whole number of at least 0; got -1"]),
     ],
 )
 def test_a_wrong_config_is_refused(change: dict[str, Any], words: list[str], saved: Path) -> None:
@@ -513,3 +513,12 @@ def test_reading_needs_no_pickle() -> None:
         source = path.read_text(encoding="utf-8")
         assert "torch.load" not in source
         assert "import pickle" not in source
+
+
+@pytest.mark.parametrize("key", ["name", "num_classes", "options", "replaced"])
+def test_long_values_are_named_in_a_line_of_moderate_length(key: str, saved: Path) -> None:
+    path = saved / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: [list(range(1000))]}))
+    assert len(refused(saved, str(path))) < 1000
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "x" * 5000}))
+    assert len(refused(saved, str(path))) < 1000

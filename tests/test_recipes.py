@@ -124,7 +124,7 @@ def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
         ("epochs=3", "unknown key 'epochs'; did you mean 'train.epochs'?"),
         ("optimiser.lr=1", "unknown key 'optimiser.lr'; did you mean 'optimizer.lr'?"),
         ("zzz.qqq=1", "unknown key 'zzz.qqq'; a recipe has: "),
-        ("train=3", "unknown key 'train'"),
+        ("train=3", "'train' is a table of the recipe"),
         ("train.epochs=0", "train.epochs = 0 is not right: it should be greater than or equal to 1"),
         ("train.epochs=ten", 'train.epochs = "ten" is not right: it should be a valid integer'),
         ("train.epochs=true", "train.epochs = true is not right: it should be a valid integer"),
@@ -234,3 +234,11 @@ def test_recipes_of_recorded_runs_can_be_run_again(path: Path) -> None:
         recipe = load_recipe(str(path), [])
         with sketched():
             models.create(recipe.model.name, **recipe.model.options)
+
+
+def test_long_values_are_named_in_a_line_of_moderate_length() -> None:
+    for override in (f"train.epochs={'x' * 5000}", f"augment.flip={list(range(1000))}", "y" * 5000, f"{'k' * 5000}=1"):
+        with pytest.raises(UserError) as refusal:
+            load_recipe("digits", [override])
+        assert len(str(refusal.value)) < 1000
+        assert "\n" not in str(refusal.value)

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import opteq
 from opteq import data, models
+from opteq.cli import app
 from opteq.common.errors import UserError
-from opteq.report import page, write
-from opteq.report.examples import Example, choose
+from opteq.report import compare, page, write
+from opteq.report.examples import Example, ShareOfEvidence, WhatIf, choose, explain
 from opteq.report.formula import formula
+from opteq.report.layer_solve import LayerSolve
 from opteq.report.page import Findings, render
 from opteq.report.predictions import LabelledImages, Predictions, predict
 from opteq.report.run import read_run
@@ -141,12 +144,36 @@ def test_the_numbers_are_those_of_the_model(run: Path) -> None:
     assert "opteq train 'a recipe'" in text
 
 
+def test_the_cards_split_the_difference_of_logits(run: Path) -> None:
+    model, digits = models.from_pretrained(run), data.load("digits")
+    images = LabelledImages(digits.test.images, digits.test.labels, digits.classes, digits.mean, digits.std)
+    found = predict(model, images, 10.0)
+    for example in explain(model, images, found, 10.0):
+        x = images.batch(torch.tensor([images_index(images, example)]), torch.device("cpu"))
+        with torch.no_grad():
+            logits = model(x)[0]
+        difference = float(logits[example.predicted] - logits[example.evidence.rival])
+        assert sum(example.evidence.shares.values()) == pytest.approx(difference, abs=1e-4)
+        assert float(example.evidence.pixels.sum()) + example.evidence.offset == pytest.approx(difference, abs=1e-4)
+        (solve,) = example.solves
+        assert solve.objective[-1] <= solve.objective[0]
+        assert solve.objective[-1] == pytest.approx(sum(solve.end.values()), rel=1e-3)
+        assert solve.residuals[-1] <= solve.tol < solve.residuals[0]
+        halved = {one.term: one for one in example.what_if if one.factor == 0.5}
+        assert set(halved) == {"quadratic", "coupling", "input"}
+
+
+def images_index(images: LabelledImages, example: Example) -> int:
+    same = (images.images == example.pixels).flatten(1).all(dim=1)
+    return int(same.nonzero()[0])
+
+
 def test_a_baseline_has_no_objective(tmp_path: Path) -> None:
     found = outline(write(make_run(tmp_path, "resnet18-cifar", blocks=[1, 1, 1, 1], width=4)))
     assert found.sections == ["objective", "learning", "mistakes", "images", "details"]
     assert "a baseline without equilibrium layers" in found.text
     assert "solver steps per image" not in found.text
-    assert "saliency" in found.text
+    assert "Evidence for" in found.text
 
 
 @pytest.mark.parametrize("stem", [{}, {"stem": "pyramid", "stem_widths": [4, 6], "stem_depth": 1}], ids=["one", "two"])
@@ -310,10 +337,9 @@ def invented(classes: int, count: int = 200) -> Findings:
             label=int(labels[row]),
             predicted=int(predictions[row]),
             likely=list(zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True)),
-            terms=[(HOSTILE, {"quadratic": 0.0, "input": 0.0}, {"quadratic": 2.0, "input": -5.0})],
-            reasons={},
-            view=torch.rand(32, 32, generator=generator),
-            kind="saliency",
+            evidence=ShareOfEvidence(0, {HOSTILE: 1.5, "bias": -0.5}, {}, torch.randn(32, 32), 0.0, True),
+            solves=[LayerSolve(HOSTILE, 1e-3, [1.0, 0.0], [0.0, -1.0], {HOSTILE: 0.0}, {HOSTILE: -1.0}, None, [])],
+            what_if=[WhatIf(HOSTILE, HOSTILE, 0.0, 0, 1.0, True)],
         )
         for row in choose(looked, labels)
     ]
@@ -367,3 +393,37 @@ def test_a_prior_before_deep_layers_is_part_of_the_step_and_leaves_no_objective(
     assert found.terms == ()
     assert "0.2 ∇" in found.step
     assert "Ridge" in found.remark
+
+
+def test_runs_are_compared(run: Path, copy: Path, tmp_path: Path) -> None:
+    (copy / "recipe.toml").write_text((copy / "recipe.toml").read_text().replace("epochs = 4", "epochs = 9"))
+    (copy / "metrics.jsonl").write_text(metrics(2, test_accuracy=0.25))
+    (copy / "model.safetensors").unlink()  # still running
+    moved = copy.rename(tmp_path / "other")
+    found = outline(compare([run, moved], tmp_path / "both.html"))
+    assert found.sections == ["results", "learning", "recipes"]
+    assert "epochs4 of 42 of 9" in found.text
+    assert "finishedyesno" in found.text
+    assert "test accuracy, last85.0 %25.0 %" in found.text
+    assert "The recipes differ in 1 key. " in re.sub(r"(?<=key\.)", " ", found.text)
+    assert "train.epochs49" in found.text
+
+
+def test_wrong_comparisons_are_refused(run: Path, tmp_path: Path) -> None:
+    for folders, words in (([run], "2 to 8 runs; got 1"), ([run, run], "twice"), ([run, tmp_path], "not a run folder")):
+        with pytest.raises(UserError, match=words):
+            compare(folders, tmp_path / "both.html")
+    assert not (tmp_path / "both.html").exists()
+
+
+def test_the_command_writes_both_pages(run: Path, copy: Path, tmp_path: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    alone = CliRunner().invoke(app, ["report", str(copy)])
+    assert alone.exit_code == 0, alone.output
+    assert "No weights are saved yet" in outline(copy / "report.html").text
+    both = CliRunner().invoke(app, ["report", str(run), str(copy), "--out", str(tmp_path / "both.html")])
+    assert both.exit_code == 0, both.output
+    assert "both.html" in both.stdout
+    wrong = CliRunner().invoke(app, ["report", str(run), "--out", "x.html"])
+    assert wrong.exit_code == 2
+    assert "--out belongs to a comparison" in wrong.stderr

@@ -9,6 +9,7 @@ import re
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,7 +21,7 @@ from opteq.problems.certificate import Certificate
 from opteq.problems.hidden import Hidden
 from opteq.report.charts.axes import integer_ticks, linear_axis, log_axis
 from opteq.report.charts.curves import Chart, Series, line_chart
-from opteq.report.charts.images import heatmap, image_data_url, matrix_image
+from opteq.report.charts.images import HIT, MISS, heatmap, image_data_url, matrix_image, signed_map
 from opteq.report.charts.matrix import class_accuracies, confused_pairs, confusion_matrix
 from opteq.report.charts.waterfall import style_of, terms_table, waterfall
 from opteq.report.formula import formulas
@@ -105,37 +106,39 @@ def test_axes_hold_their_values() -> None:
     assert integer_ticks(0, 1000)[-1] == 1000
 
 
-def test_a_waterfall_falls_from_the_start_to_the_equilibrium() -> None:
-    start = {"penalty": 0.0, "quadratic": 0.0, "coupling": 0.0, "input": 0.0}
-    end = {"penalty": 0.0, "quadratic": 4.0, "coupling": -1.0, "input": -8.0}
-    drawn = parsed(waterfall(start, end, "this"))
+def test_a_waterfall_goes_from_zero_to_the_sum() -> None:
+    drawn = parsed(waterfall({"one": 4.0, "two": -1.0, "three": -8.0}, "difference", "this"))
     rows = [one for one in drawn.iter("g") if one.get("class", "").startswith("row")]
-    names = [row.findall("text")[0].text for row in rows]
-    assert names == ["start", "quadratic", "coupling", "input", "equilibrium"]  # a term that is always 0 is left out
-    assert [row.findall("text")[1].text for row in rows] == ["0", "+4.00", "−1.00", "−8.00", "−5.00"]
+    assert [row.findall("text")[0].text for row in rows] == ["one", "two", "three", "difference"]
+    assert [row.findall("text")[1].text for row in rows] == ["+4.00", "−1.00", "−8.00", "−5.00"]
+    assert [str(row.get("class")).split()[1] for row in rows] == ["for", "against", "against", "total"]
     bars = [row.findall("rect")[1] for row in rows]
     left, width = ([float(bar.get(key, 0)) for bar in bars] for key in ("x", "width"))
-    assert width[1] == pytest.approx(4 * width[2], abs=0.1)
-    assert width[3] == pytest.approx(8 * width[2], abs=0.1)
-    assert left[1] + width[1] == pytest.approx(left[2] + width[2], abs=0.1)  # a bar begins where the last one ended
-    assert left[3] == pytest.approx(left[4], abs=0.1)
-    assert "from 0 to −5.00" in str(drawn.get("aria-label"))
-    table = parsed(terms_table(start, end))
+    assert width[0] == pytest.approx(4 * width[1], abs=0.1)
+    assert width[2] == pytest.approx(8 * width[1], abs=0.1)
+    assert left[0] + width[0] == pytest.approx(left[1] + width[1], abs=0.1)  # a bar begins where the last one ended
+    assert left[2] == pytest.approx(left[3], abs=0.1)
+    assert "together −5.00" in str(drawn.get("aria-label"))
+
+
+def test_shares_that_are_not_finite_are_not_drawn() -> None:
+    assert "not finite" in waterfall({"one": math.inf}, "difference", "this")
+    assert parsed(waterfall({"one": 0.0}, "difference", "this")).tag == "svg"
+
+
+def test_the_table_of_terms_ends_with_their_sum() -> None:
+    table = parsed(terms_table({"quadratic": 0.0, "input": 0.0}, {"quadratic": 4.0, "input": -9.0}))
     assert [cell.text for cell in list(table.iter("tr"))[-1]] == ["objective", "0", "−5.000"]
 
 
-def test_a_small_fall_from_a_large_value_can_be_seen() -> None:
-    drawn = parsed(waterfall({"quadratic": 0.0, "gaussian": -1000.0}, {"quadratic": 1.0, "gaussian": -1003.0}, "this"))
-    rows = [one for one in drawn.iter("g") if one.get("class", "").startswith("row")]
-    widths = [float(row.findall("rect")[1].get("width", 0)) for row in rows]
-    assert widths[0] == widths[3] == 4  # marks, since a bar without zero would mislead
-    assert widths[2] == pytest.approx(3 * widths[1], abs=0.1)
-    assert widths[2] > 150
-
-
-def test_an_objective_that_is_not_finite_is_not_drawn() -> None:
-    assert "not finite" in waterfall({"penalty": math.inf}, {"penalty": 0.0}, "this")
-    assert parsed(waterfall({"smooth": 0.0}, {"smooth": 0.0}, "this")).tag == "svg"
+def test_signed_maps_have_a_color_per_sign() -> None:
+    url = signed_map(torch.tensor([[1.0, -1.0], [0.0, 0.25]]))
+    image = Image.open(io.BytesIO(base64.b64decode(url.split(",")[1])))
+    pixels = torch.tensor(np.array(image))
+    assert pixels[0, 0].tolist() == [*HIT, 255]
+    assert pixels[0, 1].tolist() == [*MISS, 255]
+    assert pixels[1, :, 3].tolist() == [0, 128]  # as strong as the root of their share
+    assert len(signed_map(torch.randn(400, 300))) < 60_000
 
 
 def test_a_small_matrix_is_a_table() -> None:

@@ -16,12 +16,15 @@ _ROOMS = (
     "regularizers",
 )  # fmt: skip
 
+# Also attributes, so that `import opteq; opteq.data` works; they are not part of `from opteq import *`.
+_MORE_ROOMS = ("data", "gradients", "inference", "problems", "report", "restore", "solvers", "training")
+
 if TYPE_CHECKING:
     from opteq.api import *  # noqa: F403
 else:  # a type checker would take every name for granted
 
     def __getattr__(name: str) -> Any:
-        if name in _ROOMS:
+        if name in _ROOMS or name in _MORE_ROOMS:
             return import_module(f"opteq.{name}")
         # The import system asks here for modules as well, and goes on to their files when it hears that there is no
         # such name: `from opteq import data` should not load all else.

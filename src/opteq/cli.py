@@ -33,7 +33,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def main(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", metavar=" ", help="Print the version and stop.")] = False,
 ) -> None:
     """Global options."""
     if version:
@@ -60,7 +60,9 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as train.epochs=20.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar=" ", help="Continue from the folder's newest checkpoint.")
+    ] = False,
 ) -> None:
     """Train a model by a recipe; weights, metrics and a report go to a folder."""
     with one_line_errors():
@@ -73,8 +75,12 @@ def train(
             raise UserError(f"{out} holds no run to resume; name a recipe to start one there")
         # A run that is resumed without a recipe uses its own, with the overrides it was started with.
         own = recipe is None and resume and stored.exists()
-        chosen = training.load_recipe(stored if own else recipe or "digits", set_ or ())
-        folder = training.train(chosen, out or (stored.parent if own else Path("runs") / chosen.name), resume=resume)
+        chosen = training.load_any_recipe(stored if own else recipe or "digits", set_ or ())
+        folder = out or (stored.parent if own else Path("runs") / chosen.name)
+        if isinstance(chosen, training.Recipe):
+            training.train(chosen, folder, resume=resume)
+        else:
+            training.train_denoiser(chosen, folder, resume=resume)
         if _rank() == 0:
             _report(folder)
 
@@ -100,11 +106,54 @@ def evaluate(
     with one_line_errors():
         from opteq import training
 
+        if training.is_denoiser(run):
+            if precision or attack or attack_steps or attack_step_size:
+                raise UserError("--precision and --attack are for classifiers, and this run trained a denoiser")
+            from opteq.training.run.tables import denoising_table
+
+            _console().print(denoising_table(str(run), training.evaluate_denoiser(run, tol, max_steps, device, root)))
+            return
         result = training.evaluate(run, tol, max_steps, device, precision, root, attack, attack_steps, attack_step_size)
     if _rank() == 0:
         from opteq.training.run.tables import evaluation_table
 
         _console().print(evaluation_table(str(run), result))
+
+
+@app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    top: Annotated[int, typer.Option(min=1, help="How many classes to show.")] = 3,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=" ", help="Print JSON, one object for each image.")
+    ] = False,
+    explain: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page that explains the predictions, such as why.html.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Classify images with a trained model, prepared as its training images were."""
+    with one_line_errors():
+        from opteq.inference import predict as predicting
+
+        predicting.command(run, images, top, as_json, explain, device, _console())
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
+    format: Annotated[str, typer.Option(help="onnx, torchscript or exported (torch.export).")] = "onnx",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Plain steps of every equilibrium; enough for its tolerance by default.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file; RUN/model.onnx, .ts or .pt2 by default.")] = None,
+) -> None:
+    """Write a model for inference elsewhere, with a fixed number of solver steps; says what they cost."""
+    with one_line_errors():
+        from opteq.inference import export as exporting
+
+        exporting.command(run, format, steps, out, _console())
 
 
 @app.command()
@@ -131,6 +180,24 @@ def restore(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One run to report on, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="Where a comparison goes; comparison.html by default.")] = None,
+) -> None:
+    """Write the report of a run, finished or not, again; or a page that compares several runs."""
+    with one_line_errors():
+        from opteq import report as reporting
+
+        if len(runs) > 1:
+            page = reporting.compare(runs, out or Path("comparison.html"))
+        elif out is not None:
+            raise UserError("--out belongs to a comparison of several runs; a report lies in the run's folder")
+        else:
+            page = reporting.write(runs[0])
+        typer.echo(f"open {page} in a browser")
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes, and what each reproduces."""
     with one_line_errors():
@@ -151,7 +218,7 @@ def bench() -> None:
 def models() -> None:
     """List the models, their sizes, and what each reproduces."""
     with one_line_errors():
-        from opteq.training.run.tables import models_table
+        from opteq.inference.models_table import models_table
 
         _console().print(models_table())
 

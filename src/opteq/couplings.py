@@ -300,7 +300,7 @@ def check_features(features: Features) -> None:
         raise ValueError(
             f"the features of all branches should be pictures (B, C, h, w), or all vectors (B, C); got {shapes}"
         )
-    if len({shape[:2] for shape in shapes}) > 1:
+    if any(shape[:2] != shapes[0][:2] for shape in shapes):
         raise ValueError(
             f"the features of all branches should have the same batch and the same number of channels, since channels "
             f"are compared one by one; got {shapes}"

@@ -24,6 +24,13 @@ from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.states import Layout, State, apart, blocks, map_state, nan_rows
 
+_PARTS: dict[str, tuple[type, str]] = {
+    "problem": (Problem, "a hidden problem such as opteq.OptEq"),
+    "solver": (Solver, "a solver such as opteq.Anderson()"),
+    "gradient": (Gradient, "a gradient such as opteq.Implicit()"),
+}
+"""The parts of a layer, which are checked whenever they are assigned: their class, and what they should be."""
+
 _ON_FAILURE = ("warn", "raise", "ignore")
 
 
@@ -63,12 +70,12 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self.problem = _checked(problem, Problem, "problem", "a hidden problem such as opteq.OptEq")
+        self.problem: Problem = problem  # checked first: the defaults come from it
         solver = problem.default_solver() or Anderson() if solver is None else solver
         steps = problem.default_gradient_steps()
         gradient = (Implicit() if steps is None else Implicit(max_steps=steps)) if gradient is None else gradient
-        self.solver: Solver = _checked(solver, Solver, "solver", "a solver such as opteq.Anderson()")
-        self.gradient: Gradient = _checked(gradient, Gradient, "gradient", "a gradient such as opteq.Implicit()")
+        self.solver: Solver = solver
+        self.gradient: Gradient = gradient
         if on_failure not in _ON_FAILURE:
             raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
@@ -76,6 +83,10 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         self.last: tuple[Report, BackwardSlot] | None = None
         self.observer: Callable[[BoundMap, State], None] | None = None
         self._monitor = ConvergenceMonitor()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind, wanted = _PARTS.get(name, (object, ""))
+        super().__setattr__(name, _checked(value, kind, name, wanted))
 
     def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opteq import operators as op
 from opteq.common.errors import UserError
+from opteq.data.readers.decode import open_image
 from opteq.equilibrium import Equilibrium
 from opteq.models.denoiser import Denoiser
 from opteq.problems.restoration import Restoration
@@ -156,19 +157,14 @@ def _tiles(height: int, width: int, tile: int) -> Iterator[tuple[Window, Window,
 
 
 def read_image(file: Path) -> Tensor:
-    """``(c, h, w)`` in [0, 1]: one channel for grey images, else three."""
+    """``(c, h, w)`` in [0, 1]: one channel for grey images, else three. Transparent pixels show white below them."""
     import numpy as np
-    from PIL import Image, UnidentifiedImageError
 
-    try:
-        with Image.open(file) as opened:
-            kept = opened.convert("L" if opened.mode in ("1", "L", "I", "I;16", "F") else "RGB")
-    except FileNotFoundError as error:
-        raise UserError(f"there is no image {file}") from error
-    except (UnidentifiedImageError, OSError) as error:
-        raise UserError(f"{file} can't be read as an image: {error}") from error
-    pixels = torch.from_numpy(np.array(kept)).float() / 255
-    return pixels[None] if pixels.ndim == 2 else pixels.movedim(-1, 0)
+    if not file.is_file():
+        raise UserError(f"there is no image {file}")
+    pixels = torch.from_numpy(np.array(open_image(file))).float() / 255
+    grey = bool((pixels[..., 0] == pixels[..., 1]).all()) and bool((pixels[..., 1] == pixels[..., 2]).all())
+    return pixels.movedim(-1, 0)[:1] if grey else pixels.movedim(-1, 0)
 
 
 def write_image(image: Tensor, file: Path) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.status import Status
-from opteq.states import State
+from opteq.states import State, blocks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """How a solve went, per sample.
 
@@ -53,6 +53,17 @@ class Report:
         """A status per sample; :attr:`Status.message` says what to try."""
         return tuple(Status(code) for code in self.codes.tolist())
 
+    def __str__(self) -> str:
+        counts = ", ".join(f"{self.status.count(one)} {one.name}" for one in dict.fromkeys(self.status))
+        if not self.residual.numel():
+            return f"{self.method}: no samples"
+        return (
+            f"{self.method}: {counts}; at most {int(self.steps.max())} steps, worst relative residual "
+            f"{float(self.residual.max()):.1e}, tolerance {self.tol:.1e}"
+        )
+
+    __repr__ = __str__  # tensors of a whole batch would be all that is seen
+
     def failures(self) -> Tensor:
         """Which samples ended without what was asked for."""
         fine = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
@@ -81,7 +92,7 @@ class BackwardSlot:
     report: Report | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Solution:
     """The equilibrium of a batch.
 
@@ -99,6 +110,10 @@ class Solution:
     report: Report
     slot: BackwardSlot = field(default_factory=BackwardSlot, repr=False)
     term_traces: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        features, state = (", ".join(str(tuple(t.shape)) for t in blocks(one)) for one in (self.features, self.state))
+        return f"Solution(features {features}; state {state}; {self.report})"
 
     @property
     def objective_trace(self) -> Tensor | None:

@@ -30,7 +30,7 @@ from opteq.data.dataset import ChannelStatistics, Dataset, Pixels, Split
 from opteq.data.progress import progress
 from opteq.data.readers.source import Found, Source, Stream
 
-FORMAT = 1  # part of the fingerprint; incremented when the layout of entries or the decoding changes
+FORMAT = 2  # part of the fingerprint; incremented when the layout of entries or the decoding changes
 
 
 def cached(name: str, found: Found, folder: Path, image_size: int | None) -> Dataset:

@@ -41,6 +41,7 @@ def load(
     root: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     image_size: int | None = None,
+    test_only: bool = False,
 ) -> Dataset:
     """Load a data set by name. Images are decoded once into a cache, which is then memory-mapped.
 
@@ -55,6 +56,7 @@ def load(
     - ``cityscapes``: ``root`` has ``leftImg8bit`` and ``gtFine``, of which ``train`` and ``val`` are used. Labels are
       label maps with 19 classes, and 255 for pixels without one.
 
+    With ``test_only`` a ``folder`` may lack ``train``: its training split then holds one test image per class.
     ``image_size`` resizes the shorter side to that size and crops the centre square (Cityscapes is not cropped). A
     folder with images of several sizes needs it. ``cache`` is the folder of decoded images: by default ``OPTEQ_CACHE``,
     or ``opteq`` in the platform's folder for caches. It can be deleted at any time. A missing, damaged or unexpected
@@ -75,16 +77,16 @@ def load(
         return _resized_digits(image_size)
     folder = (cache_folder() if cache is None else Path(cache).expanduser()) / "data"
     try:
-        return cached(name, _find(name, place, image_size), folder, image_size)
+        return cached(name, _find(name, place, image_size, test_only), folder, image_size)
     except OSError as error:  # a folder without read permission, a file that was removed meanwhile
         raise UserError(
             f"{error.filename or place}: cannot be read ({error.strerror or error}); check its permissions"
         ) from error
 
 
-def _find(name: str, root: Path | None, image_size: int | None) -> Found:
+def _find(name: str, root: Path | None, image_size: int | None, test_only: bool) -> Found:
     if name == "folder":
-        return find_folder(root, image_size)
+        return find_folder(root, image_size, test_only)
     if name == "cityscapes":
         return find_cityscapes(root, image_size)
     found = _ARRAYS[name](root)

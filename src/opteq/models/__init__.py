@@ -6,9 +6,23 @@
 >>> model = opteq.models.create("opteq-162k", num_classes=10)
 """
 
-from opteq.models.classifier import Classifier, equilibria
-from opteq.models.registry import ModelCard, create, describe, from_pretrained
+from opteq.models.classifier import Classifier, FeatureExtractor, equilibria
+from opteq.models.prediction import Prediction
+from opteq.models.registry import ModelCard, create, describe, from_pretrained, register_model, unregister_model
 from opteq.models.registry import names as list  # `models.list()` reads well; nothing here needs the built-in
 from opteq.models.segmenter import Segmenter
 
-__all__ = ["Classifier", "ModelCard", "Segmenter", "create", "describe", "equilibria", "from_pretrained", "list"]
+__all__ = [
+    "Classifier",
+    "FeatureExtractor",
+    "ModelCard",
+    "Prediction",
+    "Segmenter",
+    "create",
+    "describe",
+    "equilibria",
+    "from_pretrained",
+    "list",
+    "register_model",
+    "unregister_model",
+]

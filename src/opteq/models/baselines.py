@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opteq.models.blocks.parts import Parts
+from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.blocks.residual import ResidualBlock, normalised_conv
 from opteq.models.checks import flag, number, option, whole, wholes
 from opteq.models.options import Options
@@ -48,7 +48,7 @@ class PooledHead(nn.Module):
     def __init__(self, channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
-        self.linear = nn.Linear(channels, num_classes)
+        self.linear = last_layer(channels, num_classes)
 
     def embed(self, features: Tensor) -> Tensor:
         """The input of the linear layer, ``(B, channels)``."""

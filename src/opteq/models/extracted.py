@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opteq.common.errors import UserError
 from opteq.models.baselines import Bottleneck
-from opteq.models.blocks.parts import Parts, make_injection
+from opteq.models.blocks.parts import Parts, last_layer, make_injection
 from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import flag, number, option, whole, wholes
 from opteq.models.opteq import LayerOptions, make_problem
@@ -85,7 +85,7 @@ class DeepHead(nn.Module):
             channels = width
         self.convolutions = nn.Sequential(*parts)
         self.dropout = nn.Dropout(options.dropout)
-        self.linear = nn.Linear(channels, num_classes)
+        self.linear = last_layer(channels, num_classes)
 
     def embed(self, features: Tensor) -> Tensor:
         """The input of the linear layer, ``(B, F)``."""

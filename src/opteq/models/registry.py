@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -14,7 +16,8 @@ from opteq.common.errors import UserError, needs_extra, unknown_name
 from opteq.models import baselines, extracted, geq, inhibition, mopteq, opteq, pretrained, segmenter
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
-from opteq.models.classifier import Classifier
+from opteq.models.classifier import Classifier, FeatureExtractor
+from opteq.models.custom import Builder, builder_of, options_of
 from opteq.models.options import Options
 from opteq.models.redesigned import PYRAMIDS
 from opteq.models.sketch import sketched
@@ -216,9 +219,46 @@ def _pyramid(base: _Entry, options: Mapping[str, Any]) -> _Entry:
 _MODELS |= {name: _pyramid(_MODELS[base], options) for name, (base, options) in PYRAMIDS.items()}
 
 
-def names() -> list[str]:
-    """The names of all models."""
-    return list(_MODELS)
+def names(filter: str = "*") -> list[str]:
+    """The names of all models, or of those that match ``filter``, a pattern such as ``"geq*"``.
+
+    >>> names("geq-*imagenet")
+    ['geq-6m-imagenet', 'geq-13m-imagenet']
+    """
+    return [name for name in _MODELS if fnmatch(name, filter)]
+
+
+def register_model(name: str, summary: str = "", family: str = "custom") -> Callable[[Builder], Builder]:
+    """A decorator: enter a model of your own under ``name``, for :func:`create`, recipes and :func:`from_pretrained`.
+
+    The function takes ``in_channels`` and ``num_classes`` and returns stem, equilibrium and head. Its other parameters
+    have defaults and are the model's options.
+
+    >>> from torch import nn
+    >>> @register_model("my-linear", summary="a linear classifier")
+    ... def my_linear(in_channels, num_classes, size=8):
+    ...     return nn.Flatten(), nn.Identity(), nn.Linear(in_channels * size**2, num_classes)
+    >>> create("my-linear", num_classes=3, in_channels=1)(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 3])
+    >>> unregister_model("my-linear")
+    """
+    if name in _MODELS:
+        raise UserError(f"there is a model {name!r} already; choose another name, or unregister_model it first")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise UserError(f"a model's name has letters, digits, dots, dashes and underscores; got {name!r}")
+
+    def enter(function: Builder) -> Builder:
+        _MODELS[name] = _Entry(family, builder_of(function), options_of(function), summary or (function.__doc__ or ""))
+        return function
+
+    return enter
+
+
+def unregister_model(name: str) -> None:
+    """Remove a model from the registry."""
+    _entry(name)
+    _parameters.cache_clear()
+    del _MODELS[name]
 
 
 def describe(name: str) -> ModelCard:
@@ -241,17 +281,32 @@ def describe(name: str) -> ModelCard:
         entry.reproduces,
         entry.options.plain(),
         entry.options.explanations(),
-        {part: size / total for part, size in sizes.items()},
+        {part: size / max(total, 1) for part, size in sizes.items()},
     )
 
 
-def create(name: str, num_classes: int = 10, in_channels: int = 3, **options: Any) -> Classifier:
+@overload
+def create(
+    name: str, num_classes: int = ..., in_channels: int = ..., features_only: Literal[False] = ..., **options: Any
+) -> Classifier: ...
+
+
+@overload
+def create(
+    name: str, num_classes: int = ..., in_channels: int = ..., *, features_only: Literal[True], **options: Any
+) -> FeatureExtractor: ...
+
+
+def create(
+    name: str, num_classes: int = 10, in_channels: int = 3, features_only: bool = False, **options: Any
+) -> Classifier | FeatureExtractor:
     """A model by name, freshly initialised.
 
     Args:
         name: one of :func:`names`.
-        num_classes: number of logits.
+        num_classes: number of logits; 0 for a model without its last layer, which returns the features before it.
         in_channels: channels of the images.
+        features_only: return stem and equilibrium alone, a module that gives a list with the features of every branch.
         options: changes of the model's defaults; ``describe(name).options`` lists them.
 
     >>> model = create("mopteq-193k", num_classes=100, diversity=0.0)
@@ -259,7 +314,7 @@ def create(name: str, num_classes: int = 10, in_channels: int = 3, **options: An
     (0.0, 100)
     """
     entry = _entry(name)
-    whole(most=MOST_CLASSES).apply("num_classes", num_classes)
+    whole(0, most=MOST_CLASSES).apply("num_classes", num_classes)
     whole().apply("in_channels", in_channels)
     try:
         chosen = entry.options.changed(options)
@@ -278,7 +333,8 @@ def create(name: str, num_classes: int = 10, in_channels: int = 3, **options: An
         "options": chosen.plain(),
         "extra": {},
     }
-    return entry.make(*parts, config)
+    model = entry.make(*parts, config)
+    return FeatureExtractor(model) if features_only else model
 
 
 def from_pretrained(source: str | Path, model: Classifier | None = None) -> Classifier:
@@ -296,9 +352,9 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
     replaced = config.pop("replaced")
     if model is None:
         if replaced:
-            shown = ", ".join(replaced[:3]) + (", ..." if len(replaced) > 3 else "")
+            parts = ", ".join(part[:100] for part in replaced[:3]) + (", ..." if len(replaced) > 3 else "")
             raise UserError(
-                f"{settings}: {shown} of the model was replaced before it was saved; give a model with the same parts: "
+                f"{settings}: {parts} of the model was replaced before it was saved; give a model with the same parts: "
                 "from_pretrained(folder, model=yours)"
             )
         try:
@@ -315,7 +371,10 @@ def described(config: Mapping[str, Any]) -> Classifier | None:
     """The model that a configuration describes, without memory; None where it describes none."""
     try:
         with sketched():
-            return create(config["name"], config["num_classes"], config["in_channels"], **config["options"])
+            model: Classifier = create(
+                config["name"], config["num_classes"], config["in_channels"], **config["options"]
+            )
+            return model
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.models.blocks.parts import Parts
+from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import option, whole
 from opteq.models.classifier import Classifier
@@ -35,6 +37,22 @@ class Segmenter(Classifier):
         """The input of the last convolution, ``(B, F, h', w')``."""
         return super().features(x)
 
+    @torch.no_grad()
+    def predict(self, image: Any) -> Any:
+        """The class of every pixel of an image, int64 ``(h, w)``; a list of such for a list of images.
+
+        Images are prepared as for a :class:`Classifier`, and keep their size.
+        """
+        from opteq.models.prediction import Preprocessing
+
+        if isinstance(image, list | tuple):
+            return [self.predict(one) for one in image]
+        preprocessing = replace(Preprocessing.of(self.config), size=None)
+        weight = next(self.parameters())
+        pixels = preprocessing.pixels(image)[None].to(weight.device)
+        logits, *_ = self._solved(preprocessing.normalised(pixels).to(weight.dtype))
+        return logits[0].argmax(dim=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SegmenterOptions(ExtractedOptions):
@@ -50,7 +68,7 @@ class PixelHead(nn.Module):
         super().__init__()
         self.convolution = normalised_conv(channels, options.head_width)
         self.dropout = nn.Dropout2d(options.dropout)
-        self.scores = nn.Conv2d(options.head_width, num_classes, 1)
+        self.scores = last_layer(options.head_width, num_classes, pixels=True)
 
     def embed(self, features: Tensor) -> Tensor:
         """The input of the last layer, ``(B, F, h', w')``."""

@@ -44,8 +44,8 @@ class PatchesMap(LinearMap):
             raise wrong_shape("Patches", "(batch, channels, height, width)", v)
         groups, rows, columns = self.grid(v.shape)
         self._channels_last = is_channels_last(v)
-        cut = v.reshape(len(v), groups, self.split, rows, self.patch, columns, self.patch)
-        return cut.permute(0, 1, 3, 5, 2, 4, 6).reshape(len(v), groups, rows, columns, self.split * self.patch**2)
+        cut = v.reshape(v.shape[0], groups, self.split, rows, self.patch, columns, self.patch)
+        return cut.permute(0, 1, 3, 5, 2, 4, 6).reshape(v.shape[0], groups, rows, columns, self.split * self.patch**2)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """Put the patches back together."""

@@ -1,5 +1,6 @@
-"""The HTML report of a run."""
+"""HTML reports: of a run, of several runs side by side, and of single predictions."""
 
+from opteq.report.comparison import compare
 from opteq.report.page import write
 
-__all__ = ["write"]
+__all__ = ["compare", "write"]

@@ -9,41 +9,35 @@ from typing import Any
 
 import torch
 
-from opteq.report.charts.images import heatmap, image_data_url
-from opteq.report.charts.waterfall import terms_table, waterfall
-from opteq.report.examples import Example
+from opteq.report.charts.images import heatmap, image_data_url, signed_map
+from opteq.report.charts.waterfall import style_of, waterfall
+from opteq.report.examples import Example, WhatIf
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.numbers import decimal, percent
+from opteq.report.layer_solve import solve_details
 from opteq.report.run import Run
 from opteq.report.sections import section
 
 
-def cards(examples: Sequence[Example], classes: Sequence[str]) -> Html:
-    """One card per example: prediction, objective term by term, and attention or saliency map."""
-    kind = examples[0].kind
-    views = {
-        "attention": "The second image shows the weight of each patch at the equilibrium.",
-        "saliency": "The second image shows the sensitivity of the predicted class's score to each pixel.",
-    }
-    lead = f"Mistakes first, the most confident ones. {views[kind]}"
-    if examples[0].terms:
-        lead += " The bars show the change of the objective from the initial state to the equilibrium, term by term."
-    for layer, why in examples[0].reasons.items():
-        lead += f" There is no objective for {layer or 'this layer'}: {why}."
+def cards(examples: Sequence[Example], classes: Sequence[str], title: str = "Example images") -> Html:
+    """One card per example: prediction, evidence, counterfactuals and the equilibrium step by step."""
+    first = examples[0]
+    lead = "" if first.label is None else "Mistakes first, the most confident ones. "
+    lead += (
+        "The bars split the difference between the logits of the predicted class and the runner-up over the channels "
+        "or branches that the last layer reads; they add up to it exactly. The colored image splits it over pixels"
+    )
+    exact = first.evidence.affine
+    lead += ", relative to an image of the mean color" + ("." if exact else ", to first order.")
+    for solve in first.solves:
+        if solve.reason is not None:
+            lead += f" There is no objective for {solve.layer or 'this layer'}: {solve.reason}."
     every = tag("div", *(_card(one, classes) for one in examples), class_="cards")
-    return section("images", "Example images", every, lead=lead)
+    return section("images", title, every, lead=lead)
 
 
 def _card(example: Example, classes: Sequence[str]) -> Html:
-    true, predicted = classes[example.label], classes[example.predicted]
-    if example.right:
-        verdict = join(tag("b", predicted), tag("span", "right", class_="verdict right"))
-    else:
-        verdict = join(
-            tag("b", predicted),
-            tag("span", "wrong", class_="verdict wrong"),
-            tag("span", f"it is {true}", class_="aside"),
-        )
+    predicted, rival = classes[example.predicted], classes[example.evidence.rival]
     likely = [
         tag(
             "li",
@@ -54,44 +48,87 @@ def _card(example: Example, classes: Sequence[str]) -> Html:
         )
         for index, share in example.likely
     ]
-    falls = [
-        join(
-            tag("h4", tag("code", layer)) if len(example.terms) > 1 else None,
-            waterfall(start, end, f"{predicted}, {layer or 'the layer'}"),
-            tag("details", tag("summary", "Terms in numbers"), terms_table(start, end)),
-        )
-        for layer, start, end in example.terms
-    ]
+    shares = example.evidence.shares
+    finer = None
+    if example.evidence.channels:
+        bars = waterfall(example.evidence.channels, "together", f"{predicted} against {rival}, strongest channels")
+        finer = tag("details", tag("summary", "Strongest channels"), bars)
     return tag(
         "article",
-        tag("header", verdict),
-        _images(example, true),
+        tag("header", _verdict(example, classes)),
+        tag("p", example.name, class_="aside") if example.name else None,
+        _images(example, classes),
         tag("ol", *likely, class_="likely", aria_label="Most probable classes"),
-        *falls,
+        tag("h4", f"Evidence for {predicted} against {rival}"),
+        waterfall(shares, "difference", f"{predicted} against {rival}"),
+        finer,
+        _what_if(example, classes),
+        *(solve_details(solve, len(example.solves) > 1) for solve in example.solves),
         class_="card",
     )
 
 
-def _images(example: Example, true: str) -> Html:
-    values = example.view[torch.isfinite(example.view)].float()
-    if example.kind == "attention":
-        low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 1.0)
-        caption = f"attention, {decimal(low, 2)} to {decimal(high, 2)}"
-    else:
-        # The 99th percentile is the brightest color, so that single pixels do not darken the others.
-        low, high = 0.0, float(torch.quantile(values, 0.99)) if values.numel() else 1.0
-        caption = "saliency"
-    alternative = f"{example.kind} map"
-    return tag(
-        "div",
+def _verdict(example: Example, classes: Sequence[str]) -> Html:
+    name = tag("b", classes[example.predicted])
+    if example.label is None:
+        return name
+    if example.right:
+        return join(name, tag("span", "right", class_="verdict right"))
+    aside = tag("span", f"it is {classes[example.label]}", class_="aside")
+    return join(name, tag("span", "wrong", class_="verdict wrong"), aside)
+
+
+def _images(example: Example, classes: Sequence[str]) -> Html:
+    shown = "image" if example.label is None else f"test image: {classes[example.label]}"
+    predicted, rival = classes[example.predicted], classes[example.evidence.rival]
+    views = [
+        tag("figure", tag("img", src=image_data_url(example.pixels), alt=shown), tag("figcaption", "image")),
         tag(
             "figure",
-            tag("img", src=image_data_url(example.pixels), alt=f"test image: {true}"),
-            tag("figcaption", "image"),
+            tag("img", src=signed_map(example.evidence.pixels), alt="evidence of every pixel"),
+            tag("figcaption", tag("span", f"for {predicted}", class_="for"), " ", _against(rival)),
         ),
-        tag("figure", tag("img", src=heatmap(example.view, low, high), alt=alternative), tag("figcaption", caption)),
-        class_="views",
+    ]
+    if example.attention is not None:
+        values = example.attention[torch.isfinite(example.attention)].float()
+        low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 1.0)
+        caption = f"attention, {decimal(low, 2)} to {decimal(high, 2)}"
+        image = tag("img", src=heatmap(example.attention, low, high), alt="attention map")
+        views.append(tag("figure", image, tag("figcaption", caption)))
+    return tag("div", *views, class_="views" if len(views) == 2 else "views three")
+
+
+def _against(rival: str) -> Html:
+    return tag("span", f"for {rival}", class_="against")
+
+
+def _what_if(example: Example, classes: Sequence[str]) -> Html | None:
+    """A table of counterfactuals: a row per term, a column per factor."""
+    if not example.what_if:
+        return None
+    factors = sorted({one.factor for one in example.what_if})
+    several = len({one.layer for one in example.what_if}) > 1
+    names = {0.0: "off", 0.5: "half", 2.0: "double"}
+    rows = []
+    for layer, term in dict.fromkeys((one.layer, one.term) for one in example.what_if):
+        found = {one.factor: one for one in example.what_if if (one.layer, one.term) == (layer, term)}
+        label = f"{layer}: {term}" if several else term
+        cells = [_cell(found[factor], example.predicted, classes) for factor in factors if factor in found]
+        rows.append(tag("tr", tag("th", tag("i", class_=f"swatch {style_of(term)}"), " ", label, scope="row"), *cells))
+    heads = (tag("th", names.get(factor, f"{factor:g} times"), scope="col") for factor in factors)
+    head = tag("tr", tag("th", "term", scope="col"), *heads)
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="numbers")
+    note = tag(
+        "p", "The prediction and the same difference of logits, solved again with one term scaled.", class_="note"
     )
+    return tag("details", tag("summary", "Without a term, or with half or twice of it"), table, note)
+
+
+def _cell(answer: WhatIf, predicted: int, classes: Sequence[str]) -> Html:
+    if not answer.converged:
+        return tag("td", "no equilibrium", class_="aside")
+    changed = "against" if answer.predicted != predicted else None
+    return tag("td", tag("span", classes[answer.predicted], class_=changed), f" {decimal(answer.difference)}")
 
 
 def appendix(run: Run) -> Html:

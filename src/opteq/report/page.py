@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from datetime import datetime
-from importlib import resources
 from pathlib import Path
-from string import Template
 
 import torch
-from torch import nn
 
 from opteq.analysis.terms import evaluating
 from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
+from opteq.models import Classifier
 from opteq.problems.certificate import Certificate
 from opteq.report import sections
 from opteq.report.cards import appendix, cards
+from opteq.report.denoising import write_denoising_report
 from opteq.report.examples import Example, explain
 from opteq.report.formula import formulas
+from opteq.report.frame import framed
 from opteq.report.guarantees import guarantees
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.numbers import count, decimal, duration, percent, plural, scientific, short_count
@@ -32,7 +31,7 @@ from opteq.report.segmentation import SegmentationResult, evaluate_segmentation,
 class Findings:
     """Results of the saved model. Each may be missing; the run's notes then say why."""
 
-    model: nn.Module | None = None
+    model: Classifier | None = None
     images: LabelledImages | None = None
     predictions: Predictions | None = None
     examples: list[Example] | None = None
@@ -66,6 +65,8 @@ def write(run_dir: str | Path, seconds: float = 120.0) -> Path:
     """
     folder = Path(run_dir)
     run = read_run(folder)
+    if run.recipe.get("task") == "denoising":
+        return write_denoising_report(folder)
     found = _findings(run, seconds)
     html = render(run, found)
     target = folder / "report.html"
@@ -97,20 +98,8 @@ def render(run: Run, found: Findings) -> str:
         ]
     parts.append(appendix(run))
     notes = tag("ul", *(tag("li", note) for note in run.notes), class_="notes") if run.notes else None
-    here = resources.files("opteq.report") / "web"
-    page = Template(here.joinpath("page.html").read_text(encoding="utf-8"))
-    return page.substitute(
-        title=join(run.name),
-        # The page's style sheet comes last: its rules for small screens override the others.
-        style="\n".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("figures.css", "style.css")),
-        script=here.joinpath("page.js").read_text(encoding="utf-8"),
-        subtitle=_subtitle(run, found),
-        headline=sections.headline(_numbers(run, found)),
-        notes=notes or "",
-        body=join(*parts),
-        colophon=join(
-            f"Written by opteq on {datetime.now().astimezone():%Y-%m-%d at %H:%M}. This page needs no network."
-        ),
+    return framed(
+        run.name, "report of a run", _subtitle(run, found), sections.headline(_numbers(run, found)), notes, join(*parts)
     )
 
 
@@ -153,7 +142,11 @@ def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
     if steps is not None:
         numbers.append(("solver steps", decimal(steps), "per image, on average"))
     if worst is not None:
-        tolerance = f"tolerance {scientific(solves[0].tol, 0)}" if solves else "as recorded"
+        tolerance = "as recorded"
+        if solves:
+            tol = max(one.tol for one in solves)
+            where = "within the tolerance" if worst <= tol else "above the tolerance"
+            tolerance = f"{where} of {scientific(tol, 0)}"
         numbers.append(("worst residual", scientific(worst), tolerance))
     return numbers
 
@@ -198,7 +191,7 @@ def _findings(run: Run, seconds: float) -> Findings:
                 found.maps = evaluate_segmentation(found.model, found.images, seconds)
                 return found
             found.predictions = predict(found.model, found.images, seconds)
-            found.examples = explain(found.model, found.images, found.predictions)
+            found.examples = explain(found.model, found.images, found.predictions, seconds)
     except (ValueError, RuntimeError) as error:  # weights that are not finite, or images of another size
         run.notes.append(f"The model can't be run on the test images: {error}")
     return found

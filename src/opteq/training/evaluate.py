@@ -61,8 +61,9 @@ def evaluate(
         attack_step_size: length of a step; 2.5 attack / attack_steps by default.
 
     Returns:
-        ``test_accuracy`` and ``test_top5`` (0..1), ``test_loss``, ``samples``, ``solver_steps`` (mean), and over all
-        test samples ``worst_residual``, ``mean_residual``, ``converged`` (share) and ``certified`` (the share that
+        ``test_accuracy`` and, with more than five classes, ``test_top5`` (0..1), ``test_loss``, ``samples``,
+        ``solver_steps`` (mean), and over all test samples ``worst_residual``, ``mean_residual``, ``converged``
+        (share) and ``certified`` (the share that
         converged to an equilibrium which is certified, by the weights or at the point, see
         :class:`~opteq.training.certified.CertifiedShare`; None where unknown), with the settings. With an attack
         also ``test_robust_accuracy``, ``test_robust_loss`` and ``attack``, its settings; for data sets with unseen
@@ -72,6 +73,8 @@ def evaluate(
     """
     folder = RunFolder(Path(run))
     recipe = folder.recipe()
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"{folder.path} holds a denoiser: use opteq.training.denoising.evaluate")
     if not (folder.path / "model.safetensors").exists():
         raise UserError(
             f"{folder.path} holds no finished run: continue with `opteq train --resume --out {folder.path}`"
@@ -85,7 +88,9 @@ def evaluate(
     model = models.from_pretrained(folder.path)
     set_solvers(model, tol, max_steps)
     root = recipe.data.root if root is None else root
-    dataset = data.load(recipe.data.name, root=root, cache=recipe.data.cache, image_size=recipe.data.image_size)
+    dataset = data.load(
+        recipe.data.name, root=root, cache=recipe.data.cache, image_size=recipe.data.image_size, test_only=True
+    )
     if dataset.test.dense and pgd is not None:
         raise UserError("--attack: attacks need a classifier of images, and this data set is for segmentation")
     _check_classes(dataset.classes, model.config["extra"].get("classes", dataset.classes))
@@ -127,7 +132,10 @@ class _Evaluation:
         with certified.watching():
             counts = self.counts(dataset.test)
         share = {"certified": certified.share(self.accelerator)}
-        result = {**_figures(counts, dataset.test.dense), **share, **settings}
+        figures = _figures(counts, dataset.test.dense)
+        if len(dataset.classes) <= 5:  # all classes are among the first five
+            figures.pop("test_top5", None)
+        result = {**figures, **share, **settings}
         if dataset.unseen is not None:
             unseen = self.counts(dataset.unseen)
             result |= {"unseen_accuracy": unseen.accuracy, "unseen_loss": unseen.mean_loss}

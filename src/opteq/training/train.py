@@ -114,11 +114,13 @@ def _model(recipe: Recipe, dataset: Dataset, accelerator: Accelerator) -> Classi
         if name in recipe.model.options:
             where = "model.name" if name == "name" else "the data"
             raise UserError(f"model.options.{name} is not an option: its value comes from {where}; remove it")
-    options = {
+    options: dict[str, Any] = {
         name: None if value == "none" and not isinstance(usual.get(name), str) else value
         for name, value in recipe.model.options.items()
     }
-    model = models.create(recipe.model.name, num_classes=len(dataset.classes), in_channels=channels, **options)
+    model: Classifier = models.create(
+        recipe.model.name, num_classes=len(dataset.classes), in_channels=channels, **options
+    )
     model.config["extra"] = {
         **model.config.get("extra", {}),
         "recipe": recipe.name,

@@ -133,7 +133,9 @@ class Trainer:
         }
         if not self.accelerator.is_main_process:
             return None
-        kept = "earlier checkpoints are intact: make room, then continue with --resume"
+        kept = "no checkpoint was saved before: make room, then start again"
+        if self.checkpoints.files():
+            kept = "earlier checkpoints are intact: make room, then continue with --resume"
         with plain_errors("saving a checkpoint", kept):
             return self.checkpoints.save(Checkpoint(self.step, tensors, values))
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -75,45 +75,53 @@ def in_pieces(
 
 def decode_one(path: Path, image_size: int | None) -> Pixels:
     """One image as uint8 ``(3, H, W)``: EXIF orientation applied, RGB, resized to ``image_size`` if given."""
+    image = open_image(path)
+    if image_size is not None:
+        image = resize_and_crop(image, image_size, image_size)
+    pixels: Pixels = np.asarray(image, dtype=np.uint8).transpose(2, 0, 1)
+    return pixels
+
+
+def open_image(source: Path | IO[bytes], name: str | None = None) -> Image:
+    """An image file as RGB, upright. ``name`` is what errors call it; the path by default."""
     with needs_extra("train"):  # imported here: a process that reads the cache never decodes
         from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as file:
+        with Image.open(source) as file:
             # exif_transpose copies the image, so it is called only where an orientation may be stored.
             tells = "exif" in file.info or file.format == "TIFF"
-            image = _to_rgb(ImageOps.exif_transpose(file) if tells else file)
-            if image_size is not None:
-                image = resize_and_crop(image, image_size)
-            pixels: Pixels = np.asarray(image, dtype=np.uint8).transpose(2, 0, 1)
-            return pixels
+            image = to_rgb(ImageOps.exif_transpose(file) if tells else file)
+            image.load()
+            return image
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and others
-        raise UserError(f"{path}: cannot read this image ({reason(error)}); replace or delete it") from error
+        raise UserError(f"{name or source}: cannot read this image ({reason(error)}); replace or delete it") from error
 
 
-def _to_rgb(image: Image) -> Image:
-    """Convert to RGB: grey is repeated, transparency dropped, 16 bits reduced to 8."""
+def to_rgb(image: Image) -> Image:
+    """Convert to RGB: grey is repeated, transparent pixels show white below them, 16 bits are reduced to 8."""
     from PIL import Image
 
-    if image.mode == "RGB":
+    if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion would clip it to white
         return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers")
-    if "transparency" in image.info:
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         image = image.convert("RGBA")
+        # The colors of transparent pixels are arbitrary: without this they would appear in the image.
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")
 
 
-def resize_and_crop(image: Image, size: int) -> Image:
-    """Resize the shorter side to ``size`` (bilinear, antialiased), then crop the centre ``size`` x ``size``."""
+def resize_and_crop(image: Image, height: int, width: int) -> Image:
+    """Resize to cover ``height`` x ``width`` (bilinear, antialiased), then crop the centre of that size."""
     from PIL import Image
 
-    width, height = image.size
-    shorter = min(width, height)
-    if shorter != size:
-        width, height = (max(size, round(side * size / shorter)) for side in (width, height))
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - size) // 2, (height - size) // 2
-    return image.crop((left, top, left + size, top + size))
+    scale = max(height / image.height, width / image.width)
+    if scale != 1:
+        size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+        image = image.resize(size, Image.Resampling.BILINEAR)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))

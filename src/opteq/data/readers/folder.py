@@ -25,18 +25,22 @@ class _Listing:
     labels: tuple[int, ...]
 
 
-def find_folder(root: Path | None, image_size: int | None) -> Found:
-    """List the images under ``root``; they are opened later."""
+def find_folder(root: Path | None, image_size: int | None, test_only: bool = False) -> Found:
+    """List the images under ``root``; they are opened later.
+
+    With ``test_only`` the folder ``train`` may be missing; the first test image of every class then takes its place.
+    """
     if root is None:
         raise UserError(f"data set 'folder' needs root, the folder of images (--set data.root=PATH); {LAYOUT}")
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; {LAYOUT}")
-    if not (root / "train").is_dir():
+    if not (root / "train").is_dir() and not test_only:
         raise UserError(f"{root}: has no folder train; {LAYOUT}")
     held_out = next((name for name in ("test", "val") if (root / name).is_dir()), None)
     if held_out is None:
         raise UserError(f"{root}: has neither a folder test nor val; {LAYOUT}")
-    train, test = _list(root, "train"), _list(root, held_out)
+    test = _list(root, held_out)
+    train = _list(root, "train") if (root / "train").is_dir() else _first_of_each(test)
     for name in sorted(set(train.classes) ^ set(test.classes)):
         has, lacks = ("train", held_out) if name in train.classes else (held_out, "train")
         raise UserError(f"{root / has / name}: {lacks} has no class {name!r}; both need the same class folders")
@@ -61,6 +65,11 @@ def _list(root: Path, split: str) -> _Listing:
         files += [f"{split}/{name}/{image}" for image in images]
         labels += [label] * len(images)
     return _Listing(classes, tuple(files), tuple(labels))
+
+
+def _first_of_each(listing: _Listing) -> _Listing:
+    places = [listing.labels.index(label) for label in range(len(listing.classes))]
+    return _Listing(listing.classes, tuple(listing.files[place] for place in places), tuple(range(len(places))))
 
 
 def visible(name: str) -> bool:

@@ -162,7 +162,7 @@ class Head(nn.Module):
         width = (channels[0] if self.readout == "mean" else sum(channels)) * options.pool**2
         self.hidden = nn.Identity() if options.head_width is None else _hidden(width, options.head_width)
         self.dropout = nn.Dropout(options.dropout)
-        self.linear = nn.Linear(options.head_width or width, num_classes)
+        self.linear = last_layer(options.head_width or width, num_classes)
 
     def embed(self, features: Tensor | tuple[Tensor, ...]) -> Tensor:
         """The input of the linear layer, ``(B, F)``."""
@@ -180,6 +180,31 @@ class Head(nn.Module):
         """Scores, ``(B, num_classes)``."""
         scores: Tensor = self.linear(self.dropout(self.embed(features)))
         return scores
+
+
+class NoClassifier(nn.Identity):
+    """In the place of the last layer of a model without classes: the features pass as they are.
+
+    Args:
+        in_features: their number, for a layer that takes this place later.
+        pixels: whether they are those of every pixel.
+    """
+
+    def __init__(self, in_features: int, pixels: bool = False) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.pixels = pixels
+
+    def extra_repr(self) -> str:
+        """The number of features."""
+        return str(self.in_features)
+
+
+def last_layer(in_features: int, num_classes: int, pixels: bool = False) -> nn.Module:
+    """The linear layer from features to logits, for every pixel a 1x1 convolution; none for no classes."""
+    if num_classes == 0:
+        return NoClassifier(in_features, pixels)
+    return nn.Conv2d(in_features, num_classes, 1) if pixels else nn.Linear(in_features, num_classes)
 
 
 def _hidden(inputs: int, outputs: int) -> nn.Sequential:

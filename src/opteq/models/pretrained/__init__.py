@@ -1,7 +1,8 @@
 """Weights and configuration on disk: two files, ``config.json`` and ``model.safetensors``, that can't run code."""
 
 from opteq.models.pretrained.files import CONFIG, KEYS, WEIGHTS, locate, read_config, save
+from opteq.models.pretrained.hub import push
 from opteq.models.pretrained.structure import replaced
 from opteq.models.pretrained.weights import load
 
-__all__ = ["CONFIG", "KEYS", "WEIGHTS", "load", "locate", "read_config", "replaced", "save"]
+__all__ = ["CONFIG", "KEYS", "WEIGHTS", "load", "locate", "push", "read_config", "replaced", "save"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from opteq.common.errors import UserError
+from opteq.common.errors import UserError, needs_extra
 
 PATIENCE = 5.0
 """Seconds that the hub has to answer."""
@@ -49,3 +52,25 @@ def fetched(repository: str, *names: str) -> tuple[Path, Path]:
             f"the hub: {reason}. Check the name, the network and, for a private model, your token"
         ) from error
     return config, weights
+
+
+def push(save: Callable[[Path], Path], repository: str, token: str | None, private: bool) -> str:
+    """Upload the files that ``save(folder)`` writes to ``owner/name`` on the hub; its address."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", repository):
+        raise UserError(f"a repository on the hub reads owner/name; got {repository!r}")
+    with needs_extra("train"):
+        from huggingface_hub import HfApi
+
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder))
+        try:
+            hub = HfApi(token=token)
+            address = hub.create_repo(repository, private=private, exist_ok=True)
+            hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload a model of opteq")
+        except Exception as error:  # the hub's client has a class for every way to fail
+            said = str(error).strip().splitlines()
+            reason = _why_unreachable() or (said[0] if said else type(error).__name__)
+            raise UserError(
+                f"{repository} could not be uploaded to the hub: {reason}. Check the network and your token"
+            ) from error
+    return str(address)

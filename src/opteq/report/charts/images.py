@@ -41,6 +41,18 @@ def heatmap(values: Tensor, low: float, high: float) -> str:
     return _data_url(((1 - part) * _HEAT[below] + part * _HEAT[below + 1]).mul(255).round().to(torch.uint8))
 
 
+def signed_map(values: Tensor, largest: int = 96) -> str:
+    """A map ``(H, W)`` of signed shares as a data URL: one color above zero, one below, opaque at the strongest."""
+    values = values.nan_to_num(0.0).float().cpu()
+    scale = max(values.shape) / largest
+    if scale > 1:  # areas keep the balance of signs, and a small image a small page
+        height, width = (max(1, round(side / scale)) for side in values.shape)
+        values = torch.nn.functional.adaptive_avg_pool2d(values[None], (height, width))[0]
+    strength = (values.abs() / values.abs().max().clamp(min=1e-30)).sqrt()  # weak shares stay visible
+    colour = torch.where((values >= 0)[..., None], torch.tensor(HIT), torch.tensor(MISS))
+    return _data_url(torch.cat([colour, (255 * strength).round()[..., None]], dim=-1).to(torch.uint8))
+
+
 def class_color(place: int) -> tuple[int, int, int]:
     """The color of class ``place``: hues at multiples of the golden angle, three lightnesses."""
     hue, lightness = place * 0.618034 % 1, (0.55, 0.38, 0.72)[place % 3]

@@ -1,9 +1,10 @@
-"""A waterfall chart: the objective from the start to the equilibrium, term by term."""
+"""A waterfall chart of shares that add up, and the table of an objective's terms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 
 from opteq.report.charts.axes import Axis
 from opteq.report.html.markup import Html, tag, text
@@ -11,7 +12,6 @@ from opteq.report.html.numbers import decimal
 
 _WIDTH, _ROW, _TOP = 360, 30, 6
 _LEFT, _RIGHT = 96, 290
-_SMALL_FALL = 0.2
 
 STYLES = {
     "penalty": "t-penalty",
@@ -34,71 +34,45 @@ def style_of(term: str) -> str:
     return STYLES.get(term, "t-other")
 
 
-def waterfall(start: Mapping[str, float], end: Mapping[str, float], about: str) -> Html:
-    """Bars from the objective at ``start`` through the change of every term to that at ``end``.
-
-    Terms that are zero at both are left out, such as the penalty of relu.
+def waterfall(shares: Mapping[str, float], total: str, about: str) -> Html:
+    """Bars from zero through every share to their sum; positive and negative ones differ in color.
 
     Args:
-        start: the value of every term at the initial state.
-        end: the same at the equilibrium.
+        shares: by name, in the order in which they are shown.
+        total: name of the sum.
         about: description for screen readers.
     """
-    first, last = sum(start.values()), sum(end.values())
-    if not (math.isfinite(first) and math.isfinite(last)):
-        return tag("p", "The objective is not finite here.", class_="note")
-    changes = [(name, end[name] - start[name]) for name in end if start[name] or end[name]]
-    levels = [first]
-    for _, change in changes:
-        levels.append(levels[-1] + change)
-    axis = _axis(levels)
-    rows = [_total("start", first, 0, axis)]
-    for index, (name, change) in enumerate(changes):
+    levels = [0.0, *accumulate(shares.values())]
+    if not all(math.isfinite(level) for level in levels):
+        return tag("p", "The shares are not finite here.", class_="note")
+    low, high = min(levels), max(levels)
+    axis = Axis(low, high if high > low else low + 1.0, _LEFT, _RIGHT)
+    rows = []
+    for index, (name, share) in enumerate(shares.items()):
         ends = sorted((axis(levels[index]), axis(levels[index + 1])))
-        rows.append(_bar(name, change, index + 1, ends[0], ends[1], style_of(name), start[name], end[name]))
-        rows.append(_thread(axis(levels[index]), index))
-    rows.append(_thread(axis(levels[-1]), len(changes)))
-    rows.append(_total("equilibrium", last, len(changes) + 1, axis))
-    zero = axis(0.0)
-    from_zero = axis.low <= 0 <= axis.high
-    height = _TOP * 2 + _ROW * (len(changes) + 2)
-    words = "; ".join(f"{name} changes by {decimal(change)}" for name, change in changes)
+        rows.append(_row(name, _signed(share), index, ends, "for" if share >= 0 else "against"))
+        rows.append(_thread(axis(levels[index + 1]), index))
+    rows.append(_row(total, _signed(levels[-1]), len(shares), sorted((axis(0.0), axis(levels[-1]))), "total"))
+    zero, height = axis(0.0), _TOP * 2 + _ROW * (len(shares) + 1)
+    words = "; ".join(f"{name} {_signed(share)}" for name, share in shares.items())
     return tag(
         "svg",
-        tag("line", x1=zero, x2=zero, y1=_TOP, y2=height - _TOP, class_="zero") if from_zero else None,
+        tag("line", x1=zero, x2=zero, y1=_TOP, y2=height - _TOP, class_="zero"),
         *rows,
         viewBox=f"0 0 {_WIDTH} {height}",
         class_="chart waterfall",
         role="img",
         tabindex="0",
-        aria_label=f"{about}: the objective goes from {decimal(first)} to {decimal(last)}. {words}.",
+        aria_label=f"{about}: {words}; together {_signed(levels[-1])}.",
     )
 
 
-def _axis(levels: list[float]) -> Axis:
-    """An axis from zero, or over the change alone where it would be too small to see."""
-    low, high = min(levels), max(levels)
-    if high - low >= _SMALL_FALL * max(abs(low), abs(high)):
-        low, high = min(0.0, low), max(0.0, high)
-    if high == low:
-        high = low + 1.0
-    return Axis(low, high, _LEFT, _RIGHT)
+def _signed(value: float) -> str:
+    return f"+{decimal(value)}" if value > 0 else decimal(value)
 
 
-def _total(name: str, value: float, row: int, axis: Axis) -> Html:
-    tip = f"Objective at the {name}\n{decimal(value, 4)}"
-    # On an axis without zero a bar has no meaningful length: a mark stands at the value.
-    ends = sorted((axis(0.0), axis(value))) if axis.low <= 0 <= axis.high else [axis(value) - 2, axis(value) + 2]
-    return _row(name, decimal(value, 4 if axis.low > 0 or axis.high < 0 else 3), row, ends[0], ends[1], "total", tip)
-
-
-def _bar(name: str, change: float, row: int, left: float, right: float, style: str, old: float, new: float) -> Html:
-    shown = decimal(change)
-    shown = shown if change <= 0 else f"+{shown}"
-    return _row(name, shown, row, left, right, style, f"{name}: {decimal(old, 4)} → {decimal(new, 4)}\nchange {shown}")
-
-
-def _row(name: str, shown: str, row: int, left: float, right: float, style: str, tip: str) -> Html:
+def _row(name: str, shown: str, row: int, ends: list[float], style: str) -> Html:
+    left, right = ends
     top = _TOP + row * _ROW
     middle = top + _ROW / 2
     return tag(
@@ -108,7 +82,7 @@ def _row(name: str, shown: str, row: int, left: float, right: float, style: str,
         tag("rect", x=left, y=top + 6, width=max(round(right - left, 2), 1.5), height=_ROW - 12, rx=2, class_="bar"),
         tag("text", shown, x=_WIDTH - 2, y=middle, class_="row-value"),
         class_=f"row {style}",
-        data_tip=tip,
+        data_tip=f"{name}\n{shown}",
     )
 
 

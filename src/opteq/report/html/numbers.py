@@ -14,6 +14,14 @@ _SIGNS = (
     (r"\blambda\b", "λ"),
     (r"\bsigma\b", "σ"),
     (r"\balpha\b", "α"),
+    (r"\bbeta\b", "β"),
+    (r"\bphi\b", "φ"),
+    (r"\bpsi\b", "ψ"),
+    (r"\brho\b", "ρ"),
+    (r"\btau\b", "τ"),
+    (r"\bepsilon\b", "ε"),
+    (r"\bhess (?=\w)", "∇²"),
+    (r"\bgrad (?=\w)", "∇"),
     (r"(?<= )- ", "− "),
 )
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -119,7 +127,10 @@ def with_symbols(reason: str) -> str:
 
     >>> with_symbols("L |W|^2 / mu with L = 1 and |W| <= 0.9; mud stays")
     'L |W|² / μ with L = 1 and |W| ≤ 0.9; mud stays.'
+    >>> with_symbols("phi + gamma R is convex, times |I - gamma hess R| <= 2")
+    'φ + γ R is convex, times |I − γ ∇²R| ≤ 2.'
     """
     for plain, sign in _SIGNS:
         reason = re.sub(plain, sign, reason)
-    return f"{reason[:1].upper()}{reason[1:].rstrip('.')}." if reason else ""
+    first = reason[:1].upper() if reason[:1].isascii() else reason[:1]  # a capital Greek letter is another symbol
+    return f"{first}{reason[1:].rstrip('.')}." if reason else ""

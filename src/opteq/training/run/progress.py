@@ -12,6 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from opteq.training.metrics import Metrics
 from opteq.training.run.records import Line
 
+WIDE = 110
+"""Columns in which speed and residual fit beside the bar; narrower terminals would cut the line."""
+
 REFRESH = 0.5
 """Seconds between two updates: each waits for the GPU once."""
 
@@ -40,7 +43,7 @@ class ProgressDisplay:
         if self.shown and self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
+                BarColumn(bar_width=None if self.console.width >= WIDE else 8),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(compact=True),
@@ -75,9 +78,12 @@ class ProgressDisplay:
             speed = "- img/s"
         else:
             speed = f"{(counts.samples - samples) / max(self._updated - began, 1e-9):.0f} img/s"
-        numbers = f"loss {counts.mean_loss:.3f}  acc {counts.accuracy:.1%}  {speed}"
+        numbers = f"loss {counts.mean_loss:.3f}  acc {counts.accuracy:.1%}"
+        if self.console.width >= WIDE:
+            numbers += f"  {speed}"
         if counts.solves:
-            numbers += f"  {counts.mean_steps:.1f} steps  worst {counts.worst:.0e}"
+            numbers += f"  {counts.mean_steps:.1f} steps"
+            numbers += f"  worst {counts.worst:.0e}" if self.console.width >= WIDE else ""
         self._bar.update(self._task, completed=number, numbers=numbers)
 
     def line(self, line: Line) -> None:

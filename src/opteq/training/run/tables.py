@@ -1,4 +1,4 @@
-"""Tables for the terminal: recipes, models, an evaluation."""
+"""Tables for the terminal: recipes, an evaluation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from opteq import models
-from opteq.training.recipe.files import load_recipe, recipes
+from opteq.training.recipe.denoising import DenoisingRecipe
+from opteq.training.recipe.files import load_any_recipe, load_recipe, recipes
 
 
 def recipes_table(width: int) -> Table:
@@ -21,17 +21,11 @@ def recipes_table(width: int) -> Table:
         recipe = load_recipe(name)
         between = (recipe.model.name, recipe.data.name, str(recipe.train.epochs)) if wide else ()
         table.add_row(name, *between, recipe.reproduces)
-    return table
-
-
-def models_table() -> Table:
-    """All models, with the number of parameters for the classes of the published result, or for ten."""
-    table = Table("model", "parameters", "what it is, and what it reproduces", title="Models", row_styles=_ROWS)
-    table.columns[0].no_wrap = True
-    table.columns[1].justify = "right"
-    for name in models.list():
-        card = models.describe(name)
-        table.add_row(name, f"{card.parameters:,}", "; ".join(filter(None, (card.summary, card.reproduces))))
+    for name in recipes(denoising=True):
+        denoiser = load_any_recipe(name)
+        assert isinstance(denoiser, DenoisingRecipe)
+        between = (denoiser.model.name, denoiser.data.name, f"{denoiser.train.steps} steps") if wide else ()
+        table.add_row(name, *between, denoiser.reproduces)
     return table
 
 
@@ -46,7 +40,8 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
         table.add_row("accuracy of pixels", f"{result['test_accuracy']:.2%}")
     else:
         table.add_row("accuracy", f"{result['test_accuracy']:.2%}")
-        table.add_row("top-5 accuracy", f"{result['test_top5']:.2%}")
+        if "test_top5" in result:
+            table.add_row("top-5 accuracy", f"{result['test_top5']:.2%}")
     table.add_row("cross-entropy", f"{result['test_loss']:.4f}")
     if "unseen_accuracy" in result:
         table.add_row("accuracy on unseen sub-classes", f"{result['unseen_accuracy']:.2%}")
@@ -62,6 +57,19 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
     table.add_row("tolerance", tolerance)
     precision = "full" if result["precision"] == "no" else result["precision"]
     table.add_row("precision, device", f"{precision}, {result['device']}")
+    return table
+
+
+def denoising_table(run: str, result: dict[str, Any]) -> Table:
+    """The result of :func:`opteq.training.denoising.evaluate.evaluate`."""
+    names = ("images", "sigma", "noisy, dB", "PSNR, dB", "SSIM", "most steps", f"minimised to {result['tol']:g}")
+    table = Table(*names, title=f"{escape(run)}: {result['parameters']:,} parameters, {result['device']}")
+    for name, levels in result["sets"].items():
+        for sigma, found in levels.items():
+            table.add_row(
+                f"{escape(name)} ({found['images']})", sigma, f"{found['noisy_psnr']:.2f}", f"{found['psnr']:.2f}",
+                f"{found['ssim']:.4f}", str(found["most_steps"]), f"{found['converged']:.0%}",
+            )  # fmt: skip
     return table
 
 

@@ -1,0 +1,171 @@
+"""Counterfactuals: the equilibrium of the same objective with one of its terms scaled or switched off."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from opteq import engine
+from opteq.analysis.terms import equilibrium_inputs, evaluating
+from opteq.common.errors import ConvergenceWarning, UserError, unknown_name
+from opteq.equilibrium import Equilibrium
+from opteq.problems import Problem
+from opteq.problems.branches.side_by_side import BoundParallel
+from opteq.problems.hidden import BoundMap, Hidden
+from opteq.problems.objective import BoundObjective
+from opteq.states import State, inner
+
+_LEAST_STEPS = 100
+"""Solver steps allowed at least: another objective may need more than the one that the solver was chosen for."""
+
+
+class Rescaled(Problem):
+    """A problem with the terms of its objective multiplied by factors; 0 switches a term off.
+
+    The terms are those that ``problem(x).terms(y)`` names, except ``penalty``, which defines the activation. For
+    problems side by side, a name without a number stands for the term of all parts.
+
+    Args:
+        problem: with an objective made of named terms.
+        factors: by the name of the term.
+
+    >>> import opteq
+    >>> W = opteq.operators.Dense(4, 8, bound=0.9)
+    >>> problem = Rescaled(opteq.OptEq(W, nn.Linear(3, 8)), {"coupling": 0.0})
+    >>> state = opteq.Equilibrium(problem).solve(torch.ones(1, 3)).state
+    >>> torch.allclose(state, torch.relu(problem.problem.U(torch.ones(1, 3))), atol=1e-6)
+    True
+    """
+
+    def __init__(self, problem: Problem, factors: Mapping[str, float]) -> None:
+        super().__init__()
+        self.problem = problem
+        self.takes_tuples = problem.takes_tuples  # type: ignore[misc]
+        for name, factor in factors.items():
+            if not math.isfinite(factor):
+                raise UserError(f"the factor of {name} should be a finite number; got {factor!r}")
+        self.factors = dict(factors)
+
+    def bind(self, x: State) -> BoundMap:
+        """The problem with ``x`` bound and its terms scaled."""
+        hidden = self.problem.bind(x)
+        known = scalable_terms(hidden)
+        for name in self.factors:
+            if name not in known:
+                raise unknown_name("term", name, known)
+        return _rescaled(hidden, self.factors)
+
+
+class RescaledHidden(Hidden):
+    """``sum f(y) + q/2 |y|^2 + sum_k s_k g_k(y)``; everything else follows by autograd."""
+
+    def __init__(self, hidden: Hidden, factors: Mapping[str, float]) -> None:
+        self.hidden = hidden
+        self.factors = factors
+        self.penalty = hidden.penalty
+        self.coupled, self.jumps = hidden.coupled, hidden.jumps
+
+    def start(self) -> State:
+        """Where the problem itself begins."""
+        return self.hidden.start()
+
+    def features(self, y: State) -> State:
+        """Those of the problem itself."""
+        return self.hidden.features(y)
+
+    def smooth(self, y: State) -> Tensor:
+        """The scaled terms, and what ``q/2 |y|^2`` differs from ``1/2 |y|^2`` by."""
+        extra = (self.factors.get("quadratic", 1.0) - 1) / 2 * inner(y, y)
+        return torch.stack([extra, *self.smooth_terms(y).values()]).sum(dim=0)
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """The scaled terms."""
+        return {name: self.factors.get(name, 1.0) * term for name, term in self.hidden.smooth_terms(y).items()}
+
+    def terms(self, y: State) -> dict[str, Tensor]:
+        """The scaled objective, term by term."""
+        found = super().terms(y)
+        return {**found, "quadratic": self.factors.get("quadratic", 1.0) * found["quadratic"]}
+
+
+def scalable_terms(hidden: BoundMap) -> list[str]:
+    """The names of the terms that can be scaled; none where the problem is no sum of terms."""
+    if isinstance(hidden, BoundParallel):
+        return list(dict.fromkeys(name for part in hidden.parts for name in scalable_terms(part)))
+    if isinstance(hidden, Hidden) and not isinstance(hidden, BoundObjective):
+        with torch.no_grad():
+            return ["quadratic", *hidden.smooth_terms(hidden.start())]
+    return []
+
+
+def _rescaled(hidden: BoundMap, factors: Mapping[str, float]) -> BoundMap:
+    if isinstance(hidden, BoundParallel):
+        joined = BoundParallel([_rescaled(part, factors) for part in hidden.parts])
+        joined.fusion = hidden.fusion
+        return joined
+    return RescaledHidden(hidden, factors) if isinstance(hidden, Hidden) else hidden
+
+
+@dataclass(frozen=True)
+class Counterfactual:
+    """The model's answer with one term of one layer scaled.
+
+    Attributes:
+        layer: its name in the model.
+        term: the term's name.
+        factor: what it was multiplied by.
+        logits: ``(B, classes)``, the model's output.
+        converged: whether an equilibrium was found, ``(B,)``; there may be none.
+    """
+
+    layer: str
+    term: str
+    factor: float
+    logits: Tensor
+    converged: Tensor
+
+
+@torch.no_grad()
+def counterfactuals(
+    model: nn.Module, x: Tensor, factors: Sequence[float] = (0.0, 0.5, 2.0), seconds: float = math.inf
+) -> list[Counterfactual]:
+    """The model's answers with every term of every equilibrium layer multiplied by each of ``factors``, one at a time.
+
+    Layers whose problem is no sum of terms are left out. The model runs in evaluation mode and is left as it was. After
+    ``seconds`` no further term is begun.
+    """
+    found: list[Counterfactual] = []
+    deadline = time.monotonic() + seconds
+    with evaluating(model):
+        layers = {name: (layer, given) for name, layer, given in equilibrium_inputs(model, x)}
+        for name, (layer, given) in layers.items():
+            for term in scalable_terms(layer.problem(given)):
+                if time.monotonic() >= deadline:
+                    return found
+                for factor in factors:
+                    with rescaled(layer, {term: factor}):
+                        logits = model(x)
+                        assert layer.last is not None
+                        found.append(Counterfactual(name, term, factor, logits, layer.last[0].converged))
+    return found
+
+
+@contextmanager
+def rescaled(layer: Equilibrium, factors: Mapping[str, float]) -> Iterator[None]:
+    """Inside, the terms of a layer's objective are scaled, and it may take more steps."""
+    problem, solver = layer.problem, layer.solver
+    try:
+        layer.problem = Rescaled(problem, factors)
+        layer.solver = replace(solver, max_steps=max(solver.max_steps, _LEAST_STEPS))
+        with engine.off(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            yield
+    finally:
+        layer.problem, layer.solver = problem, solver
