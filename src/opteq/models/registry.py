@@ -15,11 +15,11 @@ import torch
 from opteq.common.errors import UserError, needs_extra, unknown_name
 from opteq.models import baselines, extracted, geq, inhibition, mopteq, opteq, pretrained, segmenter
 from opteq.models.blocks.parts import Parts
+from opteq.models.blocks.redesigned import PYRAMIDS
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier, FeatureExtractor
 from opteq.models.custom import Builder, builder_of, options_of
 from opteq.models.options import Options
-from opteq.models.redesigned import PYRAMIDS
 from opteq.models.sketch import sketched
 
 MOST_PARAMETERS = 2**31
