@@ -50,8 +50,9 @@ def main() -> None:
     for name, number in right.items():
         print(f"{name:>12}: {100 * number / count:.2f} % of {count} test images")
     for name, part in model.named_modules():
-        if isinstance(part, Operator) and part.bound is not None:
-            print(f"{name}: norm {float(part.norm()):.3f}, bound {part.bound:g}{frequencies(part)}")
+        if isinstance(part, Operator):
+            bound = "none" if part.bound is None else f"{part.bound:g}"
+            print(f"{name}: norm {float(part.norm()):.3f}, bound {bound}{frequencies(part)}")
     print(f"the equilibrium differs from the first step by {100 * distance / count:.1f} % of its norm, on average")
 
 
