@@ -13,10 +13,11 @@ from typing import Any, Literal, overload
 import torch
 
 from opteq.common.errors import UserError, needs_extra, unknown_name
-from opteq.models import baselines, extracted, geq, inhibition, mopteq, opteq, pretrained, segmenter
+from opteq.models import extracted, geq, inhibition, mopteq, opteq, pretrained, segmenter
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier, FeatureExtractor
+from opteq.models.comparators import mdeq, mondeq, residual_networks
 from opteq.models.custom import Builder, builder_of, options_of
 from opteq.models.options import Options
 from opteq.models.sketch import sketched
@@ -94,7 +95,15 @@ def _inhibition(summary: str, **options: Any) -> _Entry:
 
 
 def _resnet(summary: str, **options: Any) -> _Entry:
-    return _Entry("baseline", baselines.build_resnet, baselines.ResNetOptions(**options), summary)
+    return _Entry("baseline", residual_networks.build_resnet, residual_networks.ResNetOptions(**options), summary)
+
+
+def _mdeq(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces)
+
+
+def _mondeq(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", mondeq.build, mondeq.MonDEQOptions(**options), summary, reproduces)
 
 
 _FOUR_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001}
@@ -199,6 +208,26 @@ _MODELS: dict[str, _Entry] = {
     "inhibition-0.48m": _inhibition(
         "branches of four scales that inhibit each other, convex for every weight; one convolution as stem",
         channels=64, common=64, hidden=(32, 64, 136, 176), scales=(1, 2, 4, 8), injection_norm="batch", max_steps=60,
+    ),
+    "mdeq-10m": _mdeq(
+        "MDEQ of four scales: a fixed point of residual blocks, without an objective",
+        "MOptEq and GEQ papers, CIFAR-10, MDEQ with 10M parameters",
+        hidden=(32, 64, 128, 256), max_steps=18, dropout=0.3,
+    ),
+    "mdeq-2.5m": _mdeq(
+        "MDEQ of four scales with fewer channels; the paper prints their number of parameters alone",
+        "MOptEq paper, CIFAR-10, MDEQ with 2.53M parameters",
+        hidden=(16, 32, 64, 120), heads=(7, 14, 28, 56), last=584, max_steps=18, dropout=0.3,
+    ),
+    "mondeq-172k": _mondeq(
+        "monDEQ of one circular convolution: a fixed point for every weight, without an objective",
+        "OptEq paper, CIFAR-10, single-convolution monotone DEQ, 172k parameters",
+        hidden=(81,),
+    ),
+    "mondeq-854k": _mondeq(
+        "monDEQ of one circular convolution with more channels",
+        "MOptEq paper, CIFAR-10, single-tier monDEQ, 854k parameters",
+        hidden=(200,),
     ),
     "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 images, 11.17M parameters"),
     "resnet50-cifar": _resnet(

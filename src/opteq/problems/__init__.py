@@ -15,6 +15,7 @@ from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.inhibition import Inhibition
 from opteq.problems.linearisation import Structure
+from opteq.problems.monotone import MonDEQ
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
 from opteq.problems.splitting import Splitting
@@ -33,6 +34,7 @@ __all__ = [
     "Inhibited",
     "Inhibition",
     "MOptEq",
+    "MonDEQ",
     "Objective",
     "OptEq",
     "POptEq",
