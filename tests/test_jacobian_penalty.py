@@ -1,4 +1,4 @@
-"""The Jacobian penalty of training, against dense Jacobians."""
+"""Training beyond the contraction bound: the Jacobian penalty against dense Jacobians, and bounds that grow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import opteq
 from opteq import models
 from opteq import operators as op
 from opteq.common.errors import UserError
+from opteq.training.optim.bounds import GrowingBounds
 from opteq.training.optim.jacobian import squared_jacobian
 from opteq.training.optim.losses import Loss, cross_entropy
-from opteq.training.recipe.sections import LossSection
+from opteq.training.recipe.sections import LossSection, TrainSection
 from oracles import dense_jacobian
 
 
@@ -84,3 +85,30 @@ def test_models_without_an_equilibrium_are_refused() -> None:
     explicit = models.create("mopteq-193k", channels=3, hidden=[4, 4], scales=[1, 2], feedback="explicit")
     with pytest.raises(UserError, match="fixed number of steps"):
         Loss(LossSection(), 0.0, explicit, jacobian=1.0)
+
+
+def test_bounds_grow_to_the_models_own() -> None:
+    model = models.create("mopteq-193k", channels=3, hidden=[4, 4], scales=[1, 2], bound=2.0)
+    branches = model.equilibrium.problem.each()
+    bounds = GrowingBounds(model, TrainSection(epochs=9, batch_size=4, bound_start=0.8, bound_epochs=4))
+    seen = []
+    for epoch in (0, 1, 2, 4, 8):
+        bounds.set(epoch)
+        seen.append(branches[0].W.bound)
+        for branch in branches:
+            branch.W.weight.data.mul_(10)
+            assert float(branch.W.norm()) <= seen[-1] * (1 + 1e-6)
+    assert seen == pytest.approx([0.8, 1.1, 1.4, 2.0, 2.0])
+    none = GrowingBounds(model, TrainSection(epochs=9, batch_size=4))
+    none.set(0)
+    assert branches[0].W.bound == 2.0
+
+
+def test_bounds_that_can_not_grow_are_refused() -> None:
+    options = TrainSection(epochs=9, batch_size=4, bound_start=1.2, bound_epochs=4)
+    with pytest.raises(UserError, match="should be at most the bound of the model's operators"):
+        GrowingBounds(models.create("opteq-digits"), options)
+    with pytest.raises(ValueError, match="go together"):
+        TrainSection(epochs=9, batch_size=4, bound_start=1.2)
+    with pytest.raises(ValueError, match="should be below epochs"):
+        TrainSection(epochs=9, batch_size=4, bound_start=1.2, bound_epochs=9)

@@ -140,8 +140,19 @@ class SolvingOptions(Options):
     regularizer: str = option("none", one_of(REGULARIZERS), "a prior on features, in the objective or in SAM")
     regularizer_weight: float = option(0.01, number(), "its weight in the objective, or its step in SAM")
 
+    sam_polish: int | None = option(
+        None, optional(whole(0, most=10**6)), "plain steps at the end of SAM; none for half of max_steps"
+    )
+    sam_eta: float = option(0.5, number(0, 1), "scale of SAM's schedules")
+    sam_rho: float = option(0.33, number(0, 1), "decay of SAM's share of steps on the regularizer")
+    sam_c: float = option(0.33, number(0, 1), "decay of SAM's shrinkage; sam_rho + 2 sam_c should be below 1")
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.solver != "sam":
+            for name in ("sam_polish", "sam_eta", "sam_rho", "sam_c"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise UserError(f"{name} has no effect with solver={self.solver!r}; it belongs to solver='sam'")
         for name in ("weight_kernel", "injection_kernel"):
             if getattr(self, name) % 2 == 0:
                 raise UserError(f"{name} should be odd, so that an image keeps its size; got {getattr(self, name)}")
@@ -190,9 +201,16 @@ class SolvingOptions(Options):
             )
         if self.damping is not None:
             raise UserError("damping has no effect with solver='sam'")
-        # The last steps are plain ones, so that the result is close to an equilibrium.
+        # By default the last steps are plain ones, so that the result is close to an equilibrium.
         return SAM(
-            tol=tol, max_steps=steps, regularizer=prior, gamma=self.regularizer_weight, eta=0.5, polish=steps // 2
+            tol=tol,
+            max_steps=steps,
+            regularizer=prior,
+            gamma=self.regularizer_weight,
+            eta=self.sam_eta,
+            rho=self.sam_rho,
+            c=self.sam_c,
+            polish=steps // 2 if self.sam_polish is None else self.sam_polish,
         )
 
     def _gradient(self) -> Gradient:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from opteq.models.classifier import Classifier, FeatureExtractor
 from opteq.models.comparators import mdeq, mondeq, residual_networks
 from opteq.models.custom import Builder, builder_of, options_of
 from opteq.models.options import Options
+from opteq.models.redesigned import PYRAMIDS
 from opteq.models.sketch import sketched
 
 MOST_PARAMETERS = 2**31
@@ -40,6 +41,7 @@ class ModelCard:
         reproduces: the published result; empty where there is none.
         options: all options with their defaults.
         explanations: one line about each option.
+        shares: the shares of the parameters in stem, equilibrium and head.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ModelCard:
     reproduces: str
     options: Mapping[str, Any]
     explanations: Mapping[str, str]
+    shares: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def _mondeq(summary: str, reproduces: str, **options: Any) -> _Entry:
     return _Entry("baseline", mondeq.build, mondeq.MonDEQOptions(**options), summary, reproduces)
 
 
-_FOUR_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001}
+# Smoothing of the size of the products that D is made of: much more of it and D would hardly act.
+_FOUR_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001, "smoothing": 0.01}
 _SIX_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 4, 8, 8), "bound": 1.2, "injection_norm": "batch"}
 
 _MODELS: dict[str, _Entry] = {
@@ -150,7 +154,7 @@ _MODELS: dict[str, _Entry] = {
     "mopteq-193k": _mopteq(
         "MOptEq of three branches of one size",
         "MOptEq paper, CIFAR-10, single view, 193k parameters (perturbation=0.1 for the row with it)",
-        channels=32, hidden=(108, 112, 112), scales=(1, 1, 1), diversity=0.01, smoothing=10.0,
+        channels=32, hidden=(108, 112, 112), scales=(1, 1, 1), diversity=0.01, smoothing=1.0,
     ),
     "popteq-193k": _popteq(
         "three OptEq branches of one size without ties; fusion='conv' is the row with 276k parameters",
@@ -236,6 +240,14 @@ _MODELS: dict[str, _Entry] = {
 }  # fmt: skip
 
 
+def _pyramid(base: _Entry, options: Mapping[str, Any]) -> _Entry:
+    summary = f"redesigned: {base.summary}; behind a pyramid of residual blocks, where most of the parameters are"
+    return replace(base, options=base.options.changed(options), summary=summary, reproduces="")
+
+
+_MODELS |= {name: _pyramid(_MODELS[base], options) for name, (base, options) in PYRAMIDS.items()}
+
+
 def names(filter: str = "*") -> list[str]:
     """The names of all models, or of those that match ``filter``, a pattern such as ``"geq*"``.
 
@@ -286,9 +298,11 @@ def describe(name: str) -> ModelCard:
     ('mopteq', [1, 2, 4, 8])
     """
     entry = _entry(name)
+    sizes = _parameters(name)
+    total = sum(sizes.values())
     return ModelCard(
         name,
-        _parameters(name),
+        total,
         entry.classes,
         entry.family,
         issubclass(entry.make, segmenter.Segmenter),
@@ -296,6 +310,7 @@ def describe(name: str) -> ModelCard:
         entry.reproduces,
         entry.options.plain(),
         entry.options.explanations(),
+        {part: size / total for part, size in sizes.items()},
     )
 
 
@@ -400,9 +415,11 @@ def _check_size(parts: Parts) -> None:
 
 
 @cache
-def _parameters(name: str) -> int:
+def _parameters(name: str) -> dict[str, int]:
     with sketched():  # counting costs no memory and draws nothing at random
-        return sum(parameter.numel() for parameter in create(name, _entry(name).classes).parameters())
+        model = create(name, _entry(name).classes)
+        parts = {"stem": model.stem, "equilibrium": model.equilibrium, "head": model.head}
+        return {part: sum(weight.numel() for weight in module.parameters()) for part, module in parts.items()}
 
 
 def _entry(name: str) -> _Entry:

@@ -224,11 +224,15 @@ def _attack(
 
 
 def set_solvers(model: nn.Module, tol: float | None, max_steps: int | None) -> None:
-    """Set tolerance and maximal number of steps of every equilibrium layer; None leaves them unchanged."""
+    """Set tolerance and maximal number of steps of every equilibrium layer; None leaves them unchanged.
+
+    A model without feedback is a feed-forward network, which neither of them would leave what it is: it stays as it is.
+    """
+    config = getattr(model, "config", {})
+    if config.get("options", {}).get("feedback", "equilibrium") != "equilibrium":
+        return
     for _, layer in equilibria(model):
         changes: dict[str, Any] = {}
-        if layer.solver.tol == 0 and isinstance(layer.gradient, Unrolled) and max_steps is None:
-            continue  # a feed-forward network of that many steps, which no tolerance makes another one
         if tol is not None:
             changes["tol"] = tol
             changes["max_steps"] = max(layer.solver.max_steps, MAX_STEPS)

@@ -45,7 +45,8 @@ class Loss:
       the objective and in SAM are options of the models.) ``features`` is the input of the last linear layer. Where R
       depends on the whole batch (decorrelation, hsic), it is computed per micro-batch;
     - ``augmented * sum over neighbours of (lambda D - H)`` over the branches of the equilibrium: the augmented loss
-      that the MOptEq paper trains POptEq with, its sign corrected (the printed one rewards what it should penalise);
+      that the MOptEq paper trains POptEq with, its sign corrected (the printed one rewards what it should penalise).
+      Features have length 1 in it unless ``normalised = false``, where longer features lower it without end;
     - ``jacobian * |J|_F^2 / n``, estimated by one random vector a batch: it keeps equilibria easy to find where no
       bound on the weights does (see :func:`~opteq.training.optim.jacobian.squared_jacobian`).
 
@@ -96,7 +97,8 @@ class Loss:
             total = total + self.options.weight * scale * values.sum()
         if self.options.augmented:
             assert self.branches is not None
-            term = augmented_loss(self.branches, self.options.diversity, self.options.smoothing)
+            options = self.options
+            term = augmented_loss(self.branches, options.diversity, options.smoothing, options.normalised)
             total = total + self.options.augmented * len(logits) * term
         if self._penalty is not None:
             total = total + self.jacobian * self._penalty.take()
