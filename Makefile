@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all gpu lint format bench clean
+.PHONY: demo test test-all gpu lint format bench docs clean
 
 # Trains a classifier on the digits of the package and writes a report; a second call resumes where the first stopped.
 demo: $(VENV)/.demo
@@ -33,12 +33,18 @@ format: $(VENV)/.test
 bench: $(VENV)/.bench
 	PYTHONPATH=benchmarks $(BIN)/python -m opteq_bench $(BENCH)
 
+# The site goes to build/site; it is built, and read, without a network.
+docs: $(VENV)/.docs
+	$(BIN)/python docs/site/pictures.py
+	$(BIN)/mkdocs build --strict
+
 $(VENV)/.demo: EXTRAS := all
 $(VENV)/.test: EXTRAS := test
 $(VENV)/.bench: EXTRAS := bench
+$(VENV)/.docs: EXTRAS := docs
 # The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries. Nothing is
 # compiled ahead: most files of most packages are never imported.
-$(VENV)/.demo $(VENV)/.test $(VENV)/.bench: pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.docs: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(PIP) torch
