@@ -91,7 +91,7 @@ def test_the_core_is_three_packages() -> None:
 
 
 def test_all_is_every_extra_of_the_program() -> None:
-    assert PYPROJECT["optional-dependencies"]["all"] == ["opteq[train,cli,report]"]
+    assert PYPROJECT["optional-dependencies"]["all"] == ["opteq[train,cli,report,play]"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
