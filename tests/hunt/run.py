@@ -25,7 +25,7 @@ KINDS = {"problems": 10, "gradients": 3, "certificates": 2, "files": 3, "recipes
 PATHS = ("plain", "engine")
 _BOTH = ("problems", "gradients", "certificates")
 _SECONDS = 120
-"""What a single case may take."""
+"""What a single case may compute: of the processor's time, since other processes may have the machine too."""
 _UNCHECKED = ("unsolved", "at a kink", "ill-conditioned", "unrolled", "one step", "skipped")
 """What becomes of cases about which the oracle has nothing to say."""
 _APART = 10**7
@@ -58,8 +58,10 @@ class Case:
         # The same draw on both paths, so that one can be compared with the other.
         captured = self.path == "engine" and self.device.startswith("cuda")
         draw = Draw(f"{self.kind}/{self.seed}/{self.number}", self.device, calls=3 if captured else 1)
+        # Imports are not limited: one that is broken off leaves a broken module. torch.func imports this one.
+        importlib.import_module("torch._dynamo")
+        hunt = importlib.import_module(f"hunt.{self.kind}").hunt
         with opteq.engine.off() if self.path == "plain" else nullcontext(), _limited(_SECONDS):
-            hunt = importlib.import_module(f"hunt.{self.kind}").hunt
             return str(hunt(draw))
 
     def failure(self) -> tuple[str, str | None]:
@@ -187,13 +189,13 @@ def _limited(seconds: int) -> Iterator[None]:
         raise FailureError(f"took more than {seconds} s")
 
     try:
-        before = signal.signal(signal.SIGALRM, late)
+        before = signal.signal(signal.SIGPROF, late)
     except (AttributeError, ValueError):  # a system without it, or not in the main thread
         yield
         return
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
