@@ -7,12 +7,14 @@ import json
 import os
 import platform
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -159,6 +161,11 @@ def work(seed: int, worker: int, device: str, minutes: float, kinds: list[str], 
             break
     under_way.unlink()
     return failures
+
+
+def exit_with_work(*options: Any) -> None:
+    """The same in a process of its own, whose exit status is 1 where something failed."""
+    sys.exit(int(work(*options) > 0))
 
 
 def total(folder: Path) -> str:
