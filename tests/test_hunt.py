@@ -150,3 +150,11 @@ def test_a_failure_is_reported_with_what_reproduces_it(
 def test_trainings_survive_kills(tmp_path: Path) -> None:
     assert main(["--kills", "3", "--folder", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "kills-seed0.json").read_text())["kills"] >= 3
+
+
+@pytest.mark.slow
+def test_two_processes_have_cases_of_their_own(tmp_path: Path) -> None:
+    options = ["--processes", "2", "--minutes", "0.01", "--kinds", "recipes", "--folder", str(tmp_path)]
+    assert main(options) == 0
+    numbers = {json.loads(path.read_text())["next"]["recipes/plain"] // 10**7 for path in tmp_path.glob("*.json")}
+    assert numbers == {0, 1}
