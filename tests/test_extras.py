@@ -108,6 +108,26 @@ def test_the_library_runs_without_extras() -> None:
     assert said["main"] == "2 opteq: this needs typer, which is not installed: pip install 'opteq[cli]'\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_play_and_export_name_their_extras() -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(["starlette", "uvicorn", "onnx", "onnxruntime", "onnxscript"]))
+import torch, opteq.models
+from opteq.inference.export import export
+from opteq.common.errors import MissingExtraError
+model = opteq.models.create("opteq-digits", in_channels=1, channels=2, hidden=[2])
+for action in (lambda: __import__("opteq.play"), lambda: export(model, "m.onnx", "onnx", 2, (1, 8, 8))):
+    try:
+        action()
+    except MissingExtraError as error:
+        print(error)
+"""
+    said = fresh_process.run({"blocked": code})["blocked"].splitlines()
+    assert said[0].endswith("pip install 'opteq[play]'")
+    assert said[1].endswith("pip install 'opteq[export]'")
+
+
 def test_a_module_of_our_own_that_is_missing_is_no_extra() -> None:
     with pytest.raises(ModuleNotFoundError), needs_extra("train"):
         import opteq.no_such_module  # type: ignore[import-not-found]  # noqa: F401

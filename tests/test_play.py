@@ -33,6 +33,7 @@ from starlette.testclient import TestClient
 
 from opteq.play import app as serving
 from opteq.play.app import make_app, open_session
+from opteq.play.classifier import ClassifierSession
 from opteq.play.command import bound_socket
 
 HOSTILE = "<script>alert(1)</script>"
@@ -223,6 +224,28 @@ def test_a_denoiser_shows_before_and_after(tmp_path: Path) -> None:
     assert found["before"] != found["after"]
     wrong = client.post("/api/solve", json={"image": photo, "sigma": -1})
     assert "sigma should lie in" in wrong.json()["error"]
+
+
+BRANCHES: dict[str, Any] = {"channels": 4, "hidden": [4, 6], "scales": [1, 2], "bound": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "terms"),
+    [
+        ("opteq-162k", {"channels": 4, "hidden": [5, 6, 5], "injected": [1]}, []),  # it minimises nothing
+        ("mopteq-193k", {**BRANCHES, "diversity": 0.01}, ["quadratic", "input", "heritage", "diversity"]),
+        ("popteq-193k", BRANCHES, ["quadratic", "coupling", "input"]),
+        ("geq-5m", {**BRANCHES, "patch": 2, "split": 2, "projection": 3, "stem_depth": 0}, ["quadratic", "gaussian"]),
+    ],
+)
+def test_every_family_is_shown(name: str, options: dict[str, Any], terms: list[str]) -> None:
+    torch.manual_seed(0)
+    session = ClassifierSession(models.create(name, num_classes=3, **options), name)
+    assert session.describe()["terms"] == terms
+    found = session.answer(Image.new("RGB", (32, 32), (200, 30, 90)), factors=dict.fromkeys(terms[-1:], 0.5))
+    json.dumps(found, allow_nan=False)
+    assert found["steps"][-1]["residual"] < found["steps"][0]["residual"]
+    assert (found["steps"][0]["terms"] is None) == (not terms)
 
 
 def test_models_without_an_equilibrium_are_shown_without_steps(tmp_path: Path) -> None:
