@@ -310,7 +310,7 @@ def describe(name: str) -> ModelCard:
         entry.reproduces,
         entry.options.plain(),
         entry.options.explanations(),
-        {part: size / total for part, size in sizes.items()},
+        {part: size / max(total, 1) for part, size in sizes.items()},
     )
 
 
