@@ -13,14 +13,15 @@ from typing import Any, Literal, overload
 import torch
 
 from opteq.common.errors import UserError, needs_extra, unknown_name
-from opteq.models import extracted, geq, inhibition, mopteq, opteq, pretrained, segmenter
+from opteq.models import pretrained, segmenter
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier, FeatureExtractor
 from opteq.models.comparators import mdeq, mondeq, residual_networks
 from opteq.models.custom import Builder, builder_of, options_of
+from opteq.models.families import extracted, geq, inhibition, mopteq, opteq
+from opteq.models.families.redesigned import PYRAMIDS
 from opteq.models.options import Options
-from opteq.models.redesigned import PYRAMIDS
 from opteq.models.sketch import sketched
 
 MOST_PARAMETERS = 2**31
