@@ -17,7 +17,7 @@ from opteq.models import pretrained, segmenter
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier, FeatureExtractor
-from opteq.models.comparators import mdeq, mondeq, residual_networks
+from opteq.models.comparators import mdeq, mondeq, neural_ode, residual_networks
 from opteq.models.custom import Builder, builder_of, options_of
 from opteq.models.families import extracted, geq, inhibition, mopteq, opteq
 from opteq.models.families.redesigned import PYRAMIDS
@@ -104,6 +104,10 @@ def _resnet(summary: str, **options: Any) -> _Entry:
 
 def _mdeq(summary: str, reproduces: str, **options: Any) -> _Entry:
     return _Entry("baseline", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces)
+
+
+def _neural_ode(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", neural_ode.build, neural_ode.NeuralODEOptions(**options), summary, reproduces)
 
 
 def _mondeq(summary: str, reproduces: str, **options: Any) -> _Entry:
@@ -233,6 +237,15 @@ _MODELS: dict[str, _Entry] = {
         "monDEQ of one circular convolution with more channels",
         "MOptEq paper, CIFAR-10, single-tier monDEQ, 854k parameters",
         hidden=(200,),
+    ),
+    "neural-ode-172k": _neural_ode(
+        "neural ODE on the image itself, for images of 32x32",
+        "OptEq and MOptEq papers, CIFAR-10, Neural ODE, 172k parameters",
+    ),
+    "augmented-neural-ode-172k": _neural_ode(
+        "neural ODE with ten channels of zeros beside those of the image, for images of 32x32",
+        "OptEq and MOptEq papers, CIFAR-10, Aug. Neural ODE, 172k parameters",
+        filters=64, augment=10,
     ),
     "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 images, 11.17M parameters"),
     "resnet50-cifar": _resnet(
