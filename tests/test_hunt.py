@@ -129,7 +129,9 @@ def test_a_hunt_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureF
         (path,) = tmp_path.glob("*.json")
         counted.append(json.loads(path.read_text())["next"]["recipes/plain"])
     assert counted[1] > counted[0] > 0
+    (tmp_path / "kills-seed3.json").write_text(json.dumps({"kills": 4, "runs": 2, "different": 0}))
     assert f"recipes: {counted[1]}, {counted[1]} of them checked\n" in total(tmp_path)
+    assert "kills: 4 in 2 trainings, 0 with other bytes" in total(tmp_path)
     assert main(["--seed", "3/recipes/plain/0"]) == 0
     assert "3/recipes/plain/0: " in capsys.readouterr().out
 

@@ -170,7 +170,7 @@ def exit_with_work(*options: Any) -> None:
 
 def total(folder: Path) -> str:
     """The counts of all workers in ``folder``, as text."""
-    tallies = [Tally(**json.loads(path.read_text())) for path in sorted(folder.glob("*-seed*.json"))]
+    tallies = [Tally(**json.loads(path.read_text())) for path in sorted(folder.glob("*-worker*.json"))]
     sums: dict[str, dict[str, int]] = {}
     for tally in tallies:
         for key, counts in tally.seen.items():
@@ -185,6 +185,9 @@ def total(folder: Path) -> str:
         lines += [f"  {kind}: {run}, {checked} of them checked"] if run else []
     for key, counts in sorted(sums.items()):
         lines.append(f"  {key}: " + ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())))
+    for path in sorted(folder.glob("kills-*.json")):
+        found = json.loads(path.read_text())
+        lines.append(f"  kills: {found['kills']} in {found['runs']} trainings, {found['different']} with other bytes")
     return "\n".join(lines + [f"  failed: make hunt SEED={name}" for tally in tallies for name in tally.failed])
 
 
