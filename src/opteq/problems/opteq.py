@@ -66,7 +66,9 @@ class OptEq(Problem):
 
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""
-        return BoundOptEq(self, Block(unhooked(self.W, "W").prepare(), inject(self.U, x), self.penalty, self.mu))
+        return BoundOptEq(
+            self, Block(unhooked(self.W, "W").prepare(), inject(self.U, x, self.W), self.penalty, self.mu)
+        )
 
     def known_contraction(self) -> bool:
         """Whether the bound on W alone, whatever the weights, makes a step contract."""
