@@ -166,4 +166,4 @@ def test_a_neural_ode_against_small_steps_of_runge_kutta() -> None:
     torch.testing.assert_close(found, h, rtol=1e-3, atol=1e-4)
     gradients = [torch.autograd.grad(out.square().sum(), [x, field.middle.weight]) for out in (found, h)]
     for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()

@@ -261,3 +261,48 @@ def test_a_solver_on_features_cannot_look_through_the_read_out() -> None:
     problem = opteq.DeepOptEq.from_feedforward(mlp(1))
     with pytest.raises(ValueError, match="can't look through the read-out"):
         opteq.Equilibrium(problem, opteq.SAM(regularizer=opteq.regularizers.Ridge()))(inputs(1))
+
+
+def conv_network(activation: nn.Module, *kernels: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    channels, parts = [2, 3, 5, 4, 3][: len(kernels)], []
+    for index, (size, kernel) in enumerate(zip([*channels[1:], 2], kernels, strict=True)):
+        parts += [nn.Conv2d(channels[index], size, kernel, padding=kernel // 2, bias=index != 1), activation]
+    return nn.Sequential(*parts[:-1]).double()
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh(), nn.Sigmoid()], ids=lambda module: type(module).__name__)
+@pytest.mark.parametrize("kernels", [(3, 3), (3, 1, 5), (1, 3, 3, 3)], ids=str)
+def test_convolutional_networks_are_deep_opteqs(kernels: tuple[int, ...], activation: nn.Module) -> None:
+    """Lemma 1 and 2 with convolutions: equal at the borders, too, and reached in one sweep."""
+    network = conv_network(activation, *kernels)
+    problem = opteq.DeepOptEq.from_feedforward(network)
+    x = torch.randn(2, 2, 6, 5, dtype=torch.float64)
+    layer = opteq.Equilibrium(problem, opteq.Picard(tol=1e-12, max_steps=3))
+    solution = layer.solve(x)
+    assert bool(solution.converged.all())
+    torch.testing.assert_close(solution.features, network(x), rtol=1e-9, atol=1e-9)
+    assert int(solution.steps.max()) <= 2
+
+
+def test_convolutions_can_be_scaled_to_proxes() -> None:
+    network = conv_network(nn.ReLU(), 3, 3, 3)
+    problem = opteq.DeepOptEq.from_feedforward(network, nonexpansive=True)
+    assert all(float(branch.W.norm()) <= 1 + 1e-6 for branch in problem.branches)
+    x = torch.randn(2, 2, 6, 5, dtype=torch.float64)
+    found = opteq.Equilibrium(problem, opteq.Picard(tol=1e-13, max_steps=3))(x)
+    torch.testing.assert_close(found, network(x), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("network", "options", "message"),
+    [
+        (lambda: conv_network(nn.ReLU(), 3, 3), {"alpha": 0.5}, "with alpha=1; got alpha=0.5"),
+        (lambda: conv_network(nn.Tanh(), 3, 3), {"nonexpansive": True}, "ReLU, LeakyReLU and Identity do"),
+        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 1, 3)), {}, "keeps the size of images"),
+        (lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Linear(2, 1)), {}, "Conv2d, activation"),
+    ],
+)
+def test_convolutions_that_have_no_such_form_are_refused(network, options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        opteq.DeepOptEq.from_feedforward(network(), **options)

@@ -16,7 +16,7 @@ from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import Branch, check_injection, check_operator, inject, unknown_norm
 from opteq.problems.branches.common import check_branches, views
-from opteq.problems.branches.common_space import CommonSpaceMap, prepare_common, squared_norm
+from opteq.problems.branches.common_space import CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.objective import BoundObjective
@@ -32,8 +32,9 @@ class Inhibition(Problem):
     equilibrium, its Jacobian is symmetric, and conjugate gradients solve the backward system. In the form of all hidden
     problems ``g = 1/2 |A'y|^2 - (1 - m)/2 |y|^2 - <U x + b, y>``.
 
-    The step is the proximal gradient step of the whole objective, of length ``t = 1 / (m + |A|^2)``; accelerated
-    (:class:`~opteq.FISTA`) by default. The features are y and not ``A'y``, for ``A'y`` is what is suppressed.
+    The step is the proximal gradient step of the whole objective, of length ``t = 1 / (m + |A|^2)`` with ``|A|``
+    measured by a few Lanczos steps when an input is bound; accelerated (:class:`~opteq.FISTA`) by default. The features
+    are y and not ``A'y``, for ``A'y`` is what is suppressed.
 
     With branches, ``A'y = sum_i S_i' A_i' y_i``: all of them meet in one common space, of the size of the largest state
     (see :class:`~opteq.problems.branches.common_space.CommonSpaceMap`), and inhibit each other across scales.
@@ -95,8 +96,9 @@ class Inhibition(Problem):
             injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
         operators = self.operators()
         injections = in_working_precision(injections)
-        curvature = self.m + squared_norm(operators, blocks(injections)[0])
-        return BoundInhibition(self.penalty, injections, prepare_common(operators, injections), self.m, curvature)
+        common = prepare_common(operators, injections)
+        curvature = self.m + measured_square(common, injections)
+        return BoundInhibition(self.penalty, injections, common, self.m, curvature)
 
     def default_solver(self) -> FISTA:
         """Accelerated proximal gradient steps."""

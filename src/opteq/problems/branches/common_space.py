@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from opteq.operators import Conv2d, Dense, LinearMap, Operator, kernel_norm, resample, unhooked
-from opteq.states import State, blocks
+from opteq.solvers.linear.lanczos import largest_magnitude
+from opteq.states import Layout, State, blocks, map_state
 
 Sizes = tuple[tuple[int, int], ...]
 
@@ -67,6 +68,20 @@ def prepare_common(operators: Sequence[Operator], injections: State) -> CommonSp
             raise ValueError(f"the states of all branches should divide the largest one, {largest}; got {list(sizes)}")
     maps = [unhooked(A, "A").prepare() for A in operators]
     return CommonSpaceMap(maps, sizes, not isinstance(injections, tuple))
+
+
+@torch.no_grad()
+def measured_square(A: CommonSpaceMap, state: State) -> Tensor:
+    """``|A|^2`` for states like ``state``, a scalar, from Lanczos steps on one image: 10 % above what they find.
+
+    That is closer than any bound by the parts' norms, whose sum is up to L times too large. A proximal gradient step
+    contracts for lengths below ``2 / (m + |A|^2)``, so an estimate that is a little too small does no harm.
+    """
+    one = map_state(lambda part: part.new_zeros(1, *part.shape[1:]), state)
+    layout = Layout.of(one)
+    found = largest_magnitude(lambda rows: layout.pack(A(A.adjoint(layout.unpack(rows)))), layout.pack(one))
+    usable = torch.isfinite(found)
+    return 1.1 * torch.where(usable, found, 1.0)[0]
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opteq.operators import Operator, unhooked
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import check_operator
-from opteq.problems.branches.common_space import prepare_common, squared_norm
+from opteq.problems.branches.common_space import measured_square, prepare_common, squared_norm
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden
@@ -87,8 +87,8 @@ class Inhibited(Problem):
             raise ValueError(
                 f"the state has {len(blocks(start))} tensors, so A should be as many; got {len(operators)}"
             )
-        curvature = self.m + squared_norm(operators, blocks(start)[0]) + self._steepest(rest)
         common = prepare_common(operators, start)
+        curvature = self.m + measured_square(common, start) + self._steepest(rest)
         return BoundInhibition(rest.penalty, start, common, self.m, curvature, rest, self._known_convexity())
 
     def default_solver(self) -> FISTA:

@@ -17,6 +17,7 @@ from opteq.problems.base import Problem
 from opteq.problems.branches.branch import Branch, check_positive, inject, unknown_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.deep.block import Block, half_square
+from opteq.problems.deep.convolutional import by_conv_slots
 from opteq.problems.deep.feedforward import by_gram, by_slots, read_mlp
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.linearisation import Linearisation
@@ -191,7 +192,8 @@ class DeepOptEq(Problem):
         """A Deep OptEq whose features equal the outputs of a feed-forward network.
 
         Args:
-            mlp: linear layers with one activation between them, e.g. Linear, ReLU, Linear.
+            mlp: linear layers with one activation between them, e.g. Linear, ReLU, Linear; or convolutions of stride 1
+                that keep the size of images, e.g. Conv2d, ReLU, Conv2d, with alpha 1.
             alpha: 1 gives a chain with a leading zero layer that cuts the loop, reached in one sweep (Lemmas 1 and 2,
                 corrected). Below 1 the hidden layers appear twice, so that their feedback cancels exactly, each time
                 behind as many zero layers as make a sweep contract: the smaller alpha, the more. Either way there is
@@ -206,8 +208,13 @@ class DeepOptEq(Problem):
         >>> torch.allclose(layer(x), mlp(x), rtol=0, atol=1e-9)
         True
         """
-        network = read_mlp(mlp)
         (alpha_value,) = _alphas(alpha, 1)
+        if isinstance(mlp, nn.Sequential) and len(mlp) and isinstance(mlp[0], nn.Conv2d):
+            if alpha_value != 1:
+                raise ValueError(f"convolutions are written as Deep OptEq with alpha=1; got alpha={alpha}")
+            convolutions, read, activation = by_conv_slots(mlp, nonexpansive)
+            return cls(convolutions, alpha_value, activation, readout=read)
+        network = read_mlp(mlp)
         if alpha_value == 1:
             layers, readout = by_slots(network, nonexpansive)
         elif nonexpansive:

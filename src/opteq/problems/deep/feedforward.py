@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -62,16 +63,22 @@ def read_mlp(mlp: nn.Sequential) -> FeedForward:
     if len(modules) < 3 or len(modules) % 2 == 0 or not all(isinstance(m, nn.Linear) for m in linears):
         kinds = ", ".join(type(m).__name__ for m in modules)
         raise ValueError(f"from_feedforward takes Linear, activation, ..., Linear; got {kinds}")
-    shared = {_penalty(module) for module in activations}
-    if len(shared) > 1:
-        raise ValueError(f"all activations should be the same; got {sorted(map(str, shared))}")
+    activation = activation_of(activations)
     weights = [m.weight.detach() for m in linears if isinstance(m, nn.Linear)]
     biases = [
         m.bias.detach() if m.bias is not None else m.weight.new_zeros(m.out_features)
         for m in linears
         if isinstance(m, nn.Linear)
     ]
-    return FeedForward(weights[:-1], biases[:-1], weights[-1], biases[-1], shared.pop())
+    return FeedForward(weights[:-1], biases[:-1], weights[-1], biases[-1], activation)
+
+
+def activation_of(modules: Sequence[nn.Module]) -> Penalty:
+    """The penalty that belongs to all of them."""
+    shared = {_penalty(module) for module in modules}
+    if len(shared) > 1:
+        raise ValueError(f"all activations should be the same; got {sorted(map(str, shared))}")
+    return shared.pop()
 
 
 def by_slots(network: FeedForward, nonexpansive: bool) -> tuple[Layers, nn.Linear]:
@@ -168,12 +175,17 @@ def _penalty(module: nn.Module) -> Penalty:
     return penalties.get(name)
 
 
-def _shrink(matrices: list[Tensor], activation: Penalty) -> float:
+def check_homogeneous(activation: Penalty) -> None:
+    """Raise unless ``sigma(s t) = s sigma(t)`` for positive s."""
     if not isinstance(activation, _HOMOGENEOUS):
         raise ValueError(
             f"nonexpansive=True scales the layers, which {type(activation).__name__} does not allow; "
             "ReLU, LeakyReLU and Identity do"
         )
+
+
+def _shrink(matrices: list[Tensor], activation: Penalty) -> float:
+    check_homogeneous(activation)
     return max(1.0, *(float(torch.linalg.matrix_norm(W, 2)) for W in matrices))
 
 
