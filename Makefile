@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all gpu lint format bench hunt clean
+.PHONY: demo test test-all gpu lint format bench hunt docs clean
 
 # Trains a classifier on the digits of the package and writes a report; a second call resumes where the first stopped.
 demo: $(VENV)/.demo
@@ -40,12 +40,18 @@ SEED ?= 0
 hunt: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m hunt --minutes $(MINUTES) --seed $(SEED) $(HUNT)
 
+# The site goes to build/site; it is built, and read, without a network.
+docs: $(VENV)/.docs
+	$(BIN)/python docs/site/pictures.py
+	$(BIN)/mkdocs build --strict
+
 $(VENV)/.demo: EXTRAS := all
 $(VENV)/.test: EXTRAS := test
 $(VENV)/.bench: EXTRAS := bench
+$(VENV)/.docs: EXTRAS := docs
 # The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries. Nothing is
 # compiled ahead: most files of most packages are never imported.
-$(VENV)/.demo $(VENV)/.test $(VENV)/.bench: pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.docs: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(PIP) torch

@@ -5,6 +5,7 @@ A block whose first line is ``# not run`` is only compiled.
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -39,6 +40,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_site_names_every_page() -> None:
+    """Pages of the documentation are in the navigation, and the reference names objects that exist."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r"[\w/-]+\.md", text)) == pages
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            module, _, last = name.rpartition(".")
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError:
+                assert hasattr(importlib.import_module(module), last), name
 
 
 def test_the_runner_finds_code() -> None:

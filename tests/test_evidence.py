@@ -135,6 +135,13 @@ def test_a_rescaled_objective_is_minimised(factors: dict[str, float]) -> None:
     torch.testing.assert_close(state, y, rtol=1e-8, atol=1e-9)
 
 
+def test_plain_steps_converge_with_a_larger_quadratic_term() -> None:
+    torch.manual_seed(0)
+    problem = opteq.OptEq(op.Dense(4, 6, bound=0.9), nn.Linear(3, 6))
+    layer = opteq.Equilibrium(Rescaled(problem, {"quadratic": 4.0}), opteq.Picard(tol=1e-5, max_steps=100))
+    assert bool(layer.solve(torch.randn(3, 3)).converged.all())
+
+
 def test_factors_of_one_change_nothing() -> None:
     model, x = make("mopteq-193k", **BRANCHES, diversity=0.01), images()
     with torch.no_grad():

@@ -91,7 +91,7 @@ def test_the_core_is_three_packages() -> None:
 
 
 def test_all_is_every_extra_of_the_program() -> None:
-    assert PYPROJECT["optional-dependencies"]["all"] == ["opteq[train,cli,report]"]
+    assert PYPROJECT["optional-dependencies"]["all"] == ["opteq[train,cli,report,play]"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -106,6 +106,26 @@ def test_the_library_runs_without_extras() -> None:
     assert said["augment"] == "this needs kornia, which is not installed: pip install 'opteq[train]'"
     assert re.fullmatch(r"this needs \w+, which is not installed: pip install 'opteq\[train\]'", said["train"])
     assert said["main"] == "2 opteq: this needs typer, which is not installed: pip install 'opteq[cli]'\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_play_and_export_name_their_extras() -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(["starlette", "uvicorn", "onnx", "onnxruntime", "onnxscript"]))
+import torch, opteq.models
+from opteq.inference.export import export
+from opteq.common.errors import MissingExtraError
+model = opteq.models.create("opteq-digits", in_channels=1, channels=2, hidden=[2])
+for action in (lambda: __import__("opteq.play"), lambda: export(model, "m.onnx", "onnx", 2, (1, 8, 8))):
+    try:
+        action()
+    except MissingExtraError as error:
+        print(error)
+"""
+    said = fresh_process.run({"blocked": code})["blocked"].splitlines()
+    assert said[0].endswith("pip install 'opteq[play]'")
+    assert said[1].endswith("pip install 'opteq[export]'")
 
 
 def test_a_module_of_our_own_that_is_missing_is_no_extra() -> None:

@@ -129,7 +129,9 @@ def test_a_hunt_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureF
         (path,) = tmp_path.glob("*.json")
         counted.append(json.loads(path.read_text())["next"]["recipes/plain"])
     assert counted[1] > counted[0] > 0
+    (tmp_path / "kills-seed3.json").write_text(json.dumps({"kills": 4, "runs": 2, "different": 0}))
     assert f"recipes: {counted[1]}, {counted[1]} of them checked\n" in total(tmp_path)
+    assert "kills: 4 in 2 trainings, 0 with other bytes" in total(tmp_path)
     assert main(["--seed", "3/recipes/plain/0"]) == 0
     assert "3/recipes/plain/0: " in capsys.readouterr().out
 
@@ -150,3 +152,11 @@ def test_a_failure_is_reported_with_what_reproduces_it(
 def test_trainings_survive_kills(tmp_path: Path) -> None:
     assert main(["--kills", "3", "--folder", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "kills-seed0.json").read_text())["kills"] >= 3
+
+
+@pytest.mark.slow
+def test_two_processes_have_cases_of_their_own(tmp_path: Path) -> None:
+    options = ["--processes", "2", "--minutes", "0.01", "--kinds", "recipes", "--folder", str(tmp_path)]
+    assert main(options) == 0
+    numbers = {json.loads(path.read_text())["next"]["recipes/plain"] // 10**7 for path in tmp_path.glob("*.json")}
+    assert numbers == {0, 1}

@@ -31,6 +31,7 @@ FLOORS: list[set[str]] = [
     {"training", "analysis"},
     {"report", "restore"},
     {"inference"},
+    {"play"},
     {"opteq", "api"},  # the front door: it hands out what the floors below have
     {"cli"},
     {"__main__"},

@@ -17,7 +17,7 @@ from opteq import operators as op
 from opteq.common.errors import UserError
 from opteq.models import Classifier, Segmenter
 from opteq.models.blocks.parts import Head
-from opteq.models.extracted import SeparableInjection
+from opteq.models.families.extracted import SeparableInjection
 from opteq.models.registry import sketched
 
 SIZES = {  # the printed numbers that the names stand for

@@ -14,6 +14,7 @@ from torch import nn
 
 import opteq
 from cli_cases import call, no_page, refused, root, train  # noqa: F401
+from opteq import operators as op
 from opteq.report.html.numbers import with_symbols
 from opteq.training import load_recipe
 from opteq.training.metrics import Metrics
@@ -48,6 +49,20 @@ def test_parts_are_checked_when_they_are_assigned(name: str, value: object, word
         setattr(made, name, value)
     made.solver = opteq.Picard()
     assert isinstance(made.solver, opteq.Picard)
+
+
+@pytest.mark.parametrize(
+    ("problem", "x", "words"),
+    [
+        (opteq.OptEq(op.Dense(4, 8), nn.Linear(3, 6)), torch.randn(2, 3), "8 entries"),
+        (opteq.OptEq(op.Conv2d(4, 8, 3), nn.Conv2d(3, 6, 1)), torch.randn(2, 3, 5, 5), "8 channels"),
+        (opteq.DeepOptEq([(op.Dense(4, 8), nn.Linear(3, 6))]), torch.randn(2, 3), "8 entries"),
+        (opteq.MOptEq([opteq.Branch(op.Dense(4, 8), nn.Linear(3, 6))]), torch.randn(2, 3), "8 entries"),
+    ],
+)
+def test_an_injection_of_the_wrong_width_is_named(problem: opteq.problems.Problem, x: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"U x \+ b should have {words}, as many as the output of W; it has 6"):
+        problem(x)
 
 
 def test_a_changed_recipe_does_not_claim_the_result() -> None:

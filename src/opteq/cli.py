@@ -157,6 +157,19 @@ def export(
 
 
 @app.command()
+def play(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run, a saved model or a denoiser.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8000,
+    browser: Annotated[bool, typer.Option(metavar=" ", help="Open the page in a browser.")] = True,
+) -> None:
+    """Try a model on a local web page: draw or drop an image, watch the solver, scale terms."""
+    with one_line_errors():
+        from opteq.play import command
+
+        command.command(run, port, browser, _console())
+
+
+@app.command()
 def restore(
     image: Annotated[Path, typer.Argument(metavar="IN", help="The image to restore, grey or colour.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the restored image goes.")],

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from hunt.run import KINDS, PATHS, Case, total, work
+from hunt.run import KINDS, PATHS, Case, exit_with_work, total, work
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +35,9 @@ def _hunt(given: argparse.Namespace) -> int:
         return int(work(seed, 0, *options) > 0)
     # Fresh processes: CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_worked, args=(seed, number, *options)) for number in range(given.processes)]
+    workers = [
+        context.Process(target=exit_with_work, args=(seed, number, *options)) for number in range(given.processes)
+    ]
     for worker in workers:
         worker.start()
         time.sleep(0.1)
@@ -44,10 +46,6 @@ def _hunt(given: argparse.Namespace) -> int:
         if worker.exitcode not in (0, 1):
             print(f"worker {number} died ({worker.exitcode}); its case is in worker{number}.case in {given.folder}")
     return int(any(worker.exitcode for worker in workers))
-
-
-def _worked(*options: object) -> None:
-    sys.exit(int(work(*options) > 0))  # type: ignore[arg-type]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,12 +7,14 @@ import json
 import os
 import platform
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +27,7 @@ KINDS = {"problems": 10, "gradients": 3, "certificates": 2, "files": 3, "recipes
 PATHS = ("plain", "engine")
 _BOTH = ("problems", "gradients", "certificates")
 _SECONDS = 120
-"""What a single case may take."""
+"""What a single case may compute: of the processor's time, since other processes may have the machine too."""
 _UNCHECKED = ("unsolved", "at a kink", "ill-conditioned", "unrolled", "one step", "skipped")
 """What becomes of cases about which the oracle has nothing to say."""
 _APART = 10**7
@@ -58,8 +60,10 @@ class Case:
         # The same draw on both paths, so that one can be compared with the other.
         captured = self.path == "engine" and self.device.startswith("cuda")
         draw = Draw(f"{self.kind}/{self.seed}/{self.number}", self.device, calls=3 if captured else 1)
+        # Imports are not limited: one that is broken off leaves a broken module. torch.func imports this one.
+        importlib.import_module("torch._dynamo")
+        hunt = importlib.import_module(f"hunt.{self.kind}").hunt
         with opteq.engine.off() if self.path == "plain" else nullcontext(), _limited(_SECONDS):
-            hunt = importlib.import_module(f"hunt.{self.kind}").hunt
             return str(hunt(draw))
 
     def failure(self) -> tuple[str, str | None]:
@@ -159,9 +163,14 @@ def work(seed: int, worker: int, device: str, minutes: float, kinds: list[str], 
     return failures
 
 
+def exit_with_work(*options: Any) -> None:
+    """The same in a process of its own, whose exit status is 1 where something failed."""
+    sys.exit(int(work(*options) > 0))
+
+
 def total(folder: Path) -> str:
     """The counts of all workers in ``folder``, as text."""
-    tallies = [Tally(**json.loads(path.read_text())) for path in sorted(folder.glob("*-seed*.json"))]
+    tallies = [Tally(**json.loads(path.read_text())) for path in sorted(folder.glob("*-worker*.json"))]
     sums: dict[str, dict[str, int]] = {}
     for tally in tallies:
         for key, counts in tally.seen.items():
@@ -176,6 +185,9 @@ def total(folder: Path) -> str:
         lines += [f"  {kind}: {run}, {checked} of them checked"] if run else []
     for key, counts in sorted(sums.items()):
         lines.append(f"  {key}: " + ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())))
+    for path in sorted(folder.glob("kills-*.json")):
+        found = json.loads(path.read_text())
+        lines.append(f"  kills: {found['kills']} in {found['runs']} trainings, {found['different']} with other bytes")
     return "\n".join(lines + [f"  failed: make hunt SEED={name}" for tally in tallies for name in tally.failed])
 
 
@@ -187,13 +199,13 @@ def _limited(seconds: int) -> Iterator[None]:
         raise FailureError(f"took more than {seconds} s")
 
     try:
-        before = signal.signal(signal.SIGALRM, late)
+        before = signal.signal(signal.SIGPROF, late)
     except (AttributeError, ValueError):  # a system without it, or not in the main thread
         yield
         return
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -71,6 +71,8 @@ class RescaledHidden(Hidden):
         self.factors = factors
         self.penalty = hidden.penalty
         self.coupled, self.jumps = hidden.coupled, hidden.jumps
+        # q/2 |y|^2 adds the slope 1 - q to a step, so that plain steps overshoot for q above 1.
+        self.damping = hidden.damping / max(1.0, factors.get("quadratic", 1.0))
 
     def start(self) -> State:
         """Where the problem itself begins."""

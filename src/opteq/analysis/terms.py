@@ -110,12 +110,13 @@ def _layer_terms(name: str, layer: Equilibrium, given: State) -> LayerTerms:
     hidden = layer.problem(given)
     state = layer.solve(given).state
     try:
-        return LayerTerms(name, _terms(hidden, hidden.start()), _terms(hidden, state))
+        return LayerTerms(name, state_terms(hidden, hidden.start()), state_terms(hidden, state))
     except (ValueError, NotImplementedError, ConvergenceError) as error:  # there is no objective
         return LayerTerms(name, {}, {}, str(error))
 
 
-def _terms(hidden: BoundMap, state: State) -> dict[str, Tensor]:
+def state_terms(hidden: BoundMap, state: State) -> dict[str, Tensor]:
+    """The terms of the objective at ``state``, each ``(B,)``; an error where there is none."""
     if isinstance(hidden, Hidden | BoundParallel):
         return hidden.terms(state)
     objective = getattr(hidden, "objective", None)

@@ -13,12 +13,14 @@ from typing import Any, Literal, overload
 import torch
 
 from opteq.common.errors import UserError, needs_extra, unknown_name
-from opteq.models import baselines, extracted, geq, inhibition, mopteq, opteq, pretrained, segmenter
+from opteq.models import pretrained, segmenter
 from opteq.models.blocks.parts import Parts
-from opteq.models.blocks.redesigned import PYRAMIDS
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier, FeatureExtractor
+from opteq.models.comparators import mdeq, mondeq, neural_ode, residual_networks
 from opteq.models.custom import Builder, builder_of, options_of
+from opteq.models.families import extracted, geq, inhibition, mopteq, opteq
+from opteq.models.families.redesigned import PYRAMIDS
 from opteq.models.options import Options
 from opteq.models.sketch import sketched
 
@@ -97,7 +99,19 @@ def _inhibition(summary: str, **options: Any) -> _Entry:
 
 
 def _resnet(summary: str, **options: Any) -> _Entry:
-    return _Entry("baseline", baselines.build_resnet, baselines.ResNetOptions(**options), summary)
+    return _Entry("baseline", residual_networks.build_resnet, residual_networks.ResNetOptions(**options), summary)
+
+
+def _mdeq(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces)
+
+
+def _neural_ode(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", neural_ode.build, neural_ode.NeuralODEOptions(**options), summary, reproduces)
+
+
+def _mondeq(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", mondeq.build, mondeq.MonDEQOptions(**options), summary, reproduces)
 
 
 # Smoothing of the size of the products that D is made of: much more of it and D would hardly act.
@@ -203,6 +217,35 @@ _MODELS: dict[str, _Entry] = {
     "inhibition-0.48m": _inhibition(
         "branches of four scales that inhibit each other, convex for every weight; one convolution as stem",
         channels=64, common=64, hidden=(32, 64, 136, 176), scales=(1, 2, 4, 8), injection_norm="batch", max_steps=60,
+    ),
+    "mdeq-10m": _mdeq(
+        "MDEQ of four scales: a fixed point of residual blocks, without an objective",
+        "MOptEq and GEQ papers, CIFAR-10, MDEQ with 10M parameters",
+        hidden=(32, 64, 128, 256), max_steps=18, dropout=0.3,
+    ),
+    "mdeq-2.5m": _mdeq(
+        "MDEQ of four scales with fewer channels; the paper prints their number of parameters alone",
+        "MOptEq paper, CIFAR-10, MDEQ with 2.53M parameters",
+        hidden=(16, 32, 64, 120), heads=(7, 14, 28, 56), last=584, max_steps=18, dropout=0.3,
+    ),
+    "mondeq-172k": _mondeq(
+        "monDEQ of one circular convolution: a fixed point for every weight, without an objective",
+        "OptEq paper, CIFAR-10, single-convolution monotone DEQ, 172k parameters",
+        hidden=(81,),
+    ),
+    "mondeq-854k": _mondeq(
+        "monDEQ of one circular convolution with more channels",
+        "MOptEq paper, CIFAR-10, single-tier monDEQ, 854k parameters",
+        hidden=(200,),
+    ),
+    "neural-ode-172k": _neural_ode(
+        "neural ODE on the image itself, for images of 32x32",
+        "OptEq and MOptEq papers, CIFAR-10, Neural ODE, 172k parameters",
+    ),
+    "augmented-neural-ode-172k": _neural_ode(
+        "neural ODE with ten channels of zeros beside those of the image, for images of 32x32",
+        "OptEq and MOptEq papers, CIFAR-10, Aug. Neural ODE, 172k parameters",
+        filters=64, augment=10,
     ),
     "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 images, 11.17M parameters"),
     "resnet50-cifar": _resnet(

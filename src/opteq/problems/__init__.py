@@ -1,6 +1,5 @@
 """Hidden problems: what a network minimises."""
 
-from opteq.problems.affine import AffineOptEq
 from opteq.problems.base import HiddenProblem, Problem
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.fusion import AverageBranches
@@ -15,9 +14,11 @@ from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.inhibition import Inhibition
 from opteq.problems.linearisation import Structure
+from opteq.problems.monotone import MonDEQ
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
-from opteq.problems.splitting import Splitting
+from opteq.problems.variants.affine import AffineOptEq
+from opteq.problems.variants.splitting import Splitting
 
 __all__ = [
     "GEQ",
@@ -33,6 +34,7 @@ __all__ = [
     "Inhibited",
     "Inhibition",
     "MOptEq",
+    "MonDEQ",
     "Objective",
     "OptEq",
     "POptEq",

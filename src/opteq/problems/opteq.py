@@ -36,7 +36,7 @@ class OptEq(Problem):
         mu: divides the coupling; ``mu >= L |W|^2`` makes the step a prox (Theorem 1).
         regularizer: a smooth R on the features; the objective gains ``mu gamma R(z)``, so that the features minimise
             ``phi + gamma R`` (Theorem 4). A non-smooth R enters as its envelope,
-            ``regularizers.Envelope(R, gamma)``, or exactly, by :class:`~opteq.problems.splitting.Splitting`.
+            ``regularizers.Envelope(R, gamma)``, or exactly, by :class:`~opteq.problems.variants.splitting.Splitting`.
         gamma: weight of the regulariser.
 
     >>> import torch, opteq
@@ -66,7 +66,9 @@ class OptEq(Problem):
 
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""
-        return BoundOptEq(self, Block(unhooked(self.W, "W").prepare(), inject(self.U, x), self.penalty, self.mu))
+        return BoundOptEq(
+            self, Block(unhooked(self.W, "W").prepare(), inject(self.U, x, self.W), self.penalty, self.mu)
+        )
 
     def known_contraction(self) -> bool:
         """Whether the bound on W alone, whatever the weights, makes a step contract."""

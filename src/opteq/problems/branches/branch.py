@@ -61,8 +61,8 @@ def check_positive(name: str, value: float) -> float:
     return float(value)
 
 
-def inject(U: nn.Module | None, x: Tensor) -> Tensor:
-    """``U x + b``, with an error that shows the input's shape."""
+def inject(U: nn.Module | None, x: Tensor, W: Operator | None = None) -> Tensor:
+    """``U x + b``, with an error that shows the input's shape; as wide as the output of ``W`` where that is known."""
     try:
         injected = x if U is None else U(x)
     except RuntimeError as error:
@@ -73,4 +73,16 @@ def inject(U: nn.Module | None, x: Tensor) -> Tensor:
         raise ValueError(
             f"the input has no batch dimension; its shape is {tuple(x.shape)}. Give x[None] for one sample"
         )
+    if W is not None:
+        _check_width(injected, W)
     return injected
+
+
+def _check_width(injected: Tensor, W: Operator) -> None:
+    for name, dim, kind in (("out_channels", 1, "channels"), ("out_features", -1, "entries")):
+        wanted = getattr(W, name, None)
+        if isinstance(wanted, int) and injected.shape[dim] != wanted:
+            raise ValueError(
+                f"U x + b should have {wanted} {kind}, as many as the output of W; it has {injected.shape[dim]} (shape "
+                f"{tuple(injected.shape)})"
+            )

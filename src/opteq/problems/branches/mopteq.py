@@ -102,7 +102,7 @@ class MOptEq(Problem):
         inputs = views(x, [branch.scale for branch in branches])
         maps = [unhooked(branch.W, "W of a branch").prepare() for branch in branches]
         if not (self.perturbation and self.training and len(branches) > 1):
-            injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
+            injections = tuple(inject(branch.U, part, branch.W) for branch, part in zip(branches, inputs, strict=True))
             return BoundMOptEq(self, maps, injections)
         chain = PerturbationChain(branches, inputs, self.perturbation)
         directions = chain.directions(self._settled(maps, chain))

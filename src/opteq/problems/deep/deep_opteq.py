@@ -115,7 +115,7 @@ class DeepOptEq(Problem):
         """Every ``U x + b`` and bounded W, computed once."""
         blocks = []
         for branch in self.branches:
-            c = inject(branch.U, x) if branch.U is not None else x.new_zeros(())
+            c = inject(branch.U, x, branch.W) if branch.U is not None else x.new_zeros(())
             blocks.append(Block(unhooked(branch.W, "W of a layer").prepare(), c, self.penalty, self.mu))
         bound = BoundDeepOptEq(blocks, self.alphas, self.readout, self.regularizer, self.gamma)
         if self.first == "input":

@@ -1,0 +1,92 @@
+"""What the page shows of a denoiser: the image before and after, and how its energy was minimised."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opteq.common.errors import UserError
+from opteq.models.denoiser import Denoiser
+from opteq.models.prediction import ImageLike, Preprocessing
+from opteq.play.classifier import finite
+from opteq.report.charts.images import image_data_url
+from opteq.restore import Damage, restore
+
+LARGEST = 256
+"""Longer side in pixels of images on the page; larger ones are made smaller."""
+
+
+class DenoiserSession:
+    """A denoiser behind the page.
+
+    Args:
+        model: on the CPU.
+        name: of its folder.
+    """
+
+    def __init__(self, model: Denoiser, name: str) -> None:
+        self.model = model.eval()
+        self.name = name
+        self._lock = Lock()
+
+    def describe(self) -> dict[str, Any]:
+        """What the page needs to know before an image is given."""
+        return {"kind": "denoiser", "name": self.name, "model": "denoiser", "size": [64, 64], "terms": ["prior"]}
+
+    def answer(
+        self,
+        image: ImageLike,
+        sigma: float = 25.0,
+        strength: float = 1.0,
+        tol: float = 1e-4,
+        add_noise: bool = True,
+    ) -> Any:
+        """The denoised image with the residual, for JSON.
+
+        Args:
+            image: any image.
+            sigma: standard deviation of the noise, of 255.
+            strength: factor of the prior.
+            tol: relative residual of the solve.
+            add_noise: add noise of that level first, always the same.
+        """
+        for name, value, low, high in (
+            ("sigma", sigma, 0, 100), ("strength", strength, 0.01, 100), ("tol", tol, 1e-8, 0.1),
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise UserError(f"{name} should lie in [{low:g}, {high:g}]; got {value!r}")
+        clean = _small(image)
+        noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)) * sigma / 255
+        given = (clean + noise if add_noise else clean).clamp(0, 1)
+        with self._lock:
+            result = restore(given, self.model, Damage(sigma), strength, tol)
+        error = (result.image - clean).square().mean().clamp_min(1e-12)
+        return finite({
+            "before": image_data_url(_bytes(given), LARGEST),
+            "after": image_data_url(_bytes(result.image), LARGEST),
+            "residual": result.residual,
+            "steps": result.steps,
+            "minimised": result.minimised == 1,
+            "psnr": float(-10 * error.log10()) if add_noise else None,
+        })  # fmt: skip
+
+
+def _small(image: ImageLike) -> Tensor:
+    """``(c, h, w)`` in [0, 1], grey where all channels agree, at most :data:`LARGEST` pixels on its longer side."""
+    pixels = Preprocessing(3, None, (0.0,) * 3, (1.0,) * 3, ()).pixels(image).float() / 255
+    scale = max(pixels.shape[1:]) / LARGEST
+    if scale > 1:
+        size = tuple(max(8, round(side / scale)) for side in pixels.shape[1:])
+        pixels = torch.nn.functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
+    if min(pixels.shape[1:]) < 8:
+        raise UserError(f"the image should have at least 8 x 8 pixels; got {tuple(pixels.shape[1:])}")
+    grey = bool((pixels - pixels[:1]).abs().max() == 0)
+    return pixels[:1] if grey else pixels
+
+
+def _bytes(image: Tensor) -> Tensor:
+    return torch.from_numpy(np.rint(255 * image.clamp(0, 1).numpy()).astype(np.uint8))

@@ -1,0 +1,291 @@
+"""The page of ``opteq play``: what it answers, what it refuses, and that nothing else can be read through it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from cli_cases import call, refused
+from opteq import data, models
+from opteq.common.errors import UserError
+from opteq.models.denoiser import Denoiser, DenoiserConfig
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+
+from starlette.testclient import TestClient
+
+from opteq.play import app as serving
+from opteq.play.app import make_app, open_session
+from opteq.play.classifier import ClassifierSession
+from opteq.play.command import bound_socket
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = models.create("opteq-digits", in_channels=1, channels=4, hidden=[6])
+    digits = data.load("digits")
+    model.config["extra"] = {
+        "classes": [HOSTILE, *digits.classes[1:]],
+        "mean": list(digits.mean),
+        "std": list(digits.std),
+        "image_shape": [1, 8, 8],
+    }
+    return model.save_pretrained(tmp_path_factory.mktemp("runs") / "digits")
+
+
+@pytest.fixture(scope="module")
+def client(run: Path) -> TestClient:
+    return TestClient(make_app(open_session(run)), base_url="http://127.0.0.1:8000")
+
+
+def url_of(pixels: Image.Image, format: str = "PNG") -> str:
+    buffer = io.BytesIO()
+    pixels.save(buffer, format)
+    return f"data:image/{format.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def digit(index: int = 0) -> Image.Image:
+    return Image.fromarray(data.load("digits").test.images[index, 0].numpy())
+
+
+def solve(client: TestClient, **asked: Any) -> Any:
+    response = client.post("/api/solve", json={"image": url_of(digit()), **asked})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_the_answer_is_the_models(client: TestClient, run: Path) -> None:
+    model = models.from_pretrained(run)
+    expected = model.predict(digit())
+    found = solve(client)
+    torch.testing.assert_close(torch.tensor(found["logits"]), expected.logits, rtol=1e-4, atol=1e-5)
+    assert found["predicted"] == expected.index
+    proof = found["evidence"]
+    total = sum(share for _, share in proof["channels"]) + proof["others"] + proof["bias"]
+    assert total == pytest.approx(proof["difference"], abs=1e-4)
+    best, rival = found["logits"][found["predicted"]], found["logits"][proof["rival"]]
+    assert proof["difference"] == pytest.approx(best - rival, abs=1e-4)
+    assert found["solve"]["status"] == "CONVERGED"
+
+
+def test_steps_go_down_to_the_equilibrium(client: TestClient) -> None:
+    found = solve(client, tol=1e-5)
+    steps = found["steps"]
+    residuals, objectives = [one["residual"] for one in steps], [one["objective"] for one in steps]
+    assert residuals[-1] <= 1e-5 < residuals[-2]
+    rounding = 1e-6 * abs(objectives[-1])
+    assert all(after <= before + rounding for before, after in pairwise(objectives))
+    assert steps[-1]["probabilities"] == pytest.approx(found["probabilities"], abs=1e-3)
+    assert steps[-1]["objective"] == pytest.approx(sum(steps[-1]["terms"].values()), rel=1e-5)
+    assert all(one["state"].startswith("data:image/png") for one in steps)
+
+
+def test_terms_can_be_scaled_and_come_back(client: TestClient) -> None:
+    before = solve(client)
+    off = solve(client, factors={"input": 0.0})
+    assert off["steps"][-1]["terms"]["quadratic"] == pytest.approx(0, abs=1e-9)  # without an input the state is zero
+    wild = solve(client, factors={"coupling": 4.0})
+    assert wild["solve"]["status"] != "CONVERGED"
+    assert solve(client)["logits"] == before["logits"]
+
+
+def test_two_tabs_do_not_disturb_each_other(client: TestClient) -> None:
+    asked: list[dict[str, Any]] = [{"factors": {"coupling": 0.2}}, {}, {"tol": 1e-6}] * 3
+    alone = [solve(client, **one)["logits"] for one in asked]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda one: solve(client, **one)["logits"], asked))
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"image": "data:image/png;base64,AAAA"}, "can't be read as an image"),
+        ({"image": "data:image/png;base64,***"}, "not valid base64"),
+        ({"image": "file:///etc/passwd"}, "data URL"),
+        ({"image": None}, "data URL"),
+        ({"tol": 0}, "tolerance should lie in"),
+        ({"tol": "small"}, "tolerance should lie in"),
+        ({"factors": {"couplin": 1}}, "did you mean 'coupling'"),
+        ({"factors": {"coupling": -1}}, "factor of coupling should lie in"),
+        ({"factors": {"coupling": 1e9}}, "factor of coupling should lie in"),
+        ({"factors": 3}, ""),
+        ({"path": "/etc/passwd"}, "unknown option 'path'"),
+    ],
+)
+def test_wrong_questions_are_refused(client: TestClient, asked: dict[str, Any], words: str) -> None:
+    response = client.post("/api/solve", json={"image": url_of(digit()), **asked})
+    assert response.status_code == 400
+    assert words in response.json()["error"]
+    assert "Traceback" not in response.text
+
+
+def test_requests_are_limited_in_size(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    response = client.post("/api/solve", json={"image": "data:image/png;base64," + "A" * serving.LARGEST_REQUEST})
+    assert response.status_code == 413
+    monkeypatch.setattr(serving, "LARGEST_IMAGE", 32 * 32)
+    response = client.post("/api/solve", json={"image": url_of(Image.new("L", (64, 64)))})
+    assert response.status_code == 413
+    assert "4096 pixels" in response.json()["error"]
+
+
+def test_other_sites_cannot_use_it(client: TestClient) -> None:
+    content = '{"image": ""}'
+    assert client.post("/api/solve", content=content).status_code == 400  # what a form of another site could send
+    kind = {"Content-Type": "application/json"}
+    response = client.post("/api/solve", content=content, headers={**kind, "Origin": "http://evil.example"})
+    assert "own page" in response.json()["error"]
+    assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
+    own = client.post("/api/solve", content=content, headers={**kind, "Origin": "http://127.0.0.1:8000"})
+    assert "own page" not in own.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/config.json", "/../config.json", "/%2e%2e/config.json", "/web/page.html", "//etc/passwd", "/api/..%2f..%2fx"],
+)
+def test_nothing_else_is_served(client: TestClient, path: str) -> None:
+    response = client.get(path)
+    assert response.status_code == 404
+    assert "in_channels" not in response.text
+
+
+def test_the_page_needs_no_network_and_runs_no_foreign_text(client: TestClient) -> None:
+    assert HOSTILE in client.get("/api/model").json()["classes"]
+    for path in ("/", "/page.js", "/page.css"):
+        response = client.get(path)
+        assert response.status_code == 200
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        addresses = set(re.findall(r"https?://[^\s\"')]+", response.text))
+        assert addresses <= {"http://www.w3.org/2000/svg"}
+    script = client.get("/page.js").text
+    assert "innerHTML" not in script
+    assert "document.write" not in script
+    names = set(re.findall(r'\$\("([\w-]+)"\)', script))
+    assert names <= set(re.findall(r'id="([\w-]+)"', client.get("/").text)) | {"step"}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read JavaScript")
+def test_the_page_draws_slides_and_says_what_is_wrong(client: TestClient, tmp_path: Path) -> None:
+    """The script with a stand-in for the document; its layout is not tested here."""
+    script = Path(serving.__file__).parent / "web" / "page.js"
+    answer = solve(client)
+    (tmp_path / "model.json").write_text(client.get("/api/model").text)
+    (tmp_path / "answer.json").write_text(json.dumps(answer))
+    command = ["node", str(Path(__file__).with_name("play_page.js")), str(script), "model.json", "answer.json"]
+    run = subprocess.run(command, check=True, timeout=60, cwd=tmp_path, capture_output=True, text=True)
+    found = json.loads(run.stdout)
+    assert found["drawn"]["name"] == "digits"
+    assert found["drawn"]["error"] == ""
+    assert f"{100 * max(answer['probabilities']):.1f} %" in found["drawn"]["answer"]
+    assert "The shares add up" in found["drawn"]["answer"]
+    assert "Contraction factor: 0." in found["drawn"]["certificate"]
+    last = len(answer["steps"]) - 1
+    assert f"{last} of {last}" in found["drawn"]["solve"]
+    assert f"0 of {last}" in found["first_step"]
+    assert found["sent"][0]["factors"] == {"quadratic": 1, "coupling": 1, "input": 1}
+    assert found["sent"][1]["factors"]["coupling"] == 0.5  # one question for five movements of the slider
+    assert len(found["sent"]) == 3
+    assert found["wrong_file"] == "a.txt is not an image."
+    assert found["refused"] == "refused by the server"
+    assert "Draw something first." in found["cleared"]["answer"]
+    assert found["cleared"]["solve"] == ""
+
+
+def test_a_denoiser_shows_before_and_after(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folder = Denoiser(DenoiserConfig(channels=(1, 2, 4), kernel_size=3)).save(tmp_path / "denoiser")
+    client = TestClient(make_app(open_session(folder)), base_url="http://localhost:1")
+    assert client.get("/api/model").json()["kind"] == "denoiser"
+    photo = url_of(Image.new("RGB", (24, 16), (120, 120, 120)), "JPEG")
+    found = client.post("/api/solve", json={"image": photo, "sigma": 25, "strength": 1.0, "tol": 1e-3}).json()
+    assert found["minimised"]
+    assert found["residual"] <= 1e-3
+    assert found["before"] != found["after"]
+    wrong = client.post("/api/solve", json={"image": photo, "sigma": -1})
+    assert "sigma should lie in" in wrong.json()["error"]
+
+
+BRANCHES: dict[str, Any] = {"channels": 4, "hidden": [4, 6], "scales": [1, 2], "bound": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "terms"),
+    [
+        ("opteq-162k", {"channels": 4, "hidden": [5, 6, 5], "injected": [1]}, []),  # it minimises nothing
+        ("mopteq-193k", {**BRANCHES, "diversity": 0.01}, ["quadratic", "input", "heritage", "diversity"]),
+        ("popteq-193k", BRANCHES, ["quadratic", "coupling", "input"]),
+        ("geq-5m", {**BRANCHES, "patch": 2, "split": 2, "projection": 3, "stem_depth": 0}, ["quadratic", "gaussian"]),
+    ],
+)
+def test_every_family_is_shown(name: str, options: dict[str, Any], terms: list[str]) -> None:
+    torch.manual_seed(0)
+    session = ClassifierSession(models.create(name, num_classes=3, **options), name)
+    assert session.describe()["terms"] == terms
+    found = session.answer(Image.new("RGB", (32, 32), (200, 30, 90)), factors=dict.fromkeys(terms[-1:], 0.5))
+    json.dumps(found, allow_nan=False)
+    assert found["steps"][-1]["residual"] < found["steps"][0]["residual"]
+    assert (found["steps"][0]["terms"] is None) == (not terms)
+
+
+def test_models_without_an_equilibrium_are_shown_without_steps(tmp_path: Path) -> None:
+    model = models.create("resnet18-cifar", num_classes=3, blocks=[1, 1], width=4)
+    client = TestClient(make_app(open_session(model.save_pretrained(tmp_path))), base_url="http://localhost:1")
+    found = client.post("/api/solve", json={"image": url_of(Image.new("RGB", (16, 16)))}).json()
+    assert found["steps"] == []
+    assert found["solve"] is None
+    assert len(found["probabilities"]) == 3
+
+
+def test_the_server_listens_on_this_machine_alone(run: Path) -> None:
+    import uvicorn
+
+    listening = bound_socket(0)
+    host, port = listening.getsockname()
+    assert host == "127.0.0.1"
+    with pytest.raises(UserError, match=f"port {port} can't be used"):
+        bound_socket(port)
+    server = uvicorn.Server(uvicorn.Config(make_app(open_session(run)), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    for _ in range(200):
+        if server.started:
+            break
+        time.sleep(0.05)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/model", timeout=20) as response:
+        assert b"opteq-digits" in response.read()
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_the_command_refuses_what_is_no_model(tmp_path: Path) -> None:
+    refused(call("play", tmp_path), "lacks config.json and model.safetensors")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        torch.manual_seed(0)
+        model = models.create("opteq-digits", in_channels=1, channels=4, hidden=[6])
+        model.save_pretrained(tmp_path)
+        refused(call("play", tmp_path, "--port", str(port), "--no-browser"), f"port {port} can't be used")
