@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all gpu lint format bench docs clean
+.PHONY: demo test test-all gpu lint format bench hunt docs clean
 
 # Trains a classifier on the digits of the package and writes a report; a second call resumes where the first stopped.
 demo: $(VENV)/.demo
@@ -32,6 +32,13 @@ format: $(VENV)/.test
 # Options by BENCH, such as `make bench BENCH='--device cpu --no-models'`.
 bench: $(VENV)/.bench
 	PYTHONPATH=benchmarks $(BIN)/python -m opteq_bench $(BENCH)
+
+# Random problems, gradients, certificates, files and recipes against independent oracles; a second call goes on. A case
+# that failed is run again by `make hunt SEED=...`, as its report says. Options by HUNT, such as HUNT='--kills 10'.
+MINUTES ?= 5
+SEED ?= 0
+hunt: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m hunt --minutes $(MINUTES) --seed $(SEED) $(HUNT)
 
 # The site goes to build/site; it is built, and read, without a network.
 docs: $(VENV)/.docs

@@ -4,7 +4,7 @@ The state that the input alone gives, ``sigma(U x + b)``, is what a network with
 of a trained run with that state in the equilibrium's place, how far the equilibrium is from it, and the norm of every W
 beside its bound, at frequency zero and at the median one of 16 x 16 frequencies.
 
-    python benchmarks/feedback.py runs/cifar10-jpeg-popteq-193k --root DIR
+    python benchmarks/feedback.py runs/cifar10-jpeg-popteq-193k-pyramid --root DIR
 """
 
 from __future__ import annotations

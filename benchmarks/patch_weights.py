@@ -3,7 +3,7 @@
 For 250 test images and every branch: the least ``|q|^2`` of a sample's patches beside the median, at the zero state,
 and the mean weight ``exp(-gamma |q|^2)`` with the model's gamma and with 0.2 / M of each sample.
 
-    python benchmarks/patch_weights.py runs/cifar10-jpeg-geq-5m --root DIR
+    python benchmarks/patch_weights.py runs/cifar10-jpeg-geq-5m-pyramid --root DIR
 """
 
 from __future__ import annotations

@@ -128,6 +128,29 @@ def splitting() -> Problem:
     return opteq.Splitting(inner, regularizers.L1(), gamma=0.05)
 
 
+def inhibition(activation: str) -> Callable[[], Problem]:
+    return lambda: opteq.Inhibition(op.Dense(5, 6), nn.Linear(4, 6), 0.3, activation)
+
+
+def inhibited() -> Problem:
+    return opteq.Inhibited(opteq.OptEq(op.Dense(5, 6, bound=0.6), nn.Linear(4, 6)), op.Dense(3, 6, bound=0.9), m=0.8)
+
+
+class Recurrence(nn.Module):
+    """A map without symmetry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.U = op.Dense(4, 4, bound=0.8), nn.Linear(4, 4)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.W(z) + self.U(x))
+
+
+def fixed_point() -> Problem:
+    return opteq.FixedPoint(Recurrence())
+
+
 CASES = [
     Case("opteq-relu", dense(), (4,)),
     Case("opteq-tanh", dense("tanh"), (4,), kinks=False),
@@ -155,6 +178,10 @@ CASES = [
     Case("written-tuple", TwoParts, (4,), kinks=False),
     Case("objective", Jumps, (4,), kinks=False),
     Case("objective-relu", lambda: Jumps("relu"), (4,)),
+    Case("fixed-point", fixed_point, (4,), one_equation=False, kinks=False),
+    Case("inhibition", inhibition("relu"), (4,)),
+    Case("inhibited", inhibited, (4,)),
+    Case("inhibition-tanh", inhibition("tanh"), (4,), kinks=False),
 ]
 
 SOLVERS = {

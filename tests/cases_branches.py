@@ -50,6 +50,10 @@ def with_deep() -> Problem:
     return Parallel([deep, single])
 
 
+def inhibition(*scales: int, **options: object) -> Callable[[], Problem]:
+    return lambda: opteq.Inhibition(pictures(*scales), m=0.8, **options)
+
+
 MORE_CASES: list[Case] = [
     Case("mopteq-heritage", mopteq(3), (4,)),
     Case("mopteq-sign", mopteq(3, diversity=0.02), (4,)),
@@ -62,6 +66,8 @@ MORE_CASES: list[Case] = [
     Case("popteq", popteq(1, 2), (2, 4, 4)),
     Case("popteq-sum", popteq(2, 1, fuse="sum", activation="tanh"), (2, 4, 4), kinks=False),
     Case("popteq-conv", popteq(1, 2, fuse="conv"), (2, 4, 4)),
+    Case("inhibition-branches", inhibition(1, 2), (2, 4, 4)),
+    Case("inhibition-softplus", inhibition(2, 1, activation="softplus"), (2, 4, 4), kinks=False),
     Case("parallel", side_by_side, (2, 4, 4), kinks=False),
     Case("parallel-deep", with_deep, (4,), one_equation=False, kinks=False),
 ]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
+from opteq.common.override import plain
+from opteq.engine.cuda_graphs.capture import turn
 from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
 from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, UncapturableError
 from opteq.engine.flatten import NotFlattenableError, flatten
+from opteq.engine.fuse import fused
 from opteq.engine.trace import Traced
 from opteq.problems.hidden import BoundMap
+from opteq.solvers import fista
 from opteq.solvers.loop import Rule
 from opteq.states import blocks
 
@@ -167,3 +173,71 @@ def test_off_and_report_on_a_cpu() -> None:
     assert "not on a CUDA device" in opteq.engine.report(layer, images())
     with opteq.engine.off():
         assert "the engine is off" in opteq.engine.report(layer, images())
+
+
+def test_compiled_steps_of_a_solver_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Inductor makes of a graph is torch's; that the graph and its arguments are right is ours.
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, _, options: graph)
+    torch.manual_seed(0)
+    wide, narrow = torch.rand(4, 4, 9), torch.rand(5, 4)
+    for merit in (None, torch.rand(4)):
+        at = fista.Point(*wide, *narrow, merit)
+        active = torch.tensor([True, False, True, True])
+        arguments = (active, at, torch.ones(4))
+        main, proposal, age, longer = fista.propose(*arguments)
+        torch.testing.assert_close(fused(plain(fista.propose), *arguments), (main, proposal, age, longer))
+        image = proposal + torch.randn(4, 9)
+        more = (active, at, main, proposal, age, longer, image, None if merit is None else merit - 0.1, 1e-7, 1e-8)
+        found, expected = fused(plain(fista.accept), *more), fista.accept(*more)
+        torch.testing.assert_close(found[1], expected[1])
+        assert isinstance(found[0], fista.Point)
+        assert (found[0].merit is None) == (merit is None)
+        torch.testing.assert_close(found[0][:-1], expected[0][:-1])
+
+
+class InBackward(torch.autograd.Function):
+    """Notes whether its backward pass may use graphs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, noted: list[bool]) -> Tensor:
+        ctx.noted = noted
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        with turn() as mine:
+            ctx.noted.append(mine)
+        return gradient, None
+
+
+def test_threads_use_graphs_one_after_the_other_and_backward_passes_do_not_wait() -> None:
+    x = torch.ones(1, requires_grad=True)
+    order: list[str] = []
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn() as mine:
+            assert mine
+            began.set()
+            go_on.wait(10)
+            order.append("first")
+
+    def wait() -> None:
+        with turn() as mine:
+            assert mine
+            order.append("second")
+
+    first, second = threading.Thread(target=hold), threading.Thread(target=wait)
+    first.start()
+    assert began.wait(10)
+    second.start()
+    noted: list[bool] = []
+    InBackward.apply(x, noted).sum().backward()
+    assert noted == [False]
+    assert order == []
+    go_on.set()
+    for thread in (first, second):
+        thread.join(10)
+    assert order == ["first", "second"]
+    InBackward.apply(x, noted).sum().backward()
+    assert noted == [False, True]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -104,3 +106,50 @@ def test_the_reason_for_the_plain_path_is_told() -> None:
     _, x = made("written")
     layer = opteq.Equilibrium(Noisy().to("cuda"), on_failure="ignore")
     assert "draws random numbers" in opteq.engine.report(layer, x)
+
+
+@pytest.mark.parametrize("kind", ["opteq", "mopteq", "written"])
+def test_threads_on_one_stream_do_not_mix(kind: str) -> None:
+    """Layers of the same form share graphs and buffers; weights, bounds and inputs of each thread are its own."""
+    layers, inputs = [], []
+    for number in range(3):
+        problem, x = made(kind)
+        with torch.no_grad():
+            for weight in problem.parameters():
+                weight.mul_(1.2 + 0.3 * number)  # off the kink of min(1, bound / norm)
+        layers.append(opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6, max_steps=100)))
+        inputs.append((x.detach() + number).requires_grad_())
+    with opteq.engine.off():
+        expected = [called(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+    for layer, x, wanted in zip(layers, inputs, expected, strict=True):
+        for _ in range(3):
+            assert near(called(layer, x), wanted)
+    assert "forward: captured CUDA graph" in opteq.engine.report(layers[0], inputs[0])
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        for _ in range(50):
+            if not near(called(layers[number], inputs[number]), expected[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that threads take turns within a call
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == []
+
+
+def test_forgetting_drops_the_graphs_of_bounds() -> None:
+    from opteq.engine.cuda_graphs import bounds
+
+    problem, x = made("opteq")
+    problem(x)
+    assert bounds._graphs
+    opteq.engine.forget()
+    assert not bounds._graphs

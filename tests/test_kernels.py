@@ -252,8 +252,8 @@ def test_response_ends_where_convexity_does() -> None:
         (lambda: kernels.Gaussian(0.0), ValueError, "gamma should be positive and finite; got 0.0"),
         (lambda: kernels.Gaussian(-1.0), ValueError, "gamma should be positive and finite; got -1.0"),
         (lambda: kernels.Gaussian(math.nan), ValueError, "positive and finite; got nan"),
-        (lambda: kernels.Gaussian("automatic"), TypeError, "positive number or 'auto'; got 'automatic'"),
-        (lambda: kernels.Gaussian(True), TypeError, "positive number or 'auto'"),
+        (lambda: kernels.Gaussian("automatic"), TypeError, "positive number, 'auto' or 'median'; got 'automatic'"),
+        (lambda: kernels.Gaussian(True), TypeError, "positive number, 'auto' or 'median'"),
         (lambda: kernels.Gaussian(learn_gamma=True), ValueError, "needs a number to begin from"),
         (lambda: kernels.Gaussian(patch=2), ValueError, "go together.*got patch=2, split=None"),
         (lambda: kernels.Gaussian(split=2), ValueError, "go together"),
@@ -279,3 +279,16 @@ def test_wrong_options(build, error: type[Exception], message: str) -> None:
 def test_inputs_that_cannot_be_cut(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         similarity_of(kernels.Gaussian(patch=2, split=4), torch.zeros(shape))
+
+
+def test_the_median_rule_gives_half_of_the_patches_more_weight() -> None:
+    torch.manual_seed(0)
+    kernel = kernels.Gaussian("median", patch=2, split=2)
+    c = torch.randn(3, 4, 6, 6)
+    c[:, :, :2, :2] = 0  # an empty patch, which makes gamma huge by the other rule
+    weights = kernel.bind(op.Conv2d(2, 4, 1).prepare(), c).weights(torch.zeros(3, 2, 6, 6))
+    edge = torch.exp(torch.tensor(-0.2))
+    assert bool(((weights >= edge - 1e-6).flatten(1).float().mean(dim=1) >= 0.5).all())
+    assert bool(((weights < edge).flatten(1).float().mean(dim=1) >= 0.4).all())
+    least = kernels.Gaussian("auto", patch=2, split=2).bind(op.Conv2d(2, 4, 1).prepare(), c)
+    assert float(least.weights(torch.zeros(3, 2, 6, 6)).detach().median()) < 1e-3

@@ -13,7 +13,7 @@ import opteq
 from cases import SOLVERS
 from opteq import operators as op
 from opteq.analysis.branches import reconstructed_perturbation
-from opteq.couplings import Coupling, diversity, heritage
+from opteq.couplings import Coupling, diversity, heritage, products
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.branches.popteq import POptEq
 from opteq.problems.linearisation import Structure
@@ -643,3 +643,15 @@ def test_a_perturbation_is_reconstructed_for_one_input() -> None:
     branch = opteq.Branch(op.Conv2d(2, 3, 1, bound=0.9), nn.Conv2d(1, 3, 1))
     with pytest.raises(TypeError, match="one input that all branches see; got a tuple"):
         reconstructed_perturbation(opteq.MOptEq([branch]), (torch.ones(1, 1, 2, 2),), 0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["mopteq-193k", "mopteq-0.48m"])
+def test_diversity_acts_in_the_named_models(name: str) -> None:
+    """The smoothed signs of channel products are of the size of signs, not of zero."""
+    torch.manual_seed(0)
+    model = opteq.models.create(name).eval()
+    with torch.no_grad():
+        features = model.equilibrium(model.stem(torch.nn.functional.avg_pool2d(torch.randn(1, 3, 34, 34), 3, 1) * 3))
+    coupling = model.equilibrium.problem.coupling
+    signs = torch.cat([coupling.signs(matrix).abs().flatten() for matrix in products(features)])
+    assert float(signs.mean()) > 0.5

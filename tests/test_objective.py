@@ -378,3 +378,19 @@ def test_potentials_work_inside_a_users_terms(learned):
     for _ in range(2):
         layer(x).square().sum().backward()
     assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("penalty", [None, "relu"])
+def test_checkpoints_and_vmap_go_around_an_objective(penalty):
+    torch.manual_seed(0)
+    problem = FieldOfExperts()
+    problem.penalty = penalty
+    layer = opteq.Equilibrium(problem.double(), opteq.FISTA(tol=1e-10, max_steps=150))
+    x = torch.randn(3, 1, 5, 5, dtype=torch.float64, requires_grad=True)
+    found = layer(x)
+    expected = torch.autograd.grad(found.square().sum(), [x, *problem.parameters()])
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    for one, other in zip(torch.autograd.grad(again.square().sum(), [x, *problem.parameters()]), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    mapped = torch.func.vmap(lambda image: layer.solve(image[None]).state[0])(x.detach())
+    torch.testing.assert_close(mapped, found.detach(), rtol=1e-8, atol=1e-8)

@@ -281,7 +281,7 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
         ({"name": "opteq-digit"}, ["unknown model 'opteq-digit'; did you mean 'opteq-digits'?"]),
         ({"nmae": 1}, ["unknown key 'nmae'; did you mean 'name'?"]),
         ({"options": {"tool": 1e-3}}, ["opteq-digits: unknown option 'tool'"]),
-        ({"options": {"tol": "import os"}}, ["tol should be a finite number above 0; got 'import os'"]),
+        ({"options": {"tol": "import os"}}, ["tol should be a finite number of at least 0; got 'import os'"]),
         ({"options": []}, ["options should be of type dict; got []"]),
         ({"num_classes": "4"}, ["num_classes should be of type int; got '4'"]),
         ({"num_classes": True}, ["num_classes should be of type int; got True"]),
@@ -309,7 +309,7 @@ def test_a_config_that_asks_for_the_moon_is_refused_before_memory_is_taken(saved
         ({"options": {"hidden": [10**9] * 3}}, "hidden should be at most 16384; got [1000000000, "),
         ({"options": {"hidden": [4] * 10**4}}, "hidden should have at most 256 entries; got 10000"),
         ({"options": {"channels": 10**18}}, "channels should be at most 16384; got 1000000000000000000"),
-        ({"options": {"tol": 10**400}}, "tol should be a finite number above 0; got 1000000"),
+        ({"options": {"tol": 10**400}}, "tol should be a finite number of at least 0; got 1000000"),
         ({"options": {"channels": 16384, "hidden": [16384], "weight_kernel": 31}}, "has the shape"),
         ({"options": {"weight_kernel": 255}}, "weight_kernel should be at most 31; got 255"),
         ({"name": "resnet18-cifar", "options": {"width": 16384, "blocks": [256] * 8}}, "does not fit"),
@@ -513,3 +513,12 @@ def test_reading_needs_no_pickle() -> None:
         source = path.read_text(encoding="utf-8")
         assert "torch.load" not in source
         assert "import pickle" not in source
+
+
+@pytest.mark.parametrize("key", ["name", "num_classes", "options", "replaced"])
+def test_long_values_are_named_in_a_line_of_moderate_length(key: str, saved: Path) -> None:
+    path = saved / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: [list(range(1000))]}))
+    assert len(refused(saved, str(path))) < 1000
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "x" * 5000}))
+    assert len(refused(saved, str(path))) < 1000

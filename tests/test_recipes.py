@@ -234,3 +234,11 @@ def test_recipes_of_recorded_runs_can_be_run_again(path: Path) -> None:
         recipe = load_recipe(str(path), [])
         with sketched():
             models.create(recipe.model.name, **recipe.model.options)
+
+
+def test_long_values_are_named_in_a_line_of_moderate_length() -> None:
+    for override in (f"train.epochs={'x' * 5000}", f"augment.flip={list(range(1000))}", "y" * 5000, f"{'k' * 5000}=1"):
+        with pytest.raises(UserError) as refusal:
+            load_recipe("digits", [override])
+        assert len(str(refusal.value)) < 1000
+        assert "\n" not in str(refusal.value)

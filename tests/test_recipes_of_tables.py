@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from opteq import models
-from opteq.models.geq import OfLength
+from opteq.models.families.geq import OfLength
 from opteq.training import load_recipe
 
 KERNELS = [f"geq-8m-cifar100-{kernel}" for kernel in ("linear", "sigmoid", "polynomial")]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -209,23 +206,6 @@ def test_folders_are_read_and_cropped(folders):
         Crops(torch.zeros(2, 8, 8), 16)
 
 
-@pytest.mark.slow
-def test_the_benchmark_trains_stops_resumes_and_tests(folders):
-    script = [sys.executable, str(ROOT / "benchmarks" / "denoising.py")]
-    small = ["--data", str(folders), "--batch", "2", "--patch", "16", "--width", "4", "--log-every", "1"]
-    out = folders / "run"
-
-    def call(*arguments):
-        return subprocess.run([*script, *arguments], check=True, capture_output=True, text=True).stdout
-
-    assert "from step 0" in call("train", *small, "--out", str(out), "--steps", "3", "--call-minutes", "0.0001")
-    assert "trained" in call("train", *small, "--out", str(out), "--steps", "3")
-    call("test", "--data", str(folders), "--model", str(out), "--out", str(out / "test.json"), "--test-tol", "1e-3")
-    found = json.loads((out / "test.json").read_text())
-    assert found["set12-25"]["images"] == 1
-    assert found["bsd68-50"]["converged"] == 1.0
-
-
 def test_weights_that_look_at_the_image_keep_the_energy_convex():
     torch.manual_seed(0)
     model = Denoiser(DenoiserConfig(channels=(1, 2, 6), kernel_size=3, margin=0.05, hidden=3)).double()
@@ -242,3 +222,42 @@ def test_weights_that_look_at_the_image_keep_the_energy_convex():
     assert certificate.lipschitz is None
     model(*x).square().sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.prior.weights.parameters())
+
+
+def test_the_curvature_of_a_prior_can_be_limited() -> None:
+    torch.manual_seed(0)
+    filters, potential = op.ConvChain((1, 3, 4), 3), potentials.Spline(4, knots=4, rho=1.0, mu=30.0)
+    levels = NoiseLevels(4)
+    sigma = torch.tensor([0.05, 0.2])
+    free = FilterPrior(filters, potential, levels).bind(sigma)
+    limited = FilterPrior(filters, potential, levels, steepest=2.0).bind(sigma)
+    assert bool((free.curvature > 2.1).all())
+    torch.testing.assert_close(limited.curvature, torch.full((2,), 2.0))
+    assert bool((limited.concavity < free.concavity).all())
+    product = limited.hessian_at(torch.randn(2, 1, 12, 12))
+    units = torch.eye(144).reshape(144, 1, 1, 12, 12).expand(-1, 2, -1, -1, -1)
+    dense = torch.stack([product(unit).flatten(1) for unit in units])
+    for sample in range(2):
+        eigenvalues = torch.linalg.eigvalsh(dense[:, sample].double())
+        assert -limited.concavity[sample] - 1e-4 < eigenvalues[0]
+        assert eigenvalues[-1] < 2.0001
+    with pytest.raises(ValueError, match="steepest should be positive"):
+        FilterPrior(filters, potential, levels, steepest=-1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Bounds are computed in float32, and the weights that they scale stay in the dtype of the filters."""
+    problem = Restoration(prior("student"), sigma=0.1)
+    x = torch.rand(2, 1, 8, 6)
+    expected = opteq.Equilibrium(problem)(x)
+    low = opteq.Equilibrium(problem.to(dtype), on_failure="ignore")(x.to(dtype))
+    assert low.dtype == dtype
+    assert (low.float() - expected).norm() < 20 * torch.finfo(dtype).eps * expected.norm()
+
+
+def test_nothing_is_certified_of_weights_that_are_not_finite() -> None:
+    problem = Restoration(prior("student"))
+    problem.prior.filters.weights[0].data[0, 0, 0, 0] = torch.nan
+    found = problem.certificate()
+    assert (found.exists, found.unique, found.contraction, found.lipschitz) == (None,) * 4

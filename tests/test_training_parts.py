@@ -97,13 +97,16 @@ def test_a_regulariser_through_the_loss(name: str) -> None:
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_the_augmented_loss_asks_for_heritage_and_diversity() -> None:
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_augmented_loss_asks_for_heritage_and_diversity(normalised: bool) -> None:
     torch.manual_seed(0)
     model = models.create("popteq-193k", channels=3, hidden=[4, 4], scales=[1, 2])
     x, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
-    with Loss(LossSection(augmented=0.2, diversity=0.05), 0.0, model) as loss:
+    with Loss(LossSection(augmented=0.2, diversity=0.05, normalised=normalised), 0.0, model) as loss:
         total = loss(model(x), labels)
     branches = model.equilibrium(model.stem(x))
+    if normalised:
+        branches = tuple(z / z.flatten(1).norm(dim=1)[:, None, None, None] for z in branches)
     term = (0.05 * diversity(branches) - heritage(branches)).sum(dim=0).mean()
     expected = F.cross_entropy(model(x), labels) + 0.2 * term
     assert (total / 4).item() == pytest.approx(expected.item(), rel=1e-5)

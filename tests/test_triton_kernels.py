@@ -18,6 +18,7 @@ from opteq.engine.settings import settings
 from opteq.gradients.forward import Formulation
 from opteq.kernels import gaussian as plain_gaussian
 from opteq.operators.resample import pool, spread
+from opteq.potentials.base import scaled_derivative, scaled_second
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver, Status
 from opteq.solvers.linear import CG
@@ -30,7 +31,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: tests/test_engine_gpu.py", allow_module_level=True)
 
 from opteq.engine.triton import row_state
-from opteq.engine.triton.operations import gaussian, resample
+from opteq.engine.triton.operations import gaussian, resample, spline
 from opteq.engine.triton.solvers import open_fixed_point, open_linear
 
 # Rows overflow here on purpose, and the interpreter computes with numpy, which says so.
@@ -190,3 +191,22 @@ def test_gaussian_weights(gamma: float | Tensor) -> None:
         torch.testing.assert_close(found, expected)
         weights = expected[0].contiguous()
         torch.testing.assert_close(gaussian.bend(q, a, gamma, weights), plain_gaussian.bend(q, a, gamma, weights))
+
+
+@pytest.mark.parametrize("odd", [True, False])
+@pytest.mark.parametrize("channels", [3, None])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("everywhere", [False, True])
+@torch.no_grad()
+def test_splines(odd: bool, channels: int | None, memory_format: torch.memory_format, everywhere: bool) -> None:
+    torch.manual_seed(0)
+    curve = opteq.potentials.Spline(channels, knots=5, reach=2.0, rho=1.0, mu=3.0, odd=odd).prepare()
+    u = 3 * torch.randn(2, 3, 5, 4)
+    u[0, 0, 0] = torch.tensor([0.0, torch.nan, torch.inf, -1e30])
+    u = u.contiguous(memory_format=memory_format)
+    inverse, weight = torch.rand(2, 3, 1, 1) + 0.5, torch.rand(2, 3, 5, 4) if everywhere else torch.rand(2, 3, 1, 1)
+    weight = weight.contiguous(memory_format=memory_format if everywhere else torch.contiguous_format)
+    for fast, plain in ((spline.scaled_derivative, scaled_derivative), (spline.scaled_second, scaled_second)):
+        found = fast(u, curve, inverse, weight)
+        assert found is not None
+        torch.testing.assert_close(found, plain(u, curve, inverse, weight), equal_nan=True)

@@ -75,8 +75,12 @@ def train(
             raise UserError(f"{out} holds no run to resume; name a recipe to start one there")
         # A run that is resumed without a recipe uses its own, with the overrides it was started with.
         own = recipe is None and resume and stored.exists()
-        chosen = training.load_recipe(stored if own else recipe or "digits", set_ or ())
-        folder = training.train(chosen, out or (stored.parent if own else Path("runs") / chosen.name), resume=resume)
+        chosen = training.load_any_recipe(stored if own else recipe or "digits", set_ or ())
+        folder = out or (stored.parent if own else Path("runs") / chosen.name)
+        if isinstance(chosen, training.Recipe):
+            training.train(chosen, folder, resume=resume)
+        else:
+            training.train_denoiser(chosen, folder, resume=resume)
         if _rank() == 0:
             _report(folder)
 
@@ -102,6 +106,13 @@ def evaluate(
     with one_line_errors():
         from opteq import training
 
+        if training.is_denoiser(run):
+            if precision or attack or attack_steps or attack_step_size:
+                raise UserError("--precision and --attack are for classifiers, and this run trained a denoiser")
+            from opteq.training.run.tables import denoising_table
+
+            _console().print(denoising_table(str(run), training.evaluate_denoiser(run, tol, max_steps, device, root)))
+            return
         result = training.evaluate(run, tol, max_steps, device, precision, root, attack, attack_steps, attack_step_size)
     if _rank() == 0:
         from opteq.training.run.tables import evaluation_table

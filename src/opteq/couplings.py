@@ -63,8 +63,11 @@ def products(features: Features) -> tuple[Tensor, ...]:
     return _products(meetings(features))
 
 
-def augmented_loss(features: Features, diversity: float, smoothing: float = 0.0) -> Tensor:
+def augmented_loss(features: Features, diversity: float, smoothing: float = 0.0, normalised: bool = False) -> Tensor:
     """``sum over neighbours of (lambda D - H)``, averaged over the batch: a term for a training loss.
+
+    As it is, longer features make H larger without end: the term is unbounded below. With ``normalised`` every branch
+    has length 1 in each sample first, so that H is a cosine and the term at least minus the number of branches.
 
     It asks of a network without the fusion, such as POptEq, by training what MOptEq does by construction; the paper
     compares the two. Add it with a weight. (The paper prints it with the opposite sign, which would reward what
@@ -74,9 +77,19 @@ def augmented_loss(features: Features, diversity: float, smoothing: float = 0.0)
         features: one tensor a branch.
         diversity: lambda.
         smoothing: tau, see :func:`diversity`.
+        normalised: bring the features of every branch to length 1, per sample.
     """
     coupling = Coupling(diversity, smoothing)
+    if normalised:
+        features = tuple(_of_length_one(z) for z in features)
     return 2 * torch.stack(list(coupling.terms(features).values())).sum(dim=0).mean()
+
+
+def _of_length_one(z: Tensor) -> Tensor:
+    """``z / |z|`` per sample, resampled branches included; a sample of zeros stays zero."""
+    wide = z.to(working_dtype(z.dtype))
+    length = sum_over_sample(wide.square()).clamp_min(torch.finfo(wide.dtype).tiny ** 0.5).sqrt()
+    return wide / length.reshape(-1, *[1] * (z.ndim - 1))
 
 
 @dataclass(frozen=True)

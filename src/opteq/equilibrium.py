@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from opteq.diagnostics.minimum import judged_minimum
 from opteq.diagnostics.objective_trace import trace_terms
 from opteq.gradients import Gradient, Implicit
 from opteq.problems.base import Problem
+from opteq.problems.hidden import BoundMap
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.states import Layout, State, apart, blocks, map_state, nan_rows
@@ -48,7 +50,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             The first calls then take some seconds longer.
 
     ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
-    gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call.
+    gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call. A function in
+    ``layer.observer`` is called with the bound problem and the state of every solve.
 
     >>> import torch, opteq
     >>> W = opteq.operators.Dense(4, 8, bound=0.9)
@@ -78,6 +81,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         self.on_failure = on_failure
         self.compile_functions = compile
         self.last: tuple[Report, BackwardSlot] | None = None
+        self.observer: Callable[[BoundMap, State], None] | None = None
         self._monitor = ConvergenceMonitor()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -157,6 +161,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         )
         self.__dict__["last"] = (report, slot)  # past torch, which would look whether it is a parameter or a module
         self._monitor.judge(FailureCheck(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
+        if self.observer is not None:
+            self.observer(hidden, state)
         features = hidden.features(state) if outcome.features is None else outcome.features
         # Without a finite step there is no state to speak of: that of the start would pass for an answer.
         lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
@@ -170,7 +176,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def __getstate__(self) -> dict[str, Any]:
         # Reports belong to the process that made them: a copy begins without any, and warns for itself.
-        return {**self.__dict__, "last": None, "_monitor": ConvergenceMonitor()}
+        return {**self.__dict__, "last": None, "observer": None, "_monitor": ConvergenceMonitor()}
 
     def _refuse_forward_mode(self, x: State) -> None:
         # The solve takes no tangent along, so forward mode would see a constant where there is none.

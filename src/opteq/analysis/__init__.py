@@ -1,4 +1,4 @@
-"""Analysis of equilibrium networks: gradients, bounds, branches, attacks, attention and saliency maps."""
+"""Analysis of equilibrium networks: gradients, bounds, certificates at the point, branches, attacks and maps."""
 
 from opteq.analysis import attack, attention, bounds, branches, saliency, terms
 from opteq.analysis.attack import PGD
@@ -6,6 +6,7 @@ from opteq.analysis.attention import attention_map
 from opteq.analysis.branches import measure_branches, reconstructed_perturbation
 from opteq.analysis.evidence import Evidence, class_evidence
 from opteq.analysis.gradients import GradientCost, compare_gradients
+from opteq.analysis.local import LocalCertificate, local_certificate
 from opteq.analysis.rescaled import Counterfactual, Rescaled, counterfactuals
 from opteq.analysis.saliency import saliency_map
 from opteq.analysis.terms import LayerTerms, objective_terms
@@ -16,6 +17,7 @@ __all__ = [
     "Evidence",
     "GradientCost",
     "LayerTerms",
+    "LocalCertificate",
     "Rescaled",
     "attack",
     "attention",
@@ -25,6 +27,7 @@ __all__ = [
     "class_evidence",
     "compare_gradients",
     "counterfactuals",
+    "local_certificate",
     "measure_branches",
     "objective_terms",
     "reconstructed_perturbation",

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 
-def gradient(function: Callable[[Any], Any], at: Any) -> Any:
-    """The gradient of a function of a state, whose value is one number."""
+def gradient(function: Callable[[Any], Any], at: Any, has_aux: bool = False) -> Any:
+    """The gradient of a function of a state, whose value is one number; with ``has_aux``, that and something else."""
+    derivative = torch.func.grad(function, has_aux=has_aux)
     if torch.compiler.is_compiling():  # which saves nothing by itself
-        return torch.func.grad(function)(at)
+        return derivative(at)
     with saved_as_they_are():
-        return torch.func.grad(function)(at)
+        return derivative(at)
 
 
 def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -16,7 +16,7 @@ STEPS = 30
 most ``1.648 sqrt(n) exp(-59 sqrt(e))``."""
 
 
-def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS) -> Extremes | None:
+def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS, failure: float = 1e-3) -> Extremes | None:
     """The ends of the spectrum of ``I - S`` at a state, ``S = F' M F``; None where J has no symmetric form.
 
     The state is a strict minimum where all of it is positive. For an :class:`~opteq.Objective` without a penalty it is
@@ -31,7 +31,7 @@ def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS) ->
     def product(rows: Tensor) -> Tensor:
         return rows - layout.pack(local.scaled(layout.unpack(rows)))
 
-    return extreme_eigenvalues(product, layout.pack(state), steps)
+    return extreme_eigenvalues(product, layout.pack(state), steps, failure)
 
 
 @torch.no_grad()

@@ -105,9 +105,10 @@ def forget() -> None:
     """Drop everything that was captured, and the memory that it holds."""
     backend = _backend()
     if backend is not None:
-        from opteq.engine.cuda_graphs import cache
+        from opteq.engine.cuda_graphs import bounds, cache
 
         cache.forget()
+        bounds.forget()
 
 
 def _backend() -> Backend | None:

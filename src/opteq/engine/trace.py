@@ -8,12 +8,11 @@ can be seen: operations without use are dropped, and those that do not depend on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from opteq.engine.fuse import FusedGraph
 from opteq.engine.simplify import simplify
 
 Function = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
@@ -27,7 +26,7 @@ class Traced:
         function: pure, of tensors only.
         fixed: examples of its fixed tensors.
         varying: examples of its varying ones.
-        fuse: compile the part that varies by torch.compile.
+        fuse: compile the part that varies by torch's Inductor.
     """
 
     def __init__(self, function: Function, fixed: Sequence[Tensor], varying: Sequence[Tensor], fuse: bool) -> None:
@@ -40,14 +39,14 @@ class Traced:
         traced = make_fx(flat, tracing_mode="real")(*fixed, *(tensor.clone() for tensor in varying))
         simplify(traced.graph)
         self.once, self.each = _split(traced, count)
-        self._each: Callable[..., Any] = self.each
-        if fuse:
-            self._each = torch.compile(self.each, fullgraph=True, dynamic=False)
+        self._each: Callable[[Sequence[Tensor]], list[Tensor]] = (
+            FusedGraph(self.each) if fuse else lambda tensors: list(self.each(*tensors))
+        )
 
     def bind(self, fixed: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """The function of the varying tensors alone, with what does not depend on them computed."""
         known = self.once(*fixed)
-        return lambda varying: list(self._each(*known, *varying))
+        return lambda varying: self._each([*known, *varying])
 
 
 def _split(traced: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphModule]:

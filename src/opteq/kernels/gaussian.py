@@ -36,7 +36,8 @@ class Gaussian(Kernel):
 
     Args:
         gamma: sharpness. A positive number, or ``"auto"``: 0.2 / M for each sample, with M the smallest ``|q_i|^2`` of
-            its patches at the zero state. It is computed once, when the input is bound, and detached: recomputed in
+            its patches at the zero state; ``"median"`` takes the median of them for M, which a single empty patch
+            does not move. It is computed once, when the input is bound, and detached: recomputed in
             every step it would leave no objective to minimise.
         patch: side of a patch in pixels; None compares the whole input as one patch.
         split: channels in a patch; given together with ``patch``. The paper uses ``patch=2, split=8``.
@@ -68,6 +69,7 @@ class Gaussian(Kernel):
     ) -> None:
         super().__init__()
         self._gamma = _check_gamma(gamma, learn_gamma)
+        self._rule = gamma if isinstance(gamma, str) else None
         self.log_gamma = nn.Parameter(torch.tensor(math.log(self._gamma))) if learn_gamma and self._gamma else None
         if (patch is None) != (split is None):
             raise ValueError(
@@ -81,10 +83,10 @@ class Gaussian(Kernel):
 
     @property
     def gamma(self) -> float | str | Tensor:
-        """The sharpness: a number, ``"auto"``, or a tensor where it is learned."""
+        """The sharpness: a number, the name of a rule, or a tensor where it is learned."""
         if self.log_gamma is not None:
             return self.log_gamma.exp()
-        return "auto" if self._gamma is None else self._gamma
+        return self._rule or "auto" if self._gamma is None else self._gamma
 
     @property
     def adapts(self) -> bool:
@@ -101,7 +103,7 @@ class Gaussian(Kernel):
         if self.log_gamma is not None:
             gamma = self.log_gamma.to(working_dtype(self.log_gamma.dtype)).exp()
         else:
-            gamma = automatic_gamma(view, c) if self._gamma is None else self._gamma
+            gamma = automatic_gamma(view, c, self._rule == "median") if self._gamma is None else self._gamma
         return GaussianSimilarity(W, c, view, gamma, grid)
 
     def input_gain(self, norm: float, slope: float) -> tuple[float | None, str]:
@@ -240,11 +242,16 @@ def squares(q: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def automatic_gamma(view: LinearMap, c: Tensor) -> Tensor:
-    """``0.2 / M`` as ``(B, 1, 1, 1)``: M is the least ``|q_i|^2`` of a sample at ``y = 0``, kept away from zero."""
+def automatic_gamma(view: LinearMap, c: Tensor, median: bool = False) -> Tensor:
+    """``0.2 / M`` as ``(B, 1, 1, 1)``: M is the least ``|q_i|^2`` of a sample at ``y = 0``, kept away from zero.
+
+    With ``median`` it is their median, so that half of the patches weigh more than ``exp(-0.2)`` and half less.
+    """
     sizes = squares(view(c))
     grid = (1, 2, 3)
-    least = torch.maximum(sizes.amin(dim=grid, keepdim=True), LEAST_SHARE * sizes.mean(dim=grid, keepdim=True))
+    chosen = sizes.amin(dim=grid) if not median else sizes.flatten(1).median(dim=1).values
+    chosen = chosen.reshape(-1, 1, 1, 1)
+    least = torch.maximum(chosen, LEAST_SHARE * sizes.mean(dim=grid, keepdim=True))
     return SHARE / least.clamp_min(torch.finfo(sizes.dtype).tiny ** 0.5)
 
 
@@ -289,12 +296,12 @@ def _grid(patches: Patches, c: Tensor) -> tuple[int, int, int]:
 
 def _check_gamma(gamma: float | str, learn: bool) -> float | None:
     """``gamma`` as a number, or None where it is automatic."""
-    if gamma == "auto":
+    if isinstance(gamma, str) and gamma in ("auto", "median"):
         if learn:
             raise ValueError("Gaussian.learn_gamma needs a number to begin from, Gaussian(gamma=1.0, learn_gamma=True)")
         return None
     if isinstance(gamma, bool) or not isinstance(gamma, int | float):
-        raise TypeError(f"Gaussian.gamma should be a positive number or 'auto'; got {gamma!r}")
+        raise TypeError(f"Gaussian.gamma should be a positive number, 'auto' or 'median'; got {gamma!r}")
     if not 0 < gamma < math.inf:
         raise ValueError(f"Gaussian.gamma should be positive and finite; got {gamma!r}")
     return float(gamma)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from opteq.common.errors import UserError, unknown_name
+from opteq.common.errors import UserError, shown, unknown_name
 
 MOST = 2**14
 """A width, a kernel's side or a number of steps is at most this, unless its option says otherwise."""
@@ -43,17 +43,8 @@ class Check:
         if self.longest is not None and len(entries) > self.longest:
             raise UserError(f"{option} should have at most {self.longest} entries; got {len(entries)}")
         if self.most is not None and any(_is_whole(entry, self.most + 1) for entry in entries):
-            raise UserError(f"{option} should be at most {self.most}; got {_short(value)}")
-        raise UserError(f"{option} should be {self.wanted}; got {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    """A value in a message of one line; of a number with thousands of digits Python writes none."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "a number with thousands of digits"
-    return text if len(text) <= 100 else f"{text[:97]}..."
+            raise UserError(f"{option} should be at most {self.most}; got {shown(value)}")
+        raise UserError(f"{option} should be {self.wanted}; got {shown(value)}")
 
 
 def option(default: Any, check: Check, help: str) -> Any:

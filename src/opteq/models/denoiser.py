@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
-from opteq.gradients import Gradient, Implicit
+from opteq.gradients import Gradient, Implicit, Unrolled
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.problems.restoration import FilterPrior, Restoration
 from opteq.problems.restoration.image_weights import ResponseWeights
 from opteq.problems.restoration.noise_levels import NoiseLevels
-from opteq.solvers import FISTA, Solver
+from opteq.solvers import FISTA, Picard, Solver
 
 CONFIG, WEIGHTS, WEIGHTS_OF_TORCH = "config.json", "model.safetensors", "model.pt"
 
@@ -34,7 +34,9 @@ class DenoiserConfig:
         mu: how convex they may be.
         least, most, degree: noise levels, see :class:`~opteq.problems.restoration.noise_levels.NoiseLevels`.
         margin: strong convexity of the energy.
+        steepest: largest curvature of the prior.
         hidden: channels of the ``ResponseWeights``; 0 for a prior that is the same everywhere.
+        steps: 0 for the minimiser of the energy; else exactly so many plain steps towards it.
     """
 
     channels: tuple[int, ...] = (1, 4, 8, 56)
@@ -47,7 +49,9 @@ class DenoiserConfig:
     most: float = 55 / 255
     degree: int = 2
     margin: float = 0.01
+    steepest: float | None = 50.0
     hidden: int = 0
+    steps: int = 0
 
 
 class Denoiser(nn.Module):
@@ -56,7 +60,7 @@ class Denoiser(nn.Module):
     Args:
         config: what the prior is made of.
         solver, gradient: as for :class:`~opteq.Equilibrium`.
-        on_failure: likewise.
+        on_failure, compile: likewise.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Denoiser(nn.Module):
         solver: Solver | None = None,
         gradient: Gradient | None = None,
         on_failure: str = "warn",
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.config = config = config or DenoiserConfig()
@@ -75,10 +80,12 @@ class Denoiser(nn.Module):
         with torch.no_grad():  # potentials bend at about twice the noise of a response
             levels.log_scale[0] = (2 * filters.prepare().composed().flatten(1).norm(dim=1)).log()
         weights = ResponseWeights(width, config.hidden) if config.hidden else None
-        self.prior = FilterPrior(filters, potential, levels, config.margin, weights)
+        self.prior = FilterPrior(filters, potential, levels, config.margin, weights, config.steepest)
+        if config.steps:
+            solver, gradient = Picard(tol=0, max_steps=config.steps), Unrolled(config.steps)
         solver = FISTA(tol=1e-5, max_steps=1000) if solver is None else solver
         gradient = Implicit(tol=1e-3, max_steps=200) if gradient is None else gradient
-        self.layer = Equilibrium(Restoration(self.prior), solver, gradient, on_failure)
+        self.layer = Equilibrium(Restoration(self.prior), solver, gradient, on_failure, compile=compile)
 
     def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
         """The denoised images."""

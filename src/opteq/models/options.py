@@ -15,9 +15,11 @@ from opteq.models.blocks.residual import BLOCKS
 from opteq.models.checks import each_of, either, flag, number, one_of, option, optional, whole, wholes
 from opteq.problems.base import Problem
 from opteq.regularizers import Regularizer
-from opteq.solvers import SAM, Anderson, Broyden, Picard, Solver
+from opteq.solvers import FISTA, SAM, Anderson, Broyden, Picard, Solver
 
 REGULARIZERS = ("none", "ridge", "l1", "incay", "decorrelation", "hsic")
+
+_STEPS_WITHOUT_FEEDBACK = {"none": 1, "explicit": 2}
 
 Given = TypeVar("Given", bound="Options")
 
@@ -107,8 +109,14 @@ class SolvingOptions(Options):
     injection_norm: str = option(
         "none", one_of(("none", "batch", "group")), "normalisation of U x: none, over the batch, or over each sample"
     )
-    solver: str = option("anderson", one_of(("anderson", "picard", "broyden", "sam")), "how the equilibrium is found")
-    tol: float = option(1e-3, number(), "relative residual at which a sample is finished")
+    solver: str = option(
+        "anderson", one_of(("anderson", "picard", "broyden", "fista", "sam")), "how the equilibrium is found"
+    )
+    tol: float = option(
+        1e-3,
+        number(open_below=False),
+        "relative residual at which a sample is finished; 0 takes exactly max_steps steps",
+    )
     max_steps: int = option(40, whole(most=10**6), "steps of the solver at most")
     memory: int | None = option(None, optional(whole()), "steps that Anderson or Broyden remember; none for their own")
     damping: float | None = option(None, optional(number(0, 1)), "share of a new step; none for what the problem says")
@@ -122,18 +130,38 @@ class SolvingOptions(Options):
         None, optional(whole(most=10**6)), "steps of the gradient at most; none for its own number"
     )
     gradient_damping: float = option(0.8, number(0, 1), "damping of the phantom gradient's steps")
+    feedback: str = option(
+        "equilibrium",
+        one_of(("equilibrium", "explicit", "none")),
+        "none: one step, so that nothing comes back; explicit: two steps, a feed-forward network in which all "
+        "parameters are at work; either replaces solver and gradient",
+    )
     on_failure: str = option("warn", one_of(("warn", "raise", "ignore")), "what happens when samples do not converge")
     regularizer: str = option("none", one_of(REGULARIZERS), "a prior on features, in the objective or in SAM")
     regularizer_weight: float = option(0.01, number(), "its weight in the objective, or its step in SAM")
 
+    sam_polish: int | None = option(
+        None, optional(whole(0, most=10**6)), "plain steps at the end of SAM; none for half of max_steps"
+    )
+    sam_eta: float = option(0.5, number(0, 1), "scale of SAM's schedules")
+    sam_rho: float = option(0.33, number(0, 1), "decay of SAM's share of steps on the regularizer")
+    sam_c: float = option(0.33, number(0, 1), "decay of SAM's shrinkage; sam_rho + 2 sam_c should be below 1")
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.solver != "sam":
+            for name in ("sam_polish", "sam_eta", "sam_rho", "sam_c"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise UserError(f"{name} has no effect with solver={self.solver!r}; it belongs to solver='sam'")
         for name in ("weight_kernel", "injection_kernel"):
             if getattr(self, name) % 2 == 0:
                 raise UserError(f"{name} should be odd, so that an image keeps its size; got {getattr(self, name)}")
 
     def layer(self, problem: Problem) -> Equilibrium:
-        """The equilibrium layer of ``problem`` with this solver and gradient."""
+        """The equilibrium layer of ``problem`` with this solver and gradient; without feedback, a few plain steps."""
+        if self.feedback != "equilibrium":
+            steps = _STEPS_WITHOUT_FEEDBACK[self.feedback]
+            return Equilibrium(problem, Picard(tol=0, max_steps=steps), Unrolled(steps), self.on_failure)
         return Equilibrium(problem, self._solver(), self._gradient(), self.on_failure)
 
     def prior(self) -> Regularizer | None:
@@ -162,6 +190,8 @@ class SolvingOptions(Options):
             return Anderson(tol=tol, max_steps=steps, memory=self.memory or Anderson.memory, damping=self.damping)
         if self.solver == "broyden":
             return Broyden(tol=tol, max_steps=steps, memory=self.memory or Broyden.memory, damping=self.damping)
+        if self.solver == "fista":
+            return FISTA(tol=tol, max_steps=steps, damping=self.damping)
         if self.solver == "picard":
             return Picard(tol=tol, max_steps=steps, damping=self.damping)
         prior = self.prior()
@@ -171,9 +201,16 @@ class SolvingOptions(Options):
             )
         if self.damping is not None:
             raise UserError("damping has no effect with solver='sam'")
-        # The last steps are plain ones, so that the result is close to an equilibrium.
+        # By default the last steps are plain ones, so that the result is close to an equilibrium.
         return SAM(
-            tol=tol, max_steps=steps, regularizer=prior, gamma=self.regularizer_weight, eta=0.5, polish=steps // 2
+            tol=tol,
+            max_steps=steps,
+            regularizer=prior,
+            gamma=self.regularizer_weight,
+            eta=self.sam_eta,
+            rho=self.sam_rho,
+            c=self.sam_c,
+            polish=steps // 2 if self.sam_polish is None else self.sam_polish,
         )
 
     def _gradient(self) -> Gradient:

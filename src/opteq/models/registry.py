@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -13,11 +13,14 @@ from typing import Any, Literal, overload
 import torch
 
 from opteq.common.errors import UserError, needs_extra, unknown_name
-from opteq.models import baselines, extracted, geq, mopteq, opteq, pretrained, segmenter
+from opteq.models import pretrained, segmenter
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier, FeatureExtractor
+from opteq.models.comparators import mdeq, mondeq, neural_ode, residual_networks
 from opteq.models.custom import Builder, builder_of, options_of
+from opteq.models.families import extracted, geq, inhibition, mopteq, opteq
+from opteq.models.families.redesigned import PYRAMIDS
 from opteq.models.options import Options
 from opteq.models.sketch import sketched
 
@@ -33,12 +36,13 @@ class ModelCard:
         name: for :func:`create`.
         parameters: number of parameters for ``classes`` classes of color images.
         classes: number of classes of the published result; ten where there is none.
-        family: opteq, mopteq, popteq, geq or baseline.
+        family: opteq, mopteq, popteq, geq, inhibition or baseline.
         dense: whether it is for segmentation.
         summary: one line.
         reproduces: the published result; empty where there is none.
         options: all options with their defaults.
         explanations: one line about each option.
+        shares: the shares of the parameters in stem, equilibrium and head.
     """
 
     name: str
@@ -50,6 +54,7 @@ class ModelCard:
     reproduces: str
     options: Mapping[str, Any]
     explanations: Mapping[str, str]
+    shares: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,28 @@ def _geq(summary: str, reproduces: str = "", **options: Any) -> _Entry:
     return _Entry("geq", geq.build, geq.GEQOptions(**options), summary, reproduces)
 
 
+def _inhibition(summary: str, **options: Any) -> _Entry:
+    return _Entry("inhibition", inhibition.build, inhibition.InhibitionOptions(**options), summary)
+
+
 def _resnet(summary: str, **options: Any) -> _Entry:
-    return _Entry("baseline", baselines.build_resnet, baselines.ResNetOptions(**options), summary)
+    return _Entry("baseline", residual_networks.build_resnet, residual_networks.ResNetOptions(**options), summary)
 
 
-_FOUR_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001}
+def _mdeq(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces)
+
+
+def _neural_ode(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", neural_ode.build, neural_ode.NeuralODEOptions(**options), summary, reproduces)
+
+
+def _mondeq(summary: str, reproduces: str, **options: Any) -> _Entry:
+    return _Entry("baseline", mondeq.build, mondeq.MonDEQOptions(**options), summary, reproduces)
+
+
+# Smoothing of the size of the products that D is made of: much more of it and D would hardly act.
+_FOUR_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001, "smoothing": 0.01}
 _SIX_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 4, 8, 8), "bound": 1.2, "injection_norm": "batch"}
 
 _MODELS: dict[str, _Entry] = {
@@ -137,7 +159,7 @@ _MODELS: dict[str, _Entry] = {
     "mopteq-193k": _mopteq(
         "MOptEq of three branches of one size",
         "MOptEq paper, CIFAR-10, single view, 193k parameters (perturbation=0.1 for the row with it)",
-        channels=32, hidden=(108, 112, 112), scales=(1, 1, 1), diversity=0.01, smoothing=10.0,
+        channels=32, hidden=(108, 112, 112), scales=(1, 1, 1), diversity=0.01, smoothing=1.0,
     ),
     "popteq-193k": _popteq(
         "three OptEq branches of one size without ties; fusion='conv' is the row with 276k parameters",
@@ -192,11 +214,52 @@ _MODELS: dict[str, _Entry] = {
         channels=384, hidden=(48, 96, 192, 192, 384, 384), projection=128, stem_depth=3, stem_kernel=7, downsample=2,
         readout="mean", head_width=384, **_SIX_SCALES,
     ),
+    "inhibition-0.48m": _inhibition(
+        "branches of four scales that inhibit each other, convex for every weight; one convolution as stem",
+        channels=64, common=64, hidden=(32, 64, 136, 176), scales=(1, 2, 4, 8), injection_norm="batch", max_steps=60,
+    ),
+    "mdeq-10m": _mdeq(
+        "MDEQ of four scales: a fixed point of residual blocks, without an objective",
+        "MOptEq and GEQ papers, CIFAR-10, MDEQ with 10M parameters",
+        hidden=(32, 64, 128, 256), max_steps=18, dropout=0.3,
+    ),
+    "mdeq-2.5m": _mdeq(
+        "MDEQ of four scales with fewer channels; the paper prints their number of parameters alone",
+        "MOptEq paper, CIFAR-10, MDEQ with 2.53M parameters",
+        hidden=(16, 32, 64, 120), heads=(7, 14, 28, 56), last=584, max_steps=18, dropout=0.3,
+    ),
+    "mondeq-172k": _mondeq(
+        "monDEQ of one circular convolution: a fixed point for every weight, without an objective",
+        "OptEq paper, CIFAR-10, single-convolution monotone DEQ, 172k parameters",
+        hidden=(81,),
+    ),
+    "mondeq-854k": _mondeq(
+        "monDEQ of one circular convolution with more channels",
+        "MOptEq paper, CIFAR-10, single-tier monDEQ, 854k parameters",
+        hidden=(200,),
+    ),
+    "neural-ode-172k": _neural_ode(
+        "neural ODE on the image itself, for images of 32x32",
+        "OptEq and MOptEq papers, CIFAR-10, Neural ODE, 172k parameters",
+    ),
+    "augmented-neural-ode-172k": _neural_ode(
+        "neural ODE with ten channels of zeros beside those of the image, for images of 32x32",
+        "OptEq and MOptEq papers, CIFAR-10, Aug. Neural ODE, 172k parameters",
+        filters=64, augment=10,
+    ),
     "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 images, 11.17M parameters"),
     "resnet50-cifar": _resnet(
         "ResNet-50 in its usual form for 32x32 images, 23.5M parameters", blocks=(3, 4, 6, 3), bottleneck=True
     ),
 }  # fmt: skip
+
+
+def _pyramid(base: _Entry, options: Mapping[str, Any]) -> _Entry:
+    summary = f"redesigned: {base.summary}; behind a pyramid of residual blocks, where most of the parameters are"
+    return replace(base, options=base.options.changed(options), summary=summary, reproduces="")
+
+
+_MODELS |= {name: _pyramid(_MODELS[base], options) for name, (base, options) in PYRAMIDS.items()}
 
 
 def names(filter: str = "*") -> list[str]:
@@ -249,9 +312,11 @@ def describe(name: str) -> ModelCard:
     ('mopteq', [1, 2, 4, 8])
     """
     entry = _entry(name)
+    sizes = _parameters(name)
+    total = sum(sizes.values())
     return ModelCard(
         name,
-        _parameters(name),
+        total,
         entry.classes,
         entry.family,
         issubclass(entry.make, segmenter.Segmenter),
@@ -259,6 +324,7 @@ def describe(name: str) -> ModelCard:
         entry.reproduces,
         entry.options.plain(),
         entry.options.explanations(),
+        {part: size / max(total, 1) for part, size in sizes.items()},
     )
 
 
@@ -329,9 +395,9 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
     replaced = config.pop("replaced")
     if model is None:
         if replaced:
-            shown = ", ".join(replaced[:3]) + (", ..." if len(replaced) > 3 else "")
+            parts = ", ".join(part[:100] for part in replaced[:3]) + (", ..." if len(replaced) > 3 else "")
             raise UserError(
-                f"{settings}: {shown} of the model was replaced before it was saved; give a model with the same parts: "
+                f"{settings}: {parts} of the model was replaced before it was saved; give a model with the same parts: "
                 "from_pretrained(folder, model=yours)"
             )
         try:
@@ -363,9 +429,11 @@ def _check_size(parts: Parts) -> None:
 
 
 @cache
-def _parameters(name: str) -> int:
+def _parameters(name: str) -> dict[str, int]:
     with sketched():  # counting costs no memory and draws nothing at random
-        return sum(parameter.numel() for parameter in create(name, _entry(name).classes).parameters())
+        model = create(name, _entry(name).classes)
+        parts = {"stem": model.stem, "equilibrium": model.equilibrium, "head": model.head}
+        return {part: sum(weight.numel() for weight in module.parameters()) for part, module in parts.items()}
 
 
 def _entry(name: str) -> _Entry:

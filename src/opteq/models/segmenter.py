@@ -13,7 +13,7 @@ from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import option, whole
 from opteq.models.classifier import Classifier
-from opteq.models.extracted import ExtractedOptions, extracted_problem, make_extractor
+from opteq.models.families.extracted import ExtractedOptions, extracted_problem, make_extractor
 
 
 class Segmenter(Classifier):

@@ -43,11 +43,13 @@ class ChainMap(LinearMap):
 
     def composed(self) -> Tensor:
         """The kernel ``(m, c, K1, K2)`` of the one convolution that the chain is."""
+        if len(self.weights) == 1:
+            return self.weights[0]
         c = self.weights[0].shape[1]
         size = [2 * p + 1 for p in self.padding]
         impulse = self.weights[0].new_zeros(c, c, *size)
         impulse[range(c), range(c), self.padding[0], self.padding[1]] = 1
-        return self(impulse).flip(2, 3).transpose(0, 1)
+        return self(impulse).flip(2, 3).transpose(0, 1).contiguous()
 
 
 class ConvChain(Operator):
@@ -96,7 +98,11 @@ class ConvChain(Operator):
         if self.bound is not None:
             norm = self._norm(ChainMap(weights).composed())
             weights[-1] = weights[-1] * (self.bound / torch.maximum(norm, torch.full_like(norm, self.bound)))
-        return ChainMap(weights)
+        chain = ChainMap(weights)
+        # One convolution with the composed kernel where that takes fewer multiplications, as with one input channel.
+        size = [2 * p + 1 for p in chain.padding]
+        together = self.channels[0] * self.channels[-1] * size[0] * size[1]
+        return ChainMap([chain.composed()]) if together <= sum(weight.numel() for weight in weights) else chain
 
     def norm(self) -> Tensor:
         with torch.no_grad():

@@ -81,6 +81,10 @@ class Penalty(metaclass=NamedOptions):
         """The nearest point at which the penalty is finite; y itself where it is finite everywhere."""
         return y
 
+    def distance_to_kink(self, t: Tensor) -> Tensor | None:  # noqa: ARG002
+        """How far each entry is from a kink of a piecewise linear sigma; None where sigma is not piecewise linear."""
+        return None
+
 
 class ElementwisePenalty(Penalty):
     """A penalty that is a sum over entries, ``sum_i f(y_i)``: its activation acts on each entry alone.
@@ -95,6 +99,20 @@ class ElementwisePenalty(Penalty):
     # True of most activations; sigmoid and softplus say otherwise.
     fixes_zero = True
     offset = 0.0
+
+    @property
+    def kinks(self) -> tuple[float, ...] | None:
+        """Where a piecewise linear sigma changes its slope; None where sigma is not piecewise linear."""
+        return None
+
+    def distance_to_kink(self, t: Tensor) -> Tensor | None:
+        """The distance of each entry to the nearest of the :attr:`kinks`, infinite where there is none."""
+        if self.kinks is None:
+            return None
+        nearest = torch.full_like(t, math.inf)
+        for kink in self.kinks:
+            nearest = torch.minimum(nearest, (t - kink).abs())
+        return nearest
 
     @property
     def domain(self) -> tuple[float, float]:

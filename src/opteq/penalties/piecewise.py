@@ -26,6 +26,10 @@ class Identity(ElementwisePenalty):
     lipschitz = 1.0
     bounded = False
 
+    @property
+    def kinks(self) -> tuple[float, ...]:
+        return ()
+
     def prox(self, t: Tensor) -> Tensor:
         return t
 
@@ -50,6 +54,10 @@ class ReLU(ElementwisePenalty):
     name = "relu"
     lipschitz = 1.0
     bounded = False
+
+    @property
+    def kinks(self) -> tuple[float, ...]:
+        return (0.0,)
 
     @property
     def domain(self) -> tuple[float, float]:
@@ -104,6 +112,10 @@ class LeakyReLU(ElementwisePenalty):
     def __post_init__(self) -> None:
         _validate.share(self, "slope")
 
+    @property
+    def kinks(self) -> tuple[float, ...]:
+        return (0.0,)
+
     def prox(self, t: Tensor) -> Tensor:
         return F.leaky_relu(t, self.slope)
 
@@ -139,6 +151,10 @@ class SoftThreshold(ElementwisePenalty):
         if not 0 <= self.threshold < math.inf:
             raise ValueError(f"SoftThreshold.threshold should be finite and at least 0; got {self.threshold!r}")
 
+    @property
+    def kinks(self) -> tuple[float, ...]:
+        return (-self.threshold, self.threshold)
+
     def prox(self, t: Tensor) -> Tensor:
         # Not F.softshrink: on Apple's devices it turned a NaN into 0 until 2026 (pytorch pull request 183710).
         return t - t.clamp(-self.threshold, self.threshold)
@@ -164,6 +180,10 @@ class HardTanh(ElementwisePenalty):
     name = "hardtanh"
     lipschitz = 1.0
     bounded = True
+
+    @property
+    def kinks(self) -> tuple[float, ...]:
+        return (-1.0, 1.0)
 
     @property
     def domain(self) -> tuple[float, float]:

@@ -70,6 +70,13 @@ class ScaledPenalty:
         """The nearest point of f's domain."""
         return self.penalty.project(y)
 
+    def distance_to_kink(self, u: Tensor) -> Tensor | None:
+        """How far each entry is from a kink of the prox; None where that is not piecewise linear."""
+        penalty = self.penalty
+        if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
+            return (u.abs() - penalty.threshold * self._beside(u)).abs()
+        return penalty.distance_to_kink(u) if type(penalty) in (Identity, ReLU, HardTanh) else None
+
     def _beside(self, u: Tensor) -> Tensor:
         return self.length.to(u.dtype).reshape(-1, *[1] * (u.ndim - 1))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
+from opteq.common.override import overridable
 
 
 class Curve(ABC):
@@ -28,6 +29,18 @@ class Curve(ABC):
     @abstractmethod
     def second(self, u: Tensor) -> Tensor:
         """``psi''(u)``; at a kink of ``psi'``, the slope to its right."""
+
+
+@overridable
+def scaled_derivative(u: Tensor, curve: Curve, inverse: Tensor, force: Tensor) -> Tensor:
+    """``force psi'(u inverse)`` for responses ``(B, C, ...)`` and factors that broadcast to them."""
+    return force * curve.derivative(u * inverse)
+
+
+@overridable
+def scaled_second(u: Tensor, curve: Curve, inverse: Tensor, weight: Tensor) -> Tensor:
+    """``weight psi''(u inverse)``, likewise."""
+    return weight * curve.second(u * inverse)
 
 
 class Potential(nn.Module, metaclass=NamedOptions):

@@ -1,20 +1,24 @@
 """Hidden problems: what a network minimises."""
 
-from opteq.problems.affine import AffineOptEq
 from opteq.problems.base import HiddenProblem, Problem
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.fusion import AverageBranches
+from opteq.problems.branches.inhibited import Inhibited
 from opteq.problems.branches.mopteq import MOptEq
 from opteq.problems.branches.parallel import Parallel
 from opteq.problems.branches.popteq import POptEq
 from opteq.problems.certificate import Certificate
 from opteq.problems.deep.deep_opteq import DeepOptEq
+from opteq.problems.fixed_point import FixedPoint
 from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
+from opteq.problems.inhibition import Inhibition
 from opteq.problems.linearisation import Structure
+from opteq.problems.monotone import MonDEQ
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
-from opteq.problems.splitting import Splitting
+from opteq.problems.variants.affine import AffineOptEq
+from opteq.problems.variants.splitting import Splitting
 
 __all__ = [
     "GEQ",
@@ -24,9 +28,13 @@ __all__ = [
     "Branch",
     "Certificate",
     "DeepOptEq",
+    "FixedPoint",
     "Hidden",
     "HiddenProblem",
+    "Inhibited",
+    "Inhibition",
     "MOptEq",
+    "MonDEQ",
     "Objective",
     "OptEq",
     "POptEq",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.kernels import Gaussian, Kernel, Similarity
+from opteq.kernels.linear import LinearSimilarity
 from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
@@ -143,6 +144,7 @@ class BoundGEQ(Hidden):
     ) -> None:
         self.penalty = penalty
         self.similarity = similarity
+        self.quadratic = isinstance(similarity, LinearSimilarity)
         self._start = penalty.project(start)
         if curvature is None:
             return

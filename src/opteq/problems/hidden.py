@@ -127,6 +127,9 @@ class Hidden(BoundMap):
     structure = Structure.SYMMETRIC
     penalty: Penalty
 
+    quadratic: bool = False
+    """Whether g is known to be quadratic, so that its Hessian is the same everywhere."""
+
     @property
     def seeks_minimum(self) -> bool:
         """True unless the curvature is known to be positive, or the objective has no Hessian."""
@@ -157,6 +160,15 @@ class Hidden(BoundMap):
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The terms whose sum is g."""
         return {"smooth": self.smooth(y)}
+
+    def distance_to_kink(self, y: State) -> Tensor | None:
+        """How far the nearest pre-activation of a sample is from a kink, ``(B,)``; None where sigma has other pieces.
+
+        While none crosses a kink, a piecewise linear sigma acts as a linear map.
+        """
+        distances = [self.penalty.distance_to_kink(block) for block in blocks(self.preactivation(y))]
+        known = [apart.flatten(1).amin(dim=1) for apart in distances if apart is not None]
+        return torch.stack(known).amin(dim=0) if len(known) == len(distances) else None
 
     def objective(self, y: State) -> Tensor:
         """``G(y)``, one value per sample; infinite where the penalty is."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opteq import penalties
+from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem
@@ -139,7 +140,7 @@ class BoundObjective(Hidden):
 
     def gradient(self, y: State) -> State:
         """The gradient of F."""
-        slope: State = torch.func.grad(lambda state: self.value(state).sum())(y)
+        slope: State = gradient(lambda state: self.value(state).sum(), y)
         return slope
 
     def value_and_gradient(self, y: State) -> tuple[Tensor, State]:
@@ -149,7 +150,7 @@ class BoundObjective(Hidden):
             values = self.value(state)
             return values.sum(), values
 
-        slope, values = torch.func.grad(total, has_aux=True)(y)
+        slope, values = gradient(total, y, has_aux=True)
         return values, slope
 
     def terms(self, y: State) -> dict[str, Tensor]:
@@ -183,8 +184,7 @@ class BoundObjective(Hidden):
 
     def hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> H v`` with H the Hessian of F at y."""
-        pull = torch.func.vjp(self.gradient, y)[1]  # H is symmetric, so its transpose will do
-        return lambda v: pull(v)[0]
+        return pullback(self.gradient, y)[1]  # H is symmetric, so its transpose will do
 
     def linearise(self, y: State) -> SymmetricLinearisation:
         """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""

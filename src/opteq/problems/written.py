@@ -30,13 +30,13 @@ class BoundModule:
         reused: results that depend on the input and the weights alone.
     """
 
-    def __init__(self, module: nn.Module, x: Tensor) -> None:
+    def __init__(self, module: nn.Module, x: State) -> None:
         self.module: Any = module
-        self.x = x
+        self.x: Any = x
         self.maps: Mapping[Operator, LinearMap] = {
             part: part.prepare() for part in module.modules() if isinstance(part, Operator)
         }
-        self.reused = InputOnly([x, *module.parameters(), *module.buffers(), *_weights(self.maps.values())])
+        self.reused = InputOnly([*blocks(x), *module.parameters(), *module.buffers(), *_weights(self.maps.values())])
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from opteq.models import Classifier
 from opteq.problems.certificate import Certificate
 from opteq.report import sections
 from opteq.report.cards import appendix, cards
+from opteq.report.denoising import write_denoising_report
 from opteq.report.examples import Example, explain
 from opteq.report.formula import formulas
 from opteq.report.frame import framed
@@ -64,6 +65,8 @@ def write(run_dir: str | Path, seconds: float = 120.0) -> Path:
     """
     folder = Path(run_dir)
     run = read_run(folder)
+    if run.recipe.get("task") == "denoising":
+        return write_denoising_report(folder)
     found = _findings(run, seconds)
     html = render(run, found)
     target = folder / "report.html"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opteq.common.validate import share
+from opteq.common.override import overridable
+from opteq.common.validate import share as checked_share
 from opteq.solvers.base import Solver
 from opteq.solvers.loop import Process, relative
 from opteq.solvers.method import Method, Task
@@ -52,7 +53,7 @@ class FISTA(Solver):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.damping is not None:
-            share(self, "damping")
+            checked_share(self, "damping")
         if self.measure not in _MEASURES:
             raise ValueError(f"FISTA.measure should be one of {', '.join(_MEASURES)}; got {self.measure!r}")
 
@@ -61,82 +62,63 @@ class FISTA(Solver):
         return None, AcceleratedIteration(task, damping, self.floor, self.measure == "error")
 
 
-class AcceleratedIteration:
-    """A :class:`~opteq.solvers.loop.Process` of accelerated steps.
+class Point(NamedTuple):
+    """Where accelerated iteration stands, per row.
 
-    ``point`` is where the map was evaluated last (z), ``main`` the step from there (y).
+    Attributes:
+        point: z, where the map was evaluated last.
+        main: y, the step that led there without momentum.
+        image, change: ``T(z)`` and ``T(z) - z``.
+        gap, residual: norm of the change, and relative to ``T(z)``.
+        share: s, how much of a step is taken.
+        age: steps since the last restart.
+        amplified: ``|dy| / |d(T(y) - y)|`` along the last moves.
+        merit: the objective at z, where the problem offers it.
     """
+
+    point: Tensor
+    main: Tensor
+    image: Tensor
+    change: Tensor
+    gap: Tensor
+    residual: Tensor
+    share: Tensor
+    age: Tensor
+    amplified: Tensor
+    merit: Tensor | None
+
+
+class AcceleratedIteration:
+    """A :class:`~opteq.solvers.loop.Process` of accelerated steps."""
 
     def __init__(self, task: Task, damping: float | Tensor, floor: float, error: bool) -> None:
         self.evaluate = task.evaluate
         self.admissible = task.admissible
-        self.point = self.main = task.start
-        self.image, self.merit = task.known
         self.floor, self.eps, self.error = floor, max(task.eps, torch.finfo(task.start.dtype).eps), error
         rows = row_norms(task.start)
         self.most = torch.zeros_like(rows) + (damping[:, 0] if isinstance(damping, Tensor) else damping)
-        self.share = self.most
-        self.age = torch.zeros_like(rows)  # steps since the last restart
-        self.amplified = torch.ones_like(rows)  # |dy| / |d(T(y) - y)|
+        image, merit = task.known
+        change = image - task.start
+        gap = row_norms(change)
+        residual = relative(gap, row_norms(image), floor)
+        none, ones = torch.zeros_like(rows), torch.ones_like(rows)
+        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit)
         self.codes: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The start and its residual."""
-        self.change = self.image - self.point
-        self.gap = row_norms(self.change)
-        self.residual = relative(self.gap, row_norms(self.image), self.floor)
+        at = self.at
         if self.error:  # one point alone tells nothing about distances, unless it is a fixed point
-            return self.point, torch.where(self.gap == 0, self.residual, self.residual.clamp_min(1.0))
-        return self.point, self.residual
+            return at.point, torch.where(at.gap == 0, at.residual, at.residual.clamp_min(1.0))
+        return at.point, at.residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """One accelerated step, judged."""
-        main = torch.addcmul(self.point, _column(self.share, self.change), self.change)
-        ahead = main - self.main
-        uphill = (self.change * ahead).sum(dim=1) < 0
-        age = torch.where(uphill, 0.0, self.age)
-        # A share may have been too small for a while only: where momentum is lost anyway, a longer step is tried.
-        longer = torch.where(uphill & active, torch.minimum(1.5 * self.share, self.most), self.share)
-        plain = age == 0
-        proposal = torch.addcmul(main, _column(age / (age + 3), ahead), ahead)
+        """One accelerated step, accepted or taken back row by row."""
+        main, proposal, age, longer = propose(active, self.at, self.most)
         proposal = self.admissible(proposal)
         image, merit = self.evaluate(proposal)
-        change = image - proposal
-        gap = row_norms(change)
-        residual = relative(gap, row_norms(image), self.floor)
-
-        move, turn = proposal - self.point, self.change - change
-        far, turned = row_norms(move), row_norms(turn)
-        met = (move * turn).sum(dim=1).to(far.dtype) / far.square().clamp_min(torch.finfo(far.dtype).tiny)
-        # Differences of nearby points are rounded: what is not much larger than that says nothing.
-        rounding = self.eps * row_norms(proposal)
-        steep = (far > 300 * rounding) & (self.share * met > 1.01)
-
-        finite = torch.isfinite(residual)
-        worse = gap > 1.01 * self.gap + 8 * rounding
-        raised = worse & self._raised(merit)
-        taken = active & finite & ~raised
-        shorter = torch.where(steep & finite, self.share / (self.share * met).clamp(1.0, 4.0), longer)
-        shorter = torch.where(plain & (raised | ~finite), self.share / 2, shorter)
-        self.share = torch.where(active, shorter, self.share)
-        self.age = torch.where(active, torch.where(taken & ~steep, age + 1, 0.0), self.age)
-        ratio = (far / turned.clamp_min(torch.finfo(turned.dtype).tiny)).clamp(1.0, 1e12)
-        # A move along a stiff direction says little about the distance along others: memory fades slowly.
-        ratio = torch.maximum(ratio, 0.9 * self.amplified)
-        self.amplified = torch.where(taken & (turned > 8 * rounding), ratio, self.amplified)
-        lost = active & ~finite & plain & (self.share < 1e-12)
-        self.codes = torch.where(lost, int(Status.NON_FINITE), 0)
-
-        # A row that was taken back goes on from where it stood, with a plain step.
-        self.main = choose_rows(taken, main, torch.where(active[:, None], self.point, self.main))
-        self.point = choose_rows(taken, proposal, self.point)
-        self.image = choose_rows(taken, image, self.image)
-        self.change = choose_rows(taken, change, self.change)
-        self.gap = torch.where(taken, gap, self.gap)
-        self.residual = torch.where(taken, residual, self.residual)
-        if merit is not None and self.merit is not None:
-            self.merit = torch.where(taken, merit, self.merit)
-        return self.point, self._estimated_error() if self.error else self.residual
+        self.at, self.codes = accept(active, self.at, main, proposal, age, longer, image, merit, self.eps, self.floor)
+        return self.at.point, self._estimated_error() if self.error else self.at.residual
 
     def breakdowns(self) -> Tensor | None:
         """Rows where even the shortest step is not finite."""
@@ -144,14 +126,76 @@ class AcceleratedIteration:
 
     def _estimated_error(self) -> Tensor:
         # Where the residual is down to the map's rounding, no further step comes closer.
-        beyond = (self.residual - 4 * self.eps).clamp_min(0)
-        return self.residual + (self.amplified - 1) * beyond
+        beyond = (self.at.residual - 4 * self.eps).clamp_min(0)
+        return self.at.residual + (self.at.amplified - 1) * beyond
 
-    def _raised(self, merit: Tensor | None) -> Tensor:
-        if merit is None or self.merit is None:
-            return torch.zeros_like(self.gap, dtype=torch.bool)
-        rounding = 64 * self.eps * self.merit.abs()
-        return ~(merit <= self.merit + rounding)
+
+@overridable
+def propose(active: Tensor, at: Point, most: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The next main point, the one ahead of it where the map is evaluated, its age, and a share to try."""
+    main = torch.addcmul(at.point, _column(at.share, at.change), at.change)
+    ahead = main - at.main
+    uphill = (at.change * ahead).sum(dim=1) < 0
+    age = torch.where(uphill, 0.0, at.age)
+    # A share may have been too small for a while only: where momentum is lost anyway, a longer step is tried.
+    longer = torch.where(uphill & active, torch.minimum(1.5 * at.share, most), at.share)
+    return main, torch.addcmul(main, _column(age / (age + 3), ahead), ahead), age, longer
+
+
+@overridable
+def accept(
+    active: Tensor,
+    at: Point,
+    main: Tensor,
+    proposal: Tensor,
+    age: Tensor,
+    longer: Tensor,
+    image: Tensor,
+    merit: Tensor | None,
+    eps: float,
+    floor: float,
+) -> tuple[Point, Tensor]:
+    """The proposal, where it is no worse than the point before; and status codes of rows that are lost."""
+    plain = age == 0
+    change = image - proposal
+    gap = row_norms(change)
+    residual = relative(gap, row_norms(image), floor)
+
+    move, turn = proposal - at.point, at.change - change
+    far, turned = row_norms(move), row_norms(turn)
+    met = (move * turn).sum(dim=1).to(far.dtype) / far.square().clamp_min(torch.finfo(far.dtype).tiny)
+    # Differences of nearby points are rounded: what is not much larger than that says nothing.
+    rounding = eps * row_norms(proposal)
+    steep = (far > 300 * rounding) & (at.share * met > 1.01)
+
+    finite = torch.isfinite(residual)
+    worse = gap > 1.01 * at.gap + 8 * rounding
+    taken = active & finite
+    bad = ~finite
+    if merit is not None and at.merit is not None:
+        raised = worse & ~(merit <= at.merit + 64 * eps * at.merit.abs())
+        taken, bad = taken & ~raised, bad | raised
+    shorter = torch.where(steep & finite, at.share / (at.share * met).clamp(1.0, 4.0), longer)
+    shorter = torch.where(plain & bad, at.share / 2, shorter)
+    share = torch.where(active, shorter, at.share)
+    ratio = (far / turned.clamp_min(torch.finfo(turned.dtype).tiny)).clamp(1.0, 1e12)
+    # A move along a stiff direction says little about the distance along others: memory fades slowly.
+    ratio = torch.maximum(ratio, 0.9 * at.amplified)
+    codes = torch.where(active & ~finite & plain & (share < 1e-12), int(Status.NON_FINITE), 0)
+    accepted = Point(
+        point=choose_rows(taken, proposal, at.point),
+        # A row that was taken back goes on from where it stood, with a plain step.
+        main=choose_rows(taken, main, torch.where(active[:, None], at.point, at.main)),
+        image=choose_rows(taken, image, at.image),
+        change=choose_rows(taken, change, at.change),
+        gap=torch.where(taken, gap, at.gap),
+        residual=torch.where(taken, residual, at.residual),
+        share=share,
+        age=torch.where(active, torch.where(taken & ~steep, age + 1, 0.0), at.age),
+        amplified=torch.where(taken & (turned > 8 * rounding), ratio, at.amplified),
+        merit=at.merit if merit is None or at.merit is None else torch.where(taken, merit, at.merit),
+    )
+    return accepted, codes
 
 
 def _column(numbers: Tensor, like: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from opteq.data import Batches, Dataset, Split
 from opteq.gradients import Unrolled
 from opteq.models import equilibria
 from opteq.solvers import SAM
+from opteq.training.certified import CertifiedShare
 from opteq.training.devices import Accelerator, make_accelerator
 from opteq.training.input_size import check_input_size
 from opteq.training.metrics import Metrics, RunningMetrics
@@ -61,8 +62,10 @@ def evaluate(
 
     Returns:
         ``test_accuracy`` and, with more than five classes, ``test_top5`` (0..1), ``test_loss``, ``samples``,
-        ``solver_steps`` (mean), and over all
-        test samples ``worst_residual``, ``mean_residual`` and ``converged`` (share), with the settings. With an attack
+        ``solver_steps`` (mean), and over all test samples ``worst_residual``, ``mean_residual``, ``converged``
+        (share) and ``certified`` (the share that
+        converged to an equilibrium which is certified, by the weights or at the point, see
+        :class:`~opteq.training.certified.CertifiedShare`; None where unknown), with the settings. With an attack
         also ``test_robust_accuracy``, ``test_robust_loss`` and ``attack``, its settings; for data sets with unseen
         sub-classes ``unseen_accuracy`` and ``unseen_loss``. For segmentation ``test_accuracy`` is the accuracy of
         pixels, and ``test_iou`` (mean intersection over union) and ``test_class_accuracy`` (mean over classes) replace
@@ -70,6 +73,8 @@ def evaluate(
     """
     folder = RunFolder(Path(run))
     recipe = folder.recipe()
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"{folder.path} holds a denoiser: use opteq.training.denoising.evaluate")
     if not (folder.path / "model.safetensors").exists():
         raise UserError(
             f"{folder.path} holds no finished run: continue with `opteq train --resume --out {folder.path}`"
@@ -123,10 +128,14 @@ class _Evaluation:
     def result(self, attack: PGD | None, settings: dict[str, Any]) -> dict[str, Any]:
         """The metrics of the test split with the ``settings``, then of the unseen split and under attack."""
         dataset = self.dataset
-        figures = _figures(self.counts(dataset.test), dataset.test.dense)
+        certified = CertifiedShare(self.accelerator.unwrap_model(self.model), self.accelerator.device)
+        with certified.watching():
+            counts = self.counts(dataset.test)
+        share = {"certified": certified.share(self.accelerator)}
+        figures = _figures(counts, dataset.test.dense)
         if len(dataset.classes) <= 5:  # all classes are among the first five
             figures.pop("test_top5", None)
-        result = {**figures, **settings}
+        result = {**figures, **share, **settings}
         if dataset.unseen is not None:
             unseen = self.counts(dataset.unseen)
             result |= {"unseen_accuracy": unseen.accuracy, "unseen_loss": unseen.mean_loss}
@@ -215,7 +224,13 @@ def _attack(
 
 
 def set_solvers(model: nn.Module, tol: float | None, max_steps: int | None) -> None:
-    """Set tolerance and maximal number of steps of every equilibrium layer; None leaves them unchanged."""
+    """Set tolerance and maximal number of steps of every equilibrium layer; None leaves them unchanged.
+
+    A model without feedback is a feed-forward network, which neither of them would leave what it is: it stays as it is.
+    """
+    config = getattr(model, "config", {})
+    if config.get("options", {}).get("feedback", "equilibrium") != "equilibrium":
+        return
     for _, layer in equilibria(model):
         changes: dict[str, Any] = {}
         if tol is not None:

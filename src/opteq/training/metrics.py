@@ -142,7 +142,8 @@ class RunningMetrics:
             steps = steps + report.steps.sum()
             residuals = residuals + residual.sum()
             converged = converged + report.converged.sum()
-            lost = lost + (residual > self.lost_above).sum()
+            if report.tol:  # a network of a fixed number of steps has no equilibrium to lose
+                lost = lost + (residual > self.lost_above).sum()
             if residual.numel():
                 self.worst = torch.maximum(self.worst, residual.max())
         counts = (correct, judged, top5, len(labels), solves, steps, residuals, converged, lost)

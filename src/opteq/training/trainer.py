@@ -20,6 +20,7 @@ from opteq.models import Classifier
 from opteq.training.devices import Accelerator
 from opteq.training.guard import Interrupted, TrainingStopped, check_progress
 from opteq.training.metrics import Metrics, RunningMetrics
+from opteq.training.optim.bounds import GrowingBounds
 from opteq.training.optim.schedules import schedule
 from opteq.training.recipe.sections import Recipe
 from opteq.training.run import state
@@ -66,6 +67,7 @@ class Trainer:
         self.checkpoints = checkpoints
         self.accelerator = accelerator
         self.factor = schedule(recipe.schedule, len(train), recipe.train.epochs)
+        self.bounds = GrowingBounds(model, recipe.train)
         self.epoch = self.batch = self.step = 0
         self.history: list[Line] = []
         self.metrics = self._new_metrics()
@@ -104,6 +106,7 @@ class Trainer:
         """Train until the last epoch of the recipe."""
         while self.epoch < self.recipe.train.epochs:
             display.epoch(self.epoch)
+            self.bounds.set(self.epoch)
             self._steps(layers, display, stop)
             counts = self.metrics.compute(self.accelerator)
             self._check(counts, f"epoch {self.epoch + 1}")

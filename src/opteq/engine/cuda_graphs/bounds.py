@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opteq.common.autocast import Autocast
 from opteq.engine.cuda_graphs.buffers import copy_all
-from opteq.engine.cuda_graphs.capture import mend_generator, no_garbage_collection, on, raw_stream
+from opteq.engine.cuda_graphs.capture import mend_generator, no_garbage_collection, on, raw_stream, turn
 from opteq.operators.spectral.norms import scale_for
 
 Job = tuple[float, tuple[Tensor, ...]]
@@ -41,12 +41,22 @@ def scales_by_graph(jobs: Sequence[Job]) -> list[Tensor] | None:
         or torch.cuda.is_current_stream_capturing()
     ):
         return None
-    with on(inputs[0].device):
+    with turn() as mine, on(inputs[0].device):
+        if not mine:
+            return None
         graph = _graph(jobs, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
         if graph is None:
             return None
         scales: tuple[Tensor, ...] = _Scales.apply(graph, [(bound, len(own)) for bound, own in jobs], *inputs)  # type: ignore[no-untyped-call]
     return list(scales)
+
+
+def forget() -> None:
+    """Drop every captured graph and the memory that they hold."""
+    with turn() as mine:
+        if mine:
+            _graphs.clear()
+            _pools.clear()
 
 
 class _Scales(torch.autograd.Function):

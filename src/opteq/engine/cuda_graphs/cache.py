@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.engine.cuda_graphs.capture import CaptureContext, on, raw_stream
+from opteq.engine.cuda_graphs.capture import CaptureContext, on, raw_stream, turn
 from opteq.engine.cuda_graphs.conditional_graph import available
 from opteq.engine.cuda_graphs.conditional_solve import ConditionalSolve, OpenSolve
 from opteq.engine.settings import settings
@@ -19,7 +18,6 @@ _MOST_SOLVES = 32
 
 _solves: OrderedDict[Hashable, ConditionalSolve | str] = OrderedDict()
 _seen: OrderedDict[Hashable, None] = OrderedDict()
-_one_at_a_time = threading.RLock()
 
 
 def run(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve) -> tuple[list[Any], object] | str:
@@ -36,15 +34,11 @@ def run(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve) -> tuple
     reason = unusable(inputs)
     if reason is not None:
         return reason
-    # Solves of a stream share buffers: one thread at a time. A backward pass does not wait for its turn: whoever has it
-    # may be capturing a map that needs autograd's thread, which is the one that would wait.
-    if not _one_at_a_time.acquire(blocking=torch._C._current_graph_task_id() == -1):
-        return "another thread captures a graph"
-    try:
+    with turn() as mine:
+        if not mine:
+            return "another thread has its turn with the graphs"
         with on(inputs[0].device):
             return _run(key, inputs, open_solve)
-    finally:
-        _one_at_a_time.release()
 
 
 def _run(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve) -> tuple[list[Any], object] | str:
@@ -96,9 +90,12 @@ def unusable(inputs: Sequence[Tensor]) -> str | None:
 
 def forget() -> None:
     """Drop every captured solve and the memory that they hold."""
-    _solves.clear()
-    _seen.clear()
-    CaptureContext.close_all()
+    with turn() as mine:
+        if not mine:  # a backward pass, while another thread uses them
+            return
+        _solves.clear()
+        _seen.clear()
+        CaptureContext.close_all()
 
 
 def _remember(store: OrderedDict[Hashable, Any], form: Hashable, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
@@ -12,6 +13,26 @@ import torch
 from opteq.engine.cuda_graphs.buffers import SharedBuffers
 
 Result = TypeVar("Result")
+
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def turn() -> Iterator[bool]:
+    """Whether this thread may capture and replay graphs now; while it may, no other thread does.
+
+    Graphs of a stream share buffers. The device does what it is told in the order of the stream, so it is enough that
+    no launch of another thread comes between those that copy inputs in, replay a graph and copy its outputs out.
+
+    Other threads wait for their turn. A backward pass does not, and takes the plain path instead: the thread that has
+    its turn may be capturing something that needs autograd's thread, which is the one that would wait.
+    """
+    mine = _one_at_a_time.acquire(blocking=torch._C._current_graph_task_id() == -1)
+    try:
+        yield mine
+    finally:
+        if mine:
+            _one_at_a_time.release()
 
 
 def raw_stream(device: torch.device) -> int:

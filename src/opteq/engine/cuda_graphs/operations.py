@@ -7,6 +7,7 @@ when a graph is replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opteq.engine.triton.operations import gaussian, resample
+from opteq.common.override import plain
+from opteq.engine.fuse import fused
+from opteq.engine.triton.operations import gaussian, resample, spline
 from opteq.kernels.gaussian import bend, weigh
 from opteq.operators.resample import pool, spread
+from opteq.potentials.base import scaled_derivative, scaled_second
+from opteq.solvers import fista
 from opteq.solvers.loop import Finish, Iteration
+
+_FEW_CHANNELS = 8
+"""With fewer output channels cuDNN's convolutions are slower than its transposed ones."""
 
 
 class FastOperations(TorchFunctionMode):
@@ -26,14 +34,18 @@ class FastOperations(TorchFunctionMode):
 
     Args:
         kernels: whether Triton kernels are among them, which can't be traced.
+        fuse: compile what a solver does between two evaluations of a map.
     """
 
-    def __init__(self, kernels: bool = True) -> None:
+    def __init__(self, kernels: bool = True, fuse: bool = False) -> None:
         super().__init__()
         self._flipped: dict[int, tuple[Tensor, Tensor]] = {}
         self._table: dict[Callable[..., Any], Callable[..., Any]] = {torch.conv_transpose2d: self._convolve_flipped}
         if kernels:
             self._table |= {pool: resample.pooled, spread: resample.spread, weigh: gaussian.weigh, bend: gaussian.bend}
+            self._table |= {scaled_derivative: spline.scaled_derivative, scaled_second: spline.scaled_second}
+        if fuse:
+            self._table |= {function: partial(fused, plain(function)) for function in (fista.propose, fista.accept)}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,6 +63,8 @@ class FastOperations(TorchFunctionMode):
         """A transposed convolution that keeps the size, as a convolution with the spatially flipped weight."""
         same = tuple(padding) if isinstance(padding, tuple | list) else (padding, padding)
         if rest or bias is not None or stride != 1 or same != (weight.shape[2] // 2, weight.shape[3] // 2):
+            return None
+        if weight.shape[1] < _FEW_CHANNELS:
             return None
         if id(weight) not in self._flipped:
             flipped = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)

@@ -32,7 +32,7 @@ class Traces:
     def problem(self, tensors: list[Tensor]) -> BoundMap:
         """The problem with ``tensors``; its step, and its merit, are traced ones where a user has written it."""
         hidden = self.flat.with_tensors(tensors)
-        if not any(isinstance(value, BoundModule) for value in vars(hidden).values()):
+        if not self._worth_tracing(hidden):
             return hidden
         start = hidden.start()
 
@@ -57,7 +57,7 @@ class Traces:
 
     def product(self, tensors: list[Tensor], state: State, product: Product, v: State) -> Product:
         """The product of the adjoint system at ``state`` with vectors like ``v``, traced for a user's problem."""
-        if not any(isinstance(value, BoundModule) for value in vars(self.flat.with_tensors(tensors)).values()):
+        if not self._worth_tracing(self.flat.with_tensors(tensors)):
             return product
         count = len(tensors)
 
@@ -67,6 +67,10 @@ class Traces:
 
         applied = self._traced("product", apply, [*tensors, *blocks(state)], blocks(v))
         return lambda u: like(u, tuple(applied(blocks(u))))
+
+    def _worth_tracing(self, hidden: BoundMap) -> bool:
+        """Whether a user has written it, or its closed forms are to be fused."""
+        return self.fuse or any(isinstance(value, BoundModule) for value in vars(hidden).values())
 
     def _traced(
         self,

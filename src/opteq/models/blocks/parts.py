@@ -142,10 +142,18 @@ class Head(nn.Module):
         channels: of each branch.
         num_classes: number of logits.
         options: ``readout``, ``head_width``, ``pool`` and ``dropout``.
+        fuse: makes one image of those of all branches, first; None leaves them apart.
     """
 
-    def __init__(self, channels: Sequence[int], num_classes: int, options: ClassifierOptions) -> None:
+    def __init__(
+        self,
+        channels: Sequence[int],
+        num_classes: int,
+        options: ClassifierOptions,
+        fuse: nn.Module | None = None,
+    ) -> None:
         super().__init__()
+        self.fuse = fuse
         self.readout = options.readout
         if self.readout == "mean" and len(set(channels)) > 1:
             raise UserError(f"readout='mean' needs branches with the same number of channels; got {list(channels)}")
@@ -158,6 +166,8 @@ class Head(nn.Module):
 
     def embed(self, features: Tensor | tuple[Tensor, ...]) -> Tensor:
         """The input of the linear layer, ``(B, F)``."""
+        if self.fuse is not None:
+            features = self.fuse(features)
         branches = features if isinstance(features, tuple) else (features,)
         if len(branches) != len(self.norms):
             raise ValueError(f"this head reads {len(self.norms)} branches; the equilibrium gave {len(branches)}")

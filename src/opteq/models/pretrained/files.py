@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from opteq.common.errors import UserError, unknown_name
+from opteq.common.errors import UserError, shown, unknown_name
 from opteq.common.files import draft, look_into, sync_folder
 from opteq.models.pretrained.hub import fetched
 from opteq.models.pretrained.weights import to_bytes
@@ -102,11 +102,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} lacks {', '.join(missing)}; save the model again with save_pretrained")
     replaced = config.setdefault("replaced", [])
     if not isinstance(replaced, list) or not all(isinstance(part, str) for part in replaced):
-        raise UserError(f"{path}: replaced should be a list of names of parts; got {replaced!r}")
+        raise UserError(f"{path}: replaced should be a list of names of parts; got {shown(replaced)}")
     for key, kind in (("name", str), ("num_classes", int), ("in_channels", int), ("options", dict), ("extra", dict)):
         value = config.setdefault(key, {})
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise UserError(f"{path}: {key} should be of type {kind.__name__}; got {value!r}")
+            raise UserError(f"{path}: {key} should be of type {kind.__name__}; got {shown(value)}")
     return config
 
 

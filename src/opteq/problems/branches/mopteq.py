@@ -171,6 +171,7 @@ class BoundMOptEq(Hidden):
         self.perturbation = perturbation
         if self.coupling.diversity and self.coupling.smoothing:
             self.has_merit = self.penalty.has_total
+        self.quadratic = not self.coupling.diversity
         self.jumps = self.coupling.diversity > 0 and not self.coupling.smoothing
 
     def __getstate__(self) -> dict[str, object]:

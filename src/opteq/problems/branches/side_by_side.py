@@ -124,6 +124,13 @@ class HiddenParallel(BoundParallel, Hidden):
     def __init__(self, parts: Sequence[Hidden]) -> None:
         super().__init__(parts)
         self.hidden = list(parts)
+        self.quadratic = all(part.quadratic for part in parts)
+
+    def distance_to_kink(self, y: State) -> Tensor | None:
+        """The least of the parts'."""
+        found = [part.distance_to_kink(piece) for part, piece in self._hidden_pairs(y)]
+        known = [distance for distance in found if distance is not None]
+        return torch.stack(known).amin(dim=0) if len(known) == len(found) else None
 
     @property
     def penalty(self) -> Penalty:  # type: ignore[override]  # read only

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
+from opteq.common.errors import unknown_name
 from opteq.operators import Operator, Stack, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
@@ -23,6 +24,8 @@ from opteq.problems.opteq import OptEq
 from opteq.problems.prior import check_prior, prior_factors
 from opteq.regularizers import Regularizer
 from opteq.states import State, single
+
+_STARTS = ("zeros", "input")
 
 
 class DeepOptEq(Problem):
@@ -44,6 +47,8 @@ class DeepOptEq(Problem):
             ``z - gamma grad R(z)``. Then ``gamma grad R(z_0)`` joins the first row of Theorem 2's inclusions; for one
             layer the fixed point minimises ``alpha M + gamma R``, for more there is no such sum.
         gamma: weight of the regulariser.
+        start: where solvers begin: ``"zeros"``, or ``"input"``, ``z_0 = x`` as the paper prints it, for inputs of the
+            features' shape. It makes a difference where the number of steps is fixed or there are several equilibria.
 
     >>> import torch, opteq
     >>> from opteq import operators as op
@@ -65,10 +70,14 @@ class DeepOptEq(Problem):
         readout: nn.Module | None = None,
         regularizer: Regularizer | None = None,
         gamma: float = 1.0,
+        start: str = "zeros",
     ) -> None:
         super().__init__()
         self.regularizer = check_prior(regularizer)
         self.gamma = check_positive("gamma", gamma)
+        if start not in _STARTS:
+            raise unknown_name("start", start, _STARTS)
+        self.first = start
         branches = [_branch(layer, index) for index, layer in enumerate(layers)]
         if not branches or all(branch.U is None for branch in branches):
             raise ValueError("DeepOptEq needs at least one layer with U, which is how the input comes in")
@@ -107,7 +116,15 @@ class DeepOptEq(Problem):
         for branch in self.branches:
             c = inject(branch.U, x, branch.W) if branch.U is not None else x.new_zeros(())
             blocks.append(Block(unhooked(branch.W, "W of a layer").prepare(), c, self.penalty, self.mu))
-        return BoundDeepOptEq(blocks, self.alphas, self.readout, self.regularizer, self.gamma)
+        bound = BoundDeepOptEq(blocks, self.alphas, self.readout, self.regularizer, self.gamma)
+        if self.first == "input":
+            wanted = bound.start().shape
+            if x.shape != wanted:
+                raise ValueError(
+                    f'start="input" needs an input of the shape of the features, {tuple(wanted)}; got {tuple(x.shape)}'
+                )
+            bound.first = x
+        return bound
 
     @for_finite_weights
     def certificate(self) -> Certificate:
@@ -217,9 +234,12 @@ class BoundDeepOptEq(BoundMap):
         self.regularizer = regularizer
         self.gamma = gamma
         self.coupled = regularizer is not None and regularizer.couples_batch
+        self.first: Tensor | None = None
 
     def start(self) -> Tensor:
-        """Zeros."""
+        """Zeros, or the input."""
+        if self.first is not None:
+            return self.first
         block = next(block for block in self.layers if block.c.ndim > 0)
         return torch.zeros_like(block.back(block.c))
 

@@ -16,7 +16,8 @@ from opteq.operators.measurement import Measurement, checked_measurement, settle
 from opteq.penalties import Identity
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.potentials import Curve, Potential
-from opteq.problems.certificate import Certificate
+from opteq.potentials.base import scaled_derivative, scaled_second
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.linearisation import Structure
 from opteq.problems.objective import BoundObjective, Objective
 from opteq.problems.restoration.image_weights import ResponseWeights
@@ -38,6 +39,8 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         levels: scales and weights by noise level.
         margin: strong convexity of the energy of denoising; None leaves weights as they are.
         weights: further weights by channel and pixel, from the responses of the given image; None for none.
+        steepest: the largest curvature of R; weights are divided where it would be larger. It bounds the condition of
+            the energy, and so the number of steps. None for no limit.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         levels: NoiseLevels,
         margin: float | None = 0.01,
         weights: ResponseWeights | None = None,
+        steepest: float | None = None,
     ) -> None:
         super().__init__()
         if filters.channels[0] != 1:
@@ -55,6 +59,9 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
             raise ValueError(f"FilterPrior.margin should lie in [0, 1), or be None; got {margin!r}")
         self.filters, self.potential, self.levels, self.margin = filters, potential, levels, margin
         self.weights = weights
+        if steepest is not None and steepest <= 0:
+            raise ValueError(f"FilterPrior.steepest should be positive, or None; got {steepest!r}")
+        self.steepest = steepest
 
     def bind(self, sigma: Tensor, image: Tensor | None = None) -> BoundPrior:
         """The prior for noise levels ``(B,)``: everything that depends on parameters and input is computed here, once.
@@ -71,8 +78,13 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         concavity = largest_response(powers, weight * -low, kernel)
         if self.margin is not None:
             shrink = (1 - self.margin) / concavity.clamp_min(1 - self.margin)
-            weight, concavity = weight * shrink[:, None], concavity * shrink
+            # Bounds are computed in float32 or better, weights keep their dtype.
+            weight, concavity = weight * shrink[:, None].to(weight.dtype), concavity * shrink
         curvature = largest_response(powers, weight * high, kernel)
+        if self.steepest is not None:
+            shrink = self.steepest / curvature.clamp_min(self.steepest)
+            weight = weight * shrink[:, None].to(weight.dtype)
+            concavity, curvature = concavity * shrink, curvature * shrink
         scale, weight = scale[:, :, None, None], weight[:, :, None, None]
         if self.weights is not None and image is not None:
             weight = weight * self.weights(chain(image) / scale)
@@ -104,11 +116,11 @@ class BoundPrior:
 
     def gradient(self, y: Tensor) -> Tensor:
         """``K' (w s psi'(K y / s))``."""
-        return self.filters.adjoint(self.force * self.curve.derivative(self.filters(y) * self.inverse))
+        return self.filters.adjoint(scaled_derivative(self.filters(y), self.curve, self.inverse, self.force))
 
     def hessian_at(self, y: Tensor) -> Callable[[Tensor], Tensor]:
         """``v -> K' (w psi''(K y / s) K v)``."""
-        slopes = self.weight * self.curve.second(self.filters(y) * self.inverse)
+        slopes = scaled_second(self.filters(y), self.curve, self.inverse, self.weight)
         return lambda v: self.filters.adjoint(slopes * self.filters(v))
 
 
@@ -153,6 +165,7 @@ class Restoration(Objective):
         """FISTA to a residual of 1e-5."""
         return FISTA(tol=1e-5, max_steps=1000)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """From the curvature of potentials, the filters' spectrum and the least singular value of A."""
         least, most, lipschitz = self._curvature_range()

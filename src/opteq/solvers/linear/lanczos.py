@@ -106,8 +106,7 @@ def _tridiagonal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Diagonal ``(R, k)`` and off-diagonal ``(R, k - 1)`` in float64, and the basis ``(R, k, N)`` where it was kept."""
     wide = torch.float32 if like.device.type == "mps" else torch.float64
-    generator = torch.Generator(device=like.device).manual_seed(seed)
-    first = torch.randn(like.shape[1], generator=generator, device=like.device, dtype=like.dtype)
+    first = _random(like, seed)
     current = (first / torch.linalg.vector_norm(first).clamp_min(torch.finfo(first.dtype).tiny)).expand_as(like)
     basis = like.new_zeros(like.shape[0], count if orthogonal else 0, like.shape[1])
     before, size = torch.zeros_like(current), torch.zeros(like.shape[0], dtype=wide, device=like.device)
@@ -136,3 +135,10 @@ def _tridiagonal(
         current = torch.where(ended[:, None], 0.0, rest / torch.where(ended, 1.0, size).to(rest.dtype)[:, None])
     off = torch.stack(beside, dim=1) if beside else size.new_zeros(size.shape[0], 0)
     return torch.stack(diagonal, dim=1), off, basis
+
+
+def _random(like: Tensor, seed: int) -> Tensor:
+    """Normal numbers ``(N,)`` of a seed, the same inside of torch.func, whose vmap refuses to draw any."""
+    with torch._C._DisableFuncTorch():
+        generator = torch.Generator(device=like.device).manual_seed(seed)
+        return torch.randn(like.shape[1], generator=generator, device=like.device, dtype=like.dtype)

@@ -12,6 +12,7 @@ from opteq.common.errors import UserError
 from opteq.couplings import augmented_loss
 from opteq.data.dataset import IGNORE_INDEX
 from opteq.models import Classifier, equilibria
+from opteq.training.optim.jacobian import JacobianPenalty
 from opteq.training.recipe.sections import LossSection
 
 
@@ -45,13 +46,18 @@ class Loss:
       depends on the whole batch (decorrelation, hsic), it is computed per micro-batch;
     - ``augmented * sum over neighbours of (lambda D - H)`` over the branches of the equilibrium: the augmented loss
       that the MOptEq paper trains POptEq with, its sign corrected (the printed one rewards what it should penalise).
+      Features have length 1 in it unless ``normalised = false``, where longer features lower it without end;
+    - ``jacobian * |J|_F^2 / n``, estimated by one random vector a batch: it keeps equilibria easy to find where no
+      bound on the weights does (see :func:`~opteq.training.optim.jacobian.squared_jacobian`).
 
     Forward hooks read the features; leaving the context removes them.
     """
 
-    def __init__(self, options: LossSection, label_smoothing: float, model: Classifier) -> None:
+    def __init__(self, options: LossSection, label_smoothing: float, model: Classifier, jacobian: float = 0.0) -> None:
         self.options = options
         self.label_smoothing = label_smoothing
+        self.jacobian = jacobian
+        self._penalty = JacobianPenalty(model) if jacobian else None
         self.features: Tensor | None = None
         self.branches: tuple[Tensor, ...] | None = None
         self._hooks = []
@@ -72,6 +78,8 @@ class Loss:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._penalty is not None:
+            self._penalty.close()
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum over the batch; call it directly after the forward pass that computed ``logits``.
@@ -89,8 +97,11 @@ class Loss:
             total = total + self.options.weight * scale * values.sum()
         if self.options.augmented:
             assert self.branches is not None
-            term = augmented_loss(self.branches, self.options.diversity, self.options.smoothing)
+            options = self.options
+            term = augmented_loss(self.branches, options.diversity, options.smoothing, options.normalised)
             total = total + self.options.augmented * len(logits) * term
+        if self._penalty is not None:
+            total = total + self.jacobian * self._penalty.take()
         self.features = self.branches = None
         return total
 

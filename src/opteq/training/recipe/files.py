@@ -12,8 +12,9 @@ import tomlkit
 from pydantic import ValidationError
 from tomlkit.exceptions import ParseError
 
-from opteq.common.errors import UserError, unknown_name
+from opteq.common.errors import UserError, shortened, shown, unknown_name
 from opteq.training.recipe import overrides as override
+from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.recipe.sections import Recipe
 
 _WITHOUT_EFFECT = frozenset({
@@ -25,22 +26,38 @@ _WITHOUT_EFFECT = frozenset({
 _FOLDER = Path(str(resources.files("opteq"))) / "recipes"
 
 
-def recipes() -> list[str]:
-    """The names of the package's recipes.
+AnyRecipe = Recipe | DenoisingRecipe
+"""What a recipe file may hold."""
+
+
+def recipes(denoising: bool = False) -> list[str]:
+    """The names of the package's recipes, those that train classifiers and segmenters or those that train denoisers.
 
     >>> "digits" in recipes()
     True
     """
-    return sorted(_files())
+    return sorted(name for name, path in _files().items() if (path.parent.name == "denoising") == denoising)
 
 
 @cache
 def _files() -> dict[str, Path]:
-    """The package's recipes by name; folders only group them."""
+    """The package's recipes by name; folders group them."""
     return {path.name.removesuffix(".toml"): path for path in _FOLDER.rglob("*.toml")}
 
 
 def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """:func:`load_any_recipe` of a classifier or segmenter; a recipe of a denoiser is refused.
+
+    >>> load_recipe("digits", ["train.epochs=3"]).train.epochs
+    3
+    """
+    recipe = load_any_recipe(name_or_path, overrides)
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"the recipe {recipe.name} trains a denoiser, and this needs a classifier or a segmenter")
+    return recipe
+
+
+def load_any_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> AnyRecipe:
     """A recipe of the package, or of a file where a path (anything with a slash or ``.toml``) is given.
 
     Args:
@@ -49,9 +66,6 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
 
     Raises:
         UserError: an unknown recipe, or a wrong key or value.
-
-    >>> load_recipe("digits", ["train.epochs=3"]).train.epochs
-    3
     """
     text = str(name_or_path)
     if text.endswith(".toml") or "/" in text or isinstance(name_or_path, Path):
@@ -64,18 +78,19 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
         where = str(path)
     else:
         if text not in _files():
-            raise unknown_name("recipe", text, recipes(), listed_by="opteq recipes")
+            raise unknown_name("recipe", text, sorted(_files()), listed_by="opteq recipes")
         source = _files()[text].read_text(encoding="utf-8")
         where = text
     try:
         content = tomlkit.parse(source).unwrap()
     except ParseError as error:
         raise UserError(f"the recipe {where} is not valid TOML: {error}") from error
-    changed = override.apply(content, overrides)
+    kind = DenoisingRecipe if content.get("task") == "denoising" else Recipe
+    changed = override.apply(content, overrides, kind)
     if _differ(content, changed) and content.get("reproduces") == changed.get("reproduces"):
         # The published result is that of the recipe as it was.
         changed.pop("reproduces", None)
-    return _validated(changed, where)
+    return _validated(changed, kind, where)
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -84,7 +99,7 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return any(old.get(key) != new.get(key) for key in (old.keys() | new.keys()) - _WITHOUT_EFFECT)
 
 
-def to_toml(recipe: Recipe) -> str:
+def to_toml(recipe: AnyRecipe) -> str:
     """The recipe as a TOML file that :func:`load_recipe` reads back as the same recipe."""
     content = recipe.model_dump(exclude_none=True)
     for key, value in flattened(content).items():
@@ -111,9 +126,9 @@ def flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _validated(content: dict[str, Any], where: str) -> Recipe:
+def _validated(content: dict[str, Any], kind: type[Recipe] | type[DenoisingRecipe], where: str) -> AnyRecipe:
     try:
-        return Recipe.model_validate(content)
+        return kind.model_validate(content)
     except ValidationError as error:
         # A misspelt key is also a missing one; report the misspelling.
         first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
@@ -121,12 +136,12 @@ def _validated(content: dict[str, Any], where: str) -> Recipe:
         rest = f" (and {more} more)" if more else ""
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and not part.startswith("function-"))
         if first["type"] == "extra_forbidden":
-            raise UserError(f"recipe {where}: {override.unknown_key(key)}{rest}") from None
+            raise UserError(f"recipe {where}: {override.unknown_key(key, kind)}{rest}") from None
         if first["type"] == "missing":
-            raise UserError(f"recipe {where}: the key {key!r} is missing{rest}") from None
-        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+            raise UserError(f"recipe {where}: the key {shown(key)} is missing{rest}") from None
+        key = shortened(key)
+        reason = shortened(first["msg"].removeprefix("Value error, ").replace("Input should", "it should"), 500)
         if isinstance(first["input"], dict):
             raise UserError(f"recipe {where}: [{key}] {reason}{rest}") from None
-        raise UserError(
-            f"recipe {where}: {key} = {tomlkit.item(first['input']).as_string()} is not right: {reason}{rest}"
-        ) from None
+        value = shortened(tomlkit.item(first["input"]).as_string())
+        raise UserError(f"recipe {where}: {key} = {value} is not right: {reason}{rest}") from None

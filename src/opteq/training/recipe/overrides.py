@@ -11,7 +11,7 @@ import tomlkit
 from pydantic import BaseModel
 from tomlkit.exceptions import ParseError
 
-from opteq.common.errors import UserError
+from opteq.common.errors import UserError, shortened, shown
 from opteq.training.recipe.sections import Recipe
 
 OPEN_TABLES = ("model.options",)
@@ -28,7 +28,7 @@ def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[
             yield f"{prefix}{name}", kind
 
 
-def unknown_key(key: str) -> str:
+def unknown_key(key: str, section: type[BaseModel] = Recipe) -> str:
     """The message for an unknown key, with the nearest known one.
 
     >>> unknown_key("train.epoch")
@@ -36,7 +36,8 @@ def unknown_key(key: str) -> str:
     >>> unknown_key("model")
     "'model' is a table of the recipe; set one of its keys: model.name, model.options"
     """
-    known = [name for name, _ in known_keys()]
+    known = [name for name, _ in known_keys(section)]
+    key = shortened(key)  # it is compared with every name
     inside = [name for name in known if name.startswith(f"{key}.")]
     if inside:
         such = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
@@ -52,22 +53,22 @@ def unknown_key(key: str) -> str:
     return f"unknown key {key!r}; a recipe has: {', '.join(tables)}."
 
 
-def apply(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def apply(content: dict[str, Any], overrides: Iterable[str], section: type[BaseModel] = Recipe) -> dict[str, Any]:
     """``content``, as read from a recipe file, with the overrides applied. The argument stays unchanged.
 
     >>> apply({"train": {"epochs": 9}}, ["train.epochs=3", "data.root=/images"])
     {'train': {'epochs': 3}, 'data': {'root': '/images'}}
     """
     changed = _copied(content)
-    types_of = dict(known_keys())
+    types_of = dict(known_keys(section))
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {override!r}")
+            raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {shown(override)}")
         is_open = any(key.startswith(f"{table}.") for table in OPEN_TABLES)
         if key not in types_of and not is_open:
-            raise UserError(unknown_key(key))
+            raise UserError(unknown_key(key, section))
         _place(changed, key, parse(text.strip(), None if is_open else types_of[key]))
     return changed
 
@@ -98,7 +99,7 @@ def _place(content: dict[str, Any], key: str, value: Any) -> None:
     for table in tables:
         inner = content.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise UserError(f"--set {key}: {table!r} is not a table of the recipe")
+            raise UserError(f"--set {shortened(key)}: {shown(table)} is not a table of the recipe")
         content = inner
     if value is None:
         content.pop(last, None)

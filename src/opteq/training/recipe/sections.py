@@ -73,7 +73,9 @@ class TrainSection(Section):
     number of processes nor ``accumulate`` changes the result. (Batch normalisation is the exception: it uses the images
     of one micro-batch.) ``checkpoint_steps`` adds a checkpoint every that many steps to those at the end of every
     epoch; 0 adds none. ``threads`` is the number of CPU threads, torch's default if not given. Small images gain little
-    from a second thread, and are much slower if another program uses its core.
+    from a second thread, and are much slower if another program uses its core. ``jacobian`` is the weight, in the loss,
+    of the squared Frobenius norm of a step's Jacobian at the equilibrium per entry of the state. With ``bound_start``,
+    bounds on weights grow from there to the model's own within the first ``bound_epochs`` epochs.
     """
 
     epochs: Count
@@ -87,6 +89,9 @@ class TrainSection(Section):
     accumulate: Count = 1
     clip: Positive | None = None
     label_smoothing: Share = 0.0
+    jacobian: NotNegative = 0.0
+    bound_start: Positive | None = None
+    bound_epochs: Count | None = None
     drop_last: bool = False
     checkpoint_steps: Annotated[int, Field(ge=0)] = 0
 
@@ -94,6 +99,10 @@ class TrainSection(Section):
     def _parts_are_not_empty(self) -> TrainSection:
         if self.accumulate > self.batch_size:
             raise ValueError(f"accumulate = {self.accumulate} is more than batch_size = {self.batch_size}")
+        if (self.bound_start is None) != (self.bound_epochs is None):
+            raise ValueError("bound_start and bound_epochs go together: where bounds begin, and for how long they grow")
+        if self.bound_epochs is not None and self.bound_epochs >= self.epochs:
+            raise ValueError(f"bound_epochs = {self.bound_epochs} should be below epochs = {self.epochs}")
         return self
 
 
@@ -149,11 +158,14 @@ class LossSection(Section):
     augmented: NotNegative = 0.0
     diversity: NotNegative = 0.0
     smoothing: NotNegative = 0.0
+    normalised: bool = True
 
     @model_validator(mode="after")
     def _weights_have_something_to_weigh(self) -> LossSection:
         if (self.regularizer is None) != (self.weight == 0):
             raise ValueError(f"regularizer = {self.regularizer!r} with weight = {self.weight}: give both or neither")
+        if self.augmented == 0 and not self.normalised:
+            raise ValueError("normalised = false has no effect with augmented = 0, whose features it would normalise")
         for name in ("diversity", "smoothing"):
             if self.augmented == 0 and getattr(self, name):
                 raise ValueError(

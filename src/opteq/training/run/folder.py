@@ -10,8 +10,7 @@ from typing import Any
 
 from opteq.common.errors import UserError
 from opteq.common.files import alone_in, draft, look_into, plain_errors, remove_drafts, write_atomically
-from opteq.training.recipe.files import flattened, load_recipe, to_toml
-from opteq.training.recipe.sections import Recipe
+from opteq.training.recipe.files import AnyRecipe, flattened, load_any_recipe, to_toml
 from opteq.training.run.checkpoints import Checkpoints
 
 # Keys that may change when a run is resumed, on another machine for instance.
@@ -51,14 +50,14 @@ class RunFolder:
             or (metrics.exists() and metrics.stat().st_size > 0)
         )
 
-    def recipe(self) -> Recipe:
+    def recipe(self) -> AnyRecipe:
         """The recipe of the run that is here."""
         look_into(self.path)
         if not self.recipe_file.is_file():
             raise UserError(f"{self.path} holds no run: there is no recipe.toml in it. `opteq train --out` makes one")
-        return load_recipe(self.recipe_file)
+        return load_any_recipe(self.recipe_file)
 
-    def check(self, recipe: Recipe, resume: bool) -> None:
+    def check(self, recipe: AnyRecipe, resume: bool) -> None:
         """Raise unless a run with this recipe may start, or continue, here."""
         if not resume and self.holds_a_run():
             raise UserError(f"{self.path} already holds a run: give --resume to continue it, or another --out")
@@ -92,13 +91,13 @@ class RunFolder:
                     path.rmdir()
             raise
 
-    def describe(self, recipe: Recipe, environment: dict[str, Any]) -> None:
+    def describe(self, recipe: AnyRecipe, environment: dict[str, Any]) -> None:
         """Write the recipe and the environment."""
         write_atomically(self.recipe_file, to_toml(recipe).encode())
         write_atomically(self.path / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
 
 
-def _refuse_differences(before: Recipe, now: Recipe, path: Path) -> None:
+def _refuse_differences(before: AnyRecipe, now: AnyRecipe, path: Path) -> None:
     old, new = flattened(before.model_dump(mode="json")), flattened(now.model_dump(mode="json"))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in MAY_DIFFER)
     if keys:

@@ -7,7 +7,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from opteq.training.recipe.files import load_recipe, recipes
+from opteq.training.recipe.denoising import DenoisingRecipe
+from opteq.training.recipe.files import load_any_recipe, load_recipe, recipes
 
 
 def recipes_table(width: int) -> Table:
@@ -20,6 +21,11 @@ def recipes_table(width: int) -> Table:
         recipe = load_recipe(name)
         between = (recipe.model.name, recipe.data.name, str(recipe.train.epochs)) if wide else ()
         table.add_row(name, *between, recipe.reproduces)
+    for name in recipes(denoising=True):
+        denoiser = load_any_recipe(name)
+        assert isinstance(denoiser, DenoisingRecipe)
+        between = (denoiser.model.name, denoiser.data.name, f"{denoiser.train.steps} steps") if wide else ()
+        table.add_row(name, *between, denoiser.reproduces)
     return table
 
 
@@ -51,6 +57,19 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
     table.add_row("tolerance", tolerance)
     precision = "full" if result["precision"] == "no" else result["precision"]
     table.add_row("precision, device", f"{precision}, {result['device']}")
+    return table
+
+
+def denoising_table(run: str, result: dict[str, Any]) -> Table:
+    """The result of :func:`opteq.training.denoising.evaluate.evaluate`."""
+    names = ("images", "sigma", "noisy, dB", "PSNR, dB", "SSIM", "most steps", f"minimised to {result['tol']:g}")
+    table = Table(*names, title=f"{escape(run)}: {result['parameters']:,} parameters, {result['device']}")
+    for name, levels in result["sets"].items():
+        for sigma, found in levels.items():
+            table.add_row(
+                f"{escape(name)} ({found['images']})", sigma, f"{found['noisy_psnr']:.2f}", f"{found['psnr']:.2f}",
+                f"{found['ssim']:.4f}", str(found["most_steps"]), f"{found['converged']:.0%}",
+            )  # fmt: skip
     return table
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Head, Parts, make_injection, make_stem
-from opteq.models.checks import flag, number, option, optional, wholes
+from opteq.models.checks import flag, number, one_of, option, optional, wholes
 from opteq.models.options import EquilibriumOptions, SolvingOptions
 from opteq.operators import Conv2d, Operator
 from opteq.problems import DeepOptEq, OptEq, Splitting
@@ -26,6 +26,9 @@ class LayerOptions(SolvingOptions):
     )
     alpha: float = option(0.8, number(0, 1), "weight of a layer's new value against its skip connection; deep only")
     learn_alpha: bool = option(False, flag(), "learn one alpha per layer; deep only")
+    start: str = option(
+        "zeros", one_of(("zeros", "input")), "where the solver begins: at zeros, or at the stem's output; deep only"
+    )
     exact_prior: bool = option(False, flag(), "l1 and ridge as they are, by splitting, not by their envelope")
 
     def __post_init__(self) -> None:
@@ -72,7 +75,10 @@ def make_problem(layers: Sequence[tuple[Operator, nn.Module | None]], options: L
             learn_alpha=options.learn_alpha,
             regularizer=smooth,
             gamma=gamma,
+            start=options.start,
         )
+    if options.start != "zeros":
+        raise UserError("start='input' belongs to models with several layers, whose state is that of the features")
     W, U = layers[0]
     if U is None:
         raise UserError("injected should hold 0: the only layer needs the input")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Head, Parts, Stem, make_injection, make_stem
-from opteq.models.checks import flag, number, one_of, option, whole
+from opteq.models.checks import flag, number, one_of, option, optional, whole
 from opteq.models.options import BranchOptions
 from opteq.operators import Conv2d
-from opteq.problems import Branch, MOptEq, POptEq
+from opteq.problems import Branch, Inhibited, MOptEq, POptEq, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,18 @@ class MOptEqOptions(BranchOptions):
         0.0, number(open_below=False), "largest entry of the perturbation of the next branch's input in training"
     )
     settle: int = option(8, whole(most=10**6), "steps after which perturbations stay constant")
+    inhibition: int | None = option(
+        None, optional(whole()), "channels of a space in which branches inhibit each other as well; none for none"
+    )
+    m: float = option(1.0, number(0, 1), "factor of 1/2 |y|^2 beside an inhibition")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.heritage and self.bound is not None and self.bound >= 1:
             # With H, resampling between scales damps the feedback, so bounds above 1 still give a contraction.
             raise UserError(f"heritage=false needs a bound below 1, such as bound=0.95; got bound={self.bound:g}")
+        if self.inhibition is None and self.m != 1:
+            raise UserError(f"m has no effect without inhibition, such as inhibition=32; got m={self.m:g}")
         if self.perturbation and self.injection_norm == "batch":
             raise UserError(
                 "perturbation needs the adjoint of U, which batch normalisation does not have; "
@@ -56,7 +62,7 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
             "perturbation passes what one branch adds to its input to the next, so all branches need inputs with the "
             f"same number of channels; got {list(stem.channels)}"
         )
-    problem = MOptEq(
+    problem: Problem = MOptEq(
         _branches(options, stem),
         diversity=options.diversity,
         perturbation=options.perturbation,
@@ -65,6 +71,9 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
         heritage=options.heritage,
         settle=options.settle,
     )
+    if options.inhibition is not None:
+        inhibiting = [Conv2d(options.inhibition, size, options.weight_kernel) for size in options.hidden]
+        problem = Inhibited(problem, inhibiting, options.m)
     head = Head([options.channels] * len(options.hidden), num_classes, options)
     return Parts(stem.module, options.layer(problem), head)
 

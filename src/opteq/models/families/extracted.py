@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.errors import UserError
-from opteq.models.baselines import Bottleneck
 from opteq.models.blocks.parts import Parts, last_layer, make_injection
 from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import flag, number, option, whole, wholes
-from opteq.models.opteq import LayerOptions, make_problem
+from opteq.models.comparators.residual_networks import Bottleneck
+from opteq.models.families.opteq import LayerOptions, make_problem
 from opteq.operators import Conv2d, Operator, SeparableConv2d
 from opteq.problems.base import Problem
 

@@ -13,7 +13,7 @@ from opteq.models.blocks.parts import Head, Parts, make_injection, make_stem
 from opteq.models.checks import Check, either, flag, number, one_of, option, optional, whole
 from opteq.models.options import BranchOptions
 from opteq.operators import Conv2d
-from opteq.problems import GEQ, Parallel
+from opteq.problems import GEQ, AverageBranches, Parallel
 from opteq.states import working_dtype
 
 
@@ -26,8 +26,9 @@ class GEQOptions(BranchOptions):
     )
     gamma: float | str = option(
         "auto",
-        either(Check("'auto'", lambda value: value == "auto"), number()),
-        "sharpness of the Gaussian kernel; auto is 0.2 / M per sample, constant while an input is solved",
+        either(Check("'auto' or 'median'", lambda value: value in ("auto", "median")), number()),
+        "sharpness of the Gaussian kernel; auto is 0.2 / M per sample, M the least squared length of a patch; median "
+        "takes the median of them for M",
     )
     learn_gamma: bool = option(False, flag(), "learn one gamma per branch, initialised at the value given")
     patch: int | None = option(2, optional(whole()), "side of a patch in pixels; none compares whole images")
@@ -35,6 +36,11 @@ class GEQOptions(BranchOptions):
     projection: int | None = option(64, optional(whole()), "size to which W_h projects patches; none for no projection")
     projection_bound: float | None = option(1.0, optional(number()), "largest norm of W_h")
     degree: int = option(2, whole(2), "of the polynomial kernel")
+    fusion: str = option(
+        "none",
+        one_of(("none", "average")),
+        "average: the mean of all branches at the finest size, as in the paper; none leaves them to the head",
+    )
     input_length: float | None = option(
         None, optional(number()), "norm to which U x + b of each sample is normalised; none for no normalisation"
     )
@@ -82,14 +88,18 @@ def build(in_channels: int, num_classes: int, options: GEQOptions) -> Parts:
             U = OfLength(U, options.input_length)
         problems.append(GEQ(W, U, kernel, options.activation))
     layer = options.layer(Parallel(problems, options.scales))
-    return Parts(stem.module, layer, Head([channels] * len(problems), num_classes, options))
+    if options.fusion == "none":
+        return Parts(stem.module, layer, Head([channels] * len(problems), num_classes, options))
+    return Parts(stem.module, layer, Head([channels], num_classes, options, fuse=AverageBranches()))
 
 
 def _kernel(options: GEQOptions) -> Kernel:
     if options.kernel == "gaussian":
         cut = options.patch is not None
-        if options.learn_gamma and options.gamma == "auto":
-            raise UserError("learn_gamma needs a number to begin from, such as gamma=0.02; got gamma='auto'")
+        if options.learn_gamma and isinstance(options.gamma, str):
+            raise UserError(
+                f"learn_gamma needs a number to begin from, such as gamma=0.02; got gamma={options.gamma!r}"
+            )
         return Gaussian(
             options.gamma,
             options.patch,

@@ -1,0 +1,148 @@
+"""Certificates at the point: what holds at an equilibrium that was found, where the weights alone prove nothing.
+
+With ``D = diag sigma'(a)`` at the pre-activation a of a state, ``M = -hess g`` and ``S = D^1/2 M D^1/2``, the
+eigenvalues of S decide (see :class:`LocalCertificate`). They are bounded by Lanczos steps from a random start, whose
+bounds hold with a probability that is stated (Kuczynski and Wozniakowski 1992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq.common.derivatives import pullback
+from opteq.diagnostics.minimum import curvature_at_solution
+from opteq.equilibrium import Equilibrium
+from opteq.problems.hidden import BoundMap, Hidden
+from opteq.problems.linearisation import SymmetricLinearisation
+from opteq.solvers.linear.lanczos import extreme_eigenvalues, missing_share
+from opteq.states import Layout, State, map_state
+
+Map = Callable[[State], State]
+
+
+@dataclass(frozen=True)
+class LocalCertificate:
+    """What holds at each of B equilibria, all of it together with at least ``probability`` for a sample.
+
+    Attributes:
+        strict_minimum: whether the state is a strict local minimum of the objective, isolated, and the implicit
+            gradient exists: ``lambda_max(S) < 1``, and no pre-activation lies at a kink of a piecewise linear sigma.
+        contraction: a bound on ``max |lambda(S)|``: near the state plain steps converge at that rate where it is
+            below 1. (Damped steps converge to every strict minimum.)
+        lipschitz: a bound on the derivative of the features by the layer's input, ``|C D^1/2| |D^1/2 B| / (1 -
+            lambda_max)`` with B and C the derivatives of the pre-activation by the input and of the features by the
+            state; infinite where the state is not known to be a strict minimum.
+        radius: the equilibrium is an affine function of the input as long as that moves by less (Euclidean norm);
+            None unless sigma is piecewise linear and g quadratic. 0 where the state is not known to be a strict
+            minimum.
+        eigenvalues: bounds ``(lower, upper)`` on the eigenvalues of S.
+        probability: that all of this holds for a given sample, over the random starts.
+    """
+
+    strict_minimum: Tensor
+    contraction: Tensor
+    lipschitz: Tensor
+    radius: Tensor | None
+    eigenvalues: tuple[Tensor, Tensor]
+    probability: float
+
+
+@torch.no_grad()
+def strict_minima(hidden: BoundMap, state: State, steps: int = 60, failure: float = 1e-3) -> tuple[Tensor, ...] | None:
+    """Which states are strict minima ``(B,)``, and bounds on the eigenvalues of S; None where J has no symmetric form.
+
+    Args:
+        hidden: the problem with its input bound.
+        state: an equilibrium of it.
+        steps: of Lanczos.
+        failure: probability that a bound fails for a sample.
+    """
+    found = curvature_at_solution(hidden, state, steps, failure)
+    if found is None or not isinstance(hidden, Hidden) or hidden.coupled:
+        return None
+    lower, upper = 1 - found.upper, 1 - found.lower  # found is about I - S
+    rounding = 100 * torch.finfo(Layout.of(state).dtype).eps * torch.maximum(lower.abs(), upper.abs())
+    lower, upper = lower - rounding, upper + rounding
+    apart = hidden.distance_to_kink(map_state(Tensor.detach, state))
+    strict = upper < 1
+    return (strict if apart is None else strict & (apart > 0)), lower, upper
+
+
+def local_certificate(
+    layer: Equilibrium, x: State, steps: int = 60, failure: float = 1e-3, start: State | None = None
+) -> LocalCertificate:
+    """What holds at the equilibria of ``layer`` for ``x``, per sample, with the layer in its present mode.
+
+    It is about the states that the solver finds, so give the layer a tight tolerance and float32 at least. Cost: four
+    times ``steps`` products with derivatives of a step, and memory for ``steps`` states.
+
+    Args:
+        layer: with a problem that has an objective; its samples do not depend on each other.
+        x: input, batch first.
+        steps: Lanczos steps. Bounds come closer with more of them.
+        failure: probability that any of the bounds fails for a sample.
+        start: where the solver begins.
+
+    >>> import torch, opteq
+    >>> problem = opteq.OptEq(opteq.operators.Dense(1, 1), activation="relu")
+    >>> _ = problem.W.weight.data.fill_(0.5)
+    >>> found = local_certificate(opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6)), torch.ones(1, 1))
+    >>> bool(found.strict_minimum), round(float(found.contraction), 3), round(float(found.lipschitz), 3)
+    (True, 0.25, 0.667)
+    """
+    with torch.no_grad():
+        x = map_state(Tensor.detach, x)
+        hidden = layer.problem(x)
+        if hidden.jumps:
+            raise ValueError("a local certificate needs a smooth g; give diversity a smoothing above 0")
+        state = map_state(Tensor.detach, layer.solve(x, start).state)
+        found = strict_minima(hidden, state, steps, failure / 4)
+        if found is None or not isinstance(hidden, Hidden):
+            why = "its samples depend on each other" if hidden.coupled else "its Jacobian has no symmetric form"
+            raise ValueError(f"a local certificate needs an objective and samples of their own; here {why}")
+        strict, lower, upper = found
+        local = hidden.linearise(state)
+        assert isinstance(local, SymmetricLinearisation)
+        gap = torch.where(strict, 1 - upper, torch.nan)
+
+        def inside(given: State) -> State:
+            bound = layer.problem(given)
+            assert isinstance(bound, Hidden)
+            return bound.preactivation(state)
+
+        into, back = _both_ways(inside, x)
+        entered = _norm(lambda v: back(local.factor(local.factor_adjoint(into(v)))), x, steps, failure / 4)
+        out, home = _both_ways(hidden.features, state)
+        left = _norm(lambda v: local.factor_adjoint(home(out(local.factor(v)))), state, steps, failure / 4)
+        lipschitz = torch.where(strict, entered * left / gap, torch.inf)
+        radius = None
+        apart = hidden.distance_to_kink(state)
+        if apart is not None and hidden.quadratic:
+            given = _norm(lambda v: back(into(v)), x, steps, failure / 8)
+            M = _norm(lambda v: local.curvature(local.curvature(v)), state, steps, failure / 8)
+            # The pre-activation moves by |B d| + |M| |dy|, and |dy| <= |B d| / (1 - lambda_max).
+            radius = torch.where(strict, apart / (given * (1 + M / gap)), 0.0)
+        contraction = torch.maximum(upper.abs(), lower.abs())
+        return LocalCertificate(strict, contraction, lipschitz, radius, (lower, upper), 1 - failure)
+
+
+def _both_ways(function: Map, at: State) -> tuple[Map, Map]:
+    """``v -> J v`` and ``u -> J'u`` of a function at a point."""
+    value, pull = pullback(function, at)
+    # u -> J'u is linear, so its own transpose is J.
+    return pullback(pull, map_state(torch.zeros_like, value))[1], pull
+
+
+def _norm(square: Map, like: State, steps: int, failure: float) -> Tensor:
+    """The norm of an operator from above, ``(B,)``, given ``v -> A'A v``."""
+    layout = Layout.of(like)
+    rows = layout.pack(like)
+    found = extreme_eigenvalues(lambda v: layout.pack(square(layout.unpack(v))), rows, steps, failure)
+    # All eigenvalues are at least 0: no shift is needed, and the bound is on the largest one alone.
+    share = missing_share(rows.shape[1], max(1, min(steps, rows.shape[1])), failure)
+    largest = found.largest.clamp_min(0) / (1 - share) if share < 1 else torch.full_like(found.largest, torch.inf)
+    return (largest * (1 + 100 * torch.finfo(rows.dtype).eps)).sqrt()

@@ -1,0 +1,1 @@
+"""Models of others, in their published form, to compare with."""

@@ -1,0 +1,166 @@
+"""MDEQ (Bai, Koltun and Kolter 2020): a fixed point of residual blocks on several scales that are mixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+
+from opteq.common.errors import UserError
+from opteq.models.blocks.parts import Parts, last_layer
+from opteq.models.blocks.residual import normalised_conv
+from opteq.models.checks import number, option, whole, wholes
+from opteq.models.comparators.residual_networks import Bottleneck
+from opteq.models.options import SolvingOptions
+from opteq.problems.fixed_point import FixedPoint
+from opteq.states import is_channels_last
+
+
+@dataclass(frozen=True, kw_only=True)
+class MDEQOptions(SolvingOptions):
+    """Options of MDEQ; ``hidden`` are the channels of its scales, each half as large as the one before."""
+
+    expansion: int = option(5, whole(most=64), "channels between the two convolutions of a block, as a multiple")
+    groups: int = option(8, whole(), "groups of the normalisations; the last one of a step has half as many")
+    heads: tuple[int, ...] = option((14, 28, 56, 112), wholes(), "a fourth of the channels that each scale hands on")
+    last: int = option(1680, whole(), "channels before the linear layer")
+    dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
+    downsample: int = option(0, whole(0, most=8), "how many convolutions halve the image before the equilibrium")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.heads) != len(self.hidden):
+            raise UserError(f"heads and hidden should have one value per scale; got {self.heads} and {self.hidden}")
+        for channels in self.hidden:
+            if channels % self.groups:
+                raise UserError(f"groups should divide the channels of every scale; got {self.groups} and {channels}")
+
+
+class ScaleBlock(nn.Module):
+    """A residual block of one scale: two weight-normalised convolutions, and the input added before the second norm."""
+
+    def __init__(self, channels: int, expansion: int, groups: int) -> None:
+        super().__init__()
+        wide = expansion * channels
+        self.widen = weight_norm(nn.Conv2d(channels, wide, 3, padding=1, bias=False))
+        self.narrow = weight_norm(nn.Conv2d(wide, channels, 3, padding=1, bias=False))
+        self.first, self.second, self.third = (nn.GroupNorm(groups, size) for size in (wide, channels, channels))
+
+    def forward(self, z: Tensor, given: Tensor | None) -> Tensor:
+        """``given`` is the input at this scale, None for none."""
+        inner = self.narrow(torch.relu(self.first(self.widen(z))))
+        inner = inner if given is None else inner + given
+        out: Tensor = self.third(torch.relu(self.second(inner) + z))
+        return out
+
+
+class Resized(nn.Module):
+    """From one scale to another: strided convolutions downwards, a 1x1 convolution and repeated pixels upwards."""
+
+    def __init__(self, inputs: int, outputs: int, levels: int, groups: int) -> None:
+        super().__init__()
+        self.factor = 2 ** max(0, -levels)
+        if levels < 0:
+            self.net = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(groups, outputs))
+            return
+        parts: list[nn.Module] = []
+        for level in range(levels):
+            size = outputs if level == levels - 1 else inputs
+            parts += [nn.Conv2d(inputs, size, 3, 2, 1, bias=False), nn.GroupNorm(groups, size), nn.ReLU()]
+        self.net = nn.Sequential(*parts[:-1])
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Up for a negative number of levels, down for a positive one."""
+        image: Tensor = self.net(z)
+        return image if self.factor == 1 else F.interpolate(image, scale_factor=self.factor, mode="nearest")
+
+
+class MultiscaleStep(nn.Module):
+    """``f(z, x)``: a block per scale, then every scale is the sum of all of them, mixed and normalised."""
+
+    def __init__(self, channels: tuple[int, ...], expansion: int, groups: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ScaleBlock(size, expansion, groups) for size in channels)
+        self.paths = nn.ModuleDict({
+            f"{source}-{target}": Resized(inputs, outputs, target - source, groups)
+            for target, outputs in enumerate(channels)
+            for source, inputs in enumerate(channels)
+            if source != target
+        })  # fmt: skip
+        self.mixed = nn.ModuleList(weight_norm(nn.Conv2d(size, size, 1, bias=False)) for size in channels)
+        self.norms = nn.ModuleList(nn.GroupNorm(max(1, groups // 2), size) for size in channels)
+
+    def forward(self, z: tuple[Tensor, ...] | Tensor, x: Tensor) -> tuple[Tensor, ...] | Tensor:
+        """The finest scale alone sees x."""
+        given = z if isinstance(z, tuple) else (z,)
+        seen = [x, *[None] * (len(given) - 1)]
+        made = [block(part, its) for block, part, its in zip(self.blocks, given, seen, strict=True)]
+        answers = []
+        for target, total in enumerate(made):
+            for source, part in enumerate(made):
+                if source != target:
+                    total = total + self.paths[f"{source}-{target}"](part)
+            answers.append(self.norms[target](self.mixed[target](torch.relu(total))))
+        return tuple(answers) if isinstance(z, tuple) else answers[0]
+
+
+class Zeros:
+    """The first state: zeros, each scale half as large as the one before."""
+
+    def __init__(self, channels: tuple[int, ...]) -> None:
+        self.channels = channels
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...] | Tensor:
+        """For an input ``(B, c, h, w)``."""
+        height, width = x.shape[2:]
+        factor = 2 ** (len(self.channels) - 1)
+        if height % factor or width % factor:
+            raise ValueError(f"{len(self.channels)} scales need sides that {factor} divides; got {height} x {width}")
+        layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+        parts = [
+            x.new_zeros(len(x), size, height >> level, width >> level).contiguous(memory_format=layout)
+            for level, size in enumerate(self.channels)
+        ]
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+
+class MultiscaleHead(nn.Module):
+    """A bottleneck block per scale, summed from fine to coarse, a 1x1 convolution, the mean, a linear layer."""
+
+    def __init__(self, options: MDEQOptions, num_classes: int) -> None:
+        super().__init__()
+        pairs = list(zip(options.hidden, options.heads, strict=True))
+        self.blocks = nn.ModuleList(Bottleneck(channels, width, 1) for channels, width in pairs)
+        steps = zip(options.heads[:-1], options.heads[1:], strict=True)
+        self.down = nn.ModuleList(normalised_conv(4 * fine, 4 * coarse, stride=2) for fine, coarse in steps)
+        self.mixed = normalised_conv(4 * options.heads[-1], options.last, 1)
+        self.dropout = nn.Dropout(options.dropout)
+        self.linear = last_layer(options.last, num_classes)
+
+    def embed(self, features: tuple[Tensor, ...] | Tensor) -> Tensor:
+        """The input of the linear layer."""
+        parts = features if isinstance(features, tuple) else (features,)
+        made = [block(part) for block, part in zip(self.blocks, parts, strict=True)]
+        total = made[0]
+        for step, coarser in zip(self.down, made[1:], strict=True):
+            total = coarser + step(total)
+        mixed: Tensor = self.mixed(total)
+        return mixed.mean(dim=(2, 3))
+
+    def forward(self, features: tuple[Tensor, ...] | Tensor) -> Tensor:
+        """Scores, ``(B, num_classes)``."""
+        scores: Tensor = self.linear(self.dropout(self.embed(features)))
+        return scores
+
+
+def build(in_channels: int, num_classes: int, options: MDEQOptions) -> Parts:
+    """Two convolutions, the equilibrium, and a head that reads all scales."""
+    width = options.hidden[0]
+    stem = [normalised_conv(in_channels if i == 0 else width, width, stride=2) for i in range(options.downsample)]
+    stem = stem or [normalised_conv(in_channels, width)]
+    problem = FixedPoint(MultiscaleStep(options.hidden, options.expansion, options.groups), Zeros(options.hidden))
+    layer = options.layer(problem)
+    return Parts(nn.Sequential(*stem, normalised_conv(width, width, 1)), layer, MultiscaleHead(options, num_classes))

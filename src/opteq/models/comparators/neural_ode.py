@@ -1,0 +1,70 @@
+"""Neural ODEs (Chen et al. 2018) and augmented ones (Dupont et al. 2019), solved by torchdiffeq."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opteq.common.errors import needs_extra
+from opteq.models.blocks.parts import Parts
+from opteq.models.checks import number, option, whole
+from opteq.models.comparators.mondeq import CellHead
+from opteq.models.options import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuralODEOptions(Options):
+    """Options of a neural ODE."""
+
+    filters: int = option(125, whole(), "channels inside the vector field")
+    augment: int = option(0, whole(0), "channels of zeros beside those of the image")
+    tol: float = option(1e-3, number(), "absolute and relative error of a step of the adaptive solver (dopri5)")
+    cells: int = option(32, whole(), "height and width to which features are averaged before the linear layer")
+
+
+class VectorField(nn.Module):
+    """``f(t, h)``: convolutions 1x1, 3x3 and 1x1 with ReLUs; each sees the time as one more channel."""
+
+    def __init__(self, channels: int, filters: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels + 1, filters, 1)
+        self.middle = nn.Conv2d(filters + 1, filters, 3, padding=1)
+        self.last = nn.Conv2d(filters + 1, channels, 1)
+
+    def forward(self, t: Tensor, h: Tensor) -> Tensor:
+        """The derivative of ``h``, ``(B, channels, height, width)``, at time t."""
+        h = torch.relu(self.first(_with_time(t, h)))
+        h = torch.relu(self.middle(_with_time(t, h)))
+        slope: Tensor = self.last(_with_time(t, h))
+        return slope
+
+
+class NeuralODE(nn.Module):
+    """``h(1)`` with ``h' = f(t, h)`` and ``h(0)`` the image and channels of zeros; gradients by the adjoint ODE."""
+
+    def __init__(self, in_channels: int, options: NeuralODEOptions) -> None:
+        super().__init__()
+        self.augment, self.tol = options.augment, options.tol
+        self.field = VectorField(in_channels + options.augment, options.filters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, c, h, w) -> (B, c + augment, h, w)``."""
+        with needs_extra("comparators"):
+            from torchdiffeq import odeint_adjoint
+        start = F.pad(x, (0, 0, 0, 0, 0, self.augment))
+        times = torch.tensor([0.0, 1.0], device=x.device, dtype=x.dtype)
+        path: Tensor = odeint_adjoint(self.field, start, times, rtol=self.tol, atol=self.tol, method="dopri5")
+        return path[-1]
+
+
+def build(in_channels: int, num_classes: int, options: NeuralODEOptions) -> Parts:
+    """The ODE, and a linear layer."""
+    channels = in_channels + options.augment
+    return Parts(nn.Identity(), NeuralODE(in_channels, options), CellHead(channels, options.cells, num_classes))
+
+
+def _with_time(t: Tensor, h: Tensor) -> Tensor:
+    return torch.cat([h, t.to(h.dtype).expand(len(h), 1, *h.shape[2:])], dim=1)

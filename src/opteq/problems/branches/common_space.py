@@ -1,0 +1,85 @@
+"""Operators that lead from one common space to the states of several branches, each at its own size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opteq.operators import Conv2d, Dense, LinearMap, Operator, kernel_norm, resample, unhooked
+from opteq.states import State, blocks
+
+Sizes = tuple[tuple[int, int], ...]
+
+
+class CommonSpaceMap:
+    """``A v = (A_1 S_1 v, ..., A_L S_L v)`` and ``A' y = S_1' A_1' y_1 + ... + S_L' A_L' y_L``.
+
+    The common space has the size of the largest state. ``S_i`` brings it to the size of branch i: the mean over squares
+    of ``k x k`` pixels times k, which has norm 1 and ``S S' = I``. So no branch counts less for being smaller.
+
+    Args:
+        maps: the prepared ``A_i``.
+        sizes: height and width of each state; empty for vectors.
+        single: whether the state is one tensor, and not a tuple.
+    """
+
+    def __init__(self, maps: Sequence[LinearMap], sizes: Sizes, single: bool) -> None:
+        self.maps = list(maps)
+        self.sizes = sizes
+        self.single = single
+        self.size = max(sizes) if sizes else None
+        self.factors = tuple(self.size[0] / size[0] for size in sizes) if self.size else (1.0,) * len(self.maps)
+
+    def __call__(self, v: Tensor) -> State:
+        """``A v``."""
+        parts = tuple(A(self._smaller(v, index)) for index, A in enumerate(self.maps))
+        return parts[0] if self.single else parts
+
+    def adjoint(self, y: State) -> Tensor:
+        """``A' y``."""
+        total: Tensor | None = None
+        for index, (A, part) in enumerate(zip(self.maps, blocks(y), strict=True)):
+            seen = self._larger(A.adjoint(part), index)
+            total = seen if total is None else total + seen
+        assert total is not None
+        return total
+
+    def _smaller(self, v: Tensor, index: int) -> Tensor:
+        factor = self.factors[index]
+        return v if factor == 1 else resample(v, self.sizes[index]) * factor
+
+    def _larger(self, u: Tensor, index: int) -> Tensor:
+        factor = self.factors[index]
+        return u if self.size is None or factor == 1 else resample(u * factor, self.size)
+
+
+def prepare_common(operators: Sequence[Operator], injections: State) -> CommonSpaceMap:
+    """The map for states that are shaped like ``injections``, with the weights settled."""
+    parts = blocks(injections)
+    sizes = tuple((c.shape[2], c.shape[3]) for c in parts) if all(c.ndim == 4 for c in parts) else ()
+    largest = max(sizes) if sizes else (1, 1)
+    for size in sizes:
+        if any(there % here for here, there in zip(size, largest, strict=True)) or (
+            largest[0] * size[1] != largest[1] * size[0]
+        ):
+            raise ValueError(f"the states of all branches should divide the largest one, {largest}; got {list(sizes)}")
+    maps = [unhooked(A, "A").prepare() for A in operators]
+    return CommonSpaceMap(maps, sizes, not isinstance(injections, tuple))
+
+
+@torch.no_grad()
+def squared_norm(operators: Sequence[Operator], like: Tensor) -> Tensor:
+    """``|A|^2 <= |A_1|^2 + ... + |A_L|^2``, a scalar, cheap enough for every batch.
+
+    An operator with a bound counts with that bound; nothing is computed for it.
+    """
+    total = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    for A in operators:
+        if A.bound is not None:
+            total = total + A.bound**2
+        else:
+            norm = kernel_norm(A.weight) if isinstance(A, Conv2d | Dense) else A.norm()
+            total = total + norm.to(total).square()
+    return total

@@ -1,0 +1,92 @@
+"""A layer of a user's own, ``z = f(z, x)``, with no objective behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from opteq.problems.base import Problem
+from opteq.problems.certificate import Certificate, unknown
+from opteq.problems.hidden import BoundMap
+from opteq.problems.linearisation import Structure
+from opteq.problems.written import BoundModule
+from opteq.states import State, blocks
+
+
+class FixedPoint(Problem):
+    """The state z with ``z = f(z, x)``, for any f: a deep equilibrium model as others write it.
+
+    Nothing is asked of f but that it keeps the shape of z. So nothing is promised: there is no objective, the Jacobian
+    has no symmetry (GMRES solves the backward system), and a fixed point need not exist or be unique. What depends on x
+    and the weights alone, ``self.U(x)`` inside a module f for instance, is computed once a solve.
+
+    Args:
+        f: a module or function of z and x. Samples should not depend on each other: normalise over groups or layers,
+            not over the batch.
+        start: a function of x that gives the first z, and so its shape; None begins at zeros like x.
+        features: a module or function of z that gives what the layer hands on; None hands on z.
+
+    >>> import torch, opteq
+    >>> layer = opteq.Equilibrium(opteq.FixedPoint(lambda z, x: torch.cos(z) + x), opteq.Anderson(tol=1e-6))
+    >>> round(layer(torch.zeros(1, 1)).item(), 4)
+    0.7391
+    """
+
+    takes_tuples = True
+
+    def __init__(
+        self,
+        f: Callable[[Any, Any], State],
+        start: Callable[[Any], State] | None = None,
+        features: Callable[[Any], State] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, given in (("f", f), ("start", start), ("features", features)):
+            if not callable(given) and (given is not None or name == "f"):
+                raise TypeError(f"FixedPoint.{name} should be a module or a function; got {given!r}")
+        self.f = f
+        self.first = start
+        self.read = features
+
+    def start(self, x: State) -> State:
+        """The first state for input ``x``."""
+        return torch.zeros_like(blocks(x)[0]) if self.first is None else self.first(x)
+
+    def features(self, z: State) -> State:
+        """What the layer hands on."""
+        return z if self.read is None else self.read(z)
+
+    def bind(self, x: State) -> BoundFixedPoint:
+        """The map for this input."""
+        return BoundFixedPoint(self, x)
+
+    def certificate(self) -> Certificate:
+        """Nothing: there is no objective, and f is not known."""
+        return unknown("a map f(z, x) that is written freely has no hidden objective, and nothing is known about it")
+
+
+class BoundFixedPoint(BoundMap):
+    """``z -> f(z, x)`` with its input bound."""
+
+    structure = Structure.GENERAL
+
+    def __init__(self, problem: FixedPoint, x: Any) -> None:
+        self.bound = BoundModule(problem, x)
+        self._start = problem.start(x)
+        self.step(self._start)  # what depends on the input alone is computed here, differentiably
+
+    def start(self) -> State:
+        return self._start
+
+    def step(self, y: State) -> State:
+        """``f(y, x)``."""
+        with self.bound.entered():
+            image: State = self.bound.module.f(y, self.bound.x)
+        return image
+
+    def features(self, y: State) -> State:
+        with self.bound.entered():
+            found: State = self.bound.module.features(y)
+        return found

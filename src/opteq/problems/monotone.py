@@ -1,0 +1,114 @@
+"""monDEQ: a fixed point that exists and is unique for every weight, without an objective (Winston and Kolter 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opteq.common.validate import positive
+from opteq.problems.base import Problem
+from opteq.problems.certificate import Certificate
+from opteq.problems.fixed_point import FixedPoint
+
+SPLITTINGS = ("peaceman-rachford", "forward-backward")
+
+
+class MonDEQ(FixedPoint):
+    """``z = relu(W z + U x + b)`` with ``W = (1 - m) I - A'A + B - B'``, all of them circular convolutions.
+
+    The symmetric part of ``I - W`` is at least m, whatever A and B are: there is one fixed point, and it moves by at
+    most ``|U| / m`` times the change of the input. W is not symmetric, so no objective belongs to it; without B it is
+    an :class:`~opteq.Inhibition`. Convolutions are computed by the Fourier transform, where the inverse that
+    Peaceman-Rachford splitting needs is one small matrix per frequency.
+
+    Args:
+        channels: n, of the state ``(B, n, h, w)``.
+        U: module from the input to ``(B, n, h, w)``, with the bias.
+        kernel_size: of A and B.
+        m: strong monotonicity, in (0, 1].
+        splitting: ``"peaceman-rachford"`` steps converge for every ``alpha``; ``"forward-backward"`` steps for those
+            below ``2 m / L^2`` with ``L = |I - W|``.
+        alpha: step length.
+
+    A is ``gain_A A / |A|_F`` and B likewise, with gains that are learned.
+
+    >>> layer = MonDEQ(4, nn.Conv2d(3, 4, 3, padding=1), m=0.2)
+    >>> layer.certificate().unique
+    True
+    """
+
+    takes_tuples = False
+
+    def __init__(
+        self,
+        channels: int,
+        U: nn.Module,
+        kernel_size: int = 3,
+        m: float = 0.1,
+        splitting: str = "peaceman-rachford",
+        alpha: float = 1.0,
+    ) -> None:
+        Problem.__init__(self)  # the map is a method here
+        self.m, self.alpha, self.splitting, self.U = m, alpha, splitting, U
+        positive(self, "m")
+        positive(self, "alpha")
+        if m > 1:
+            raise ValueError(f"MonDEQ.m should lie in (0, 1]; got {m}")
+        if splitting not in SPLITTINGS:
+            raise ValueError(f"MonDEQ.splitting should be one of {', '.join(SPLITTINGS)}; got {splitting!r}")
+        shape = channels, channels, kernel_size, kernel_size
+        self.A, self.B = (nn.Parameter(torch.randn(shape)) for _ in range(2))
+        self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
+
+    def certificate(self) -> Certificate:
+        """Existence and uniqueness from m alone."""
+        reason = f"I - W is {self.m:g}-strongly monotone for every A and B, and relu is a prox"
+        none = "plain steps relu(W z + U x) need not contract; splitting converges all the same"
+        moves = f"|z - z'| <= |U x - U x'| / {self.m:g}; the norm of U is not known"
+        reasons = {"exists": reason, "unique": reason, "contraction": none, "lipschitz": moves}
+        return Certificate(True, True, None, None, reasons)
+
+    def symbol(self, height: int, width: int) -> Tensor:
+        """W at every frequency of images ``(height, width)``: ``(height, width // 2 + 1, n, n)``, complex."""
+        A, B = self._spectrum(self.A, self.gain_A, height, width), self._spectrum(self.B, self.gain_B, height, width)
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        symbol: Tensor = (1 - self.m) * eye - A.mH @ A + B - B.mH
+        return symbol
+
+    def _spectrum(self, kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
+        wide = (gain / kernel.norm() * kernel).to(torch.promote_types(kernel.dtype, torch.float32))
+        if max(wide.shape[2:]) > min(height, width):
+            raise ValueError(f"images of {height} x {width} are smaller than the kernels, {tuple(wide.shape[2:])}")
+        spectrum: Tensor = torch.fft.rfft2(wide, s=(height, width))
+        return spectrum.permute(2, 3, 0, 1)
+
+    # The state is z for forward-backward, and u with z = relu(u) for Peaceman-Rachford splitting.
+
+    def start(self, x: Any) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(self.U(x))
+
+    def features(self, z: Any) -> Tensor:
+        """The fixed point of ``relu(W z + U x + b)``."""
+        return torch.relu(z) if self.splitting == "peaceman-rachford" else z
+
+    def f(self, z: Any, x: Any) -> Tensor:
+        """One step of the splitting."""
+        given = self.U(x)
+        W = self.symbol(*given.shape[2:])
+        eye = torch.eye(W.shape[-1], dtype=W.dtype, device=W.device)
+        if self.splitting == "forward-backward":
+            return torch.relu(z - self.alpha * (_apply(eye - W, z) - given))
+        inverse = torch.linalg.inv(eye + self.alpha * (eye - W))
+        half = 2 * torch.relu(z) - z
+        reflected: Tensor = 2 * _apply(inverse, half + self.alpha * given) - half
+        return reflected
+
+
+def _apply(symbol: Tensor, z: Tensor) -> Tensor:
+    """The circular convolution with ``symbol``, ``(h, w // 2 + 1, n, n)``, of ``(B, n, h, w)``."""
+    spectrum = torch.fft.rfft2(z.to(symbol.real.dtype)).permute(2, 3, 1, 0)
+    image: Tensor = torch.fft.irfft2((symbol @ spectrum).permute(3, 2, 0, 1), s=z.shape[2:])
+    return image.to(z.dtype)

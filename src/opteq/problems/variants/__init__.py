@@ -1,0 +1,1 @@
+"""Variants of OptEq: seen through an affine change of variable, or with a regulariser that has kinks."""

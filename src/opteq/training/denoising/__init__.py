@@ -1,0 +1,1 @@
+"""Training and tests of denoisers."""

@@ -1,0 +1,66 @@
+"""The size of a step's Jacobian at an equilibrium, as a term of the training loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from opteq.common.derivatives import pullback
+from opteq.common.errors import UserError
+from opteq.models import equilibria
+from opteq.problems.hidden import BoundMap
+from opteq.states import State, blocks, inner, like, map_state
+
+
+def squared_jacobian(hidden: BoundMap, state: State, probe: State | None = None) -> Tensor:
+    """An unbiased estimate of ``|J|_F^2 / n`` per sample ``(B,)``, J the Jacobian of a step at ``state``, n its size.
+
+    It is ``|v'J|^2 / n`` for one random vector v of signs (Hutchinson). The state is taken as a constant: the gradient
+    is that of J's dependence on weights and input at this state (Bai, Koltun and Kolter 2021).
+
+    Args:
+        hidden: the problem with its input bound.
+        state: an equilibrium of it.
+        probe: v; None draws it.
+    """
+    at = map_state(Tensor.detach, state)
+    if probe is None:
+        probe = like(at, tuple(torch.randint_like(part, 2) * 2 - 1 for part in blocks(at)))
+    pulled: State = pullback(hidden.step, at)[1](probe)
+    return inner(pulled, pulled) / sum(part[0].numel() for part in blocks(at))
+
+
+class JacobianPenalty:
+    """Sums :func:`squared_jacobian` over the equilibria that a model finds in training mode.
+
+    Args:
+        model: with at least one equilibrium layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [layer for _, layer in equilibria(model)]
+        if not self.layers:
+            raise UserError("train.jacobian needs a model with an equilibrium; this one has none")
+        self.found: list[Tensor] = []
+        for layer in self.layers:
+            # Of a fixed number of steps the state is no equilibrium, and its gradient does not pass through I - J.
+            if layer.solver.tol == 0:
+                raise UserError("train.jacobian has no effect on a fixed number of steps; it needs an equilibrium")
+            layer.observer = self._see
+
+    def close(self) -> None:
+        """Stop looking at the layers."""
+        for layer in self.layers:
+            layer.observer = None
+
+    def take(self) -> Tensor:
+        """The sum over the batch of the latest forward pass."""
+        total = torch.stack([values.sum() for values in self.found[-len(self.layers) :]]).sum()
+        self.found.clear()
+        return total
+
+    def _see(self, hidden: BoundMap, state: State) -> None:
+        # Tests and attacks want none: an attack's solves come before the one that is trained on.
+        if torch.is_grad_enabled() and self.layers[0].training:
+            del self.found[: -len(self.layers)]
+            self.found.append(squared_jacobian(hidden, state))

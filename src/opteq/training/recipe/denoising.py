@@ -1,0 +1,110 @@
+"""The recipe of a denoiser: every option of its training and its tests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from opteq.models.denoiser import DenoiserConfig
+from opteq.training.recipe.sections import Count, NotNegative, Positive, Section, Share
+
+
+class PriorSection(Section):
+    """The prior: see :class:`~opteq.models.denoiser.DenoiserConfig`; ``width`` is the number of filters.
+
+    With ``steps`` above 0 the denoiser takes that many plain steps in place of the minimiser.
+    """
+
+    name: Literal["denoiser"] = "denoiser"
+    width: Count = 56
+    knots: Count = 24
+    rho: NotNegative = 1.0
+    mu: Positive = 10.0
+    margin: Share = 0.01
+    steepest: Positive = 50.0
+    hidden: Annotated[int, Field(ge=0)] = 0
+    steps: Annotated[int, Field(ge=0)] = 0
+
+    def config(self) -> DenoiserConfig:
+        """What the model is made of."""
+        return DenoiserConfig(
+            channels=(1, 4, 8, self.width), knots=self.knots, rho=self.rho, mu=self.mu, margin=self.margin,
+            steepest=self.steepest, hidden=self.hidden, steps=self.steps,
+        )  # fmt: skip
+
+
+class ImageSection(Section):
+    """The images: a folder with a folder ``train``, and one for every test set."""
+
+    name: Literal["grey"] = "grey"
+    root: str | None = None
+
+
+class NoiseSection(Section):
+    """The noise levels that a model is trained for, of 255; each image of a batch has its own."""
+
+    least: Positive = 10.0
+    most: Positive = 55.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> NoiseSection:
+        if self.least >= self.most:
+            raise ValueError(f"least = {self.least:g} should be less than most = {self.most:g}")
+        return self
+
+
+class DenoisingTrainSection(Section):
+    """Length of training, batches, and how the energy is minimised on the way.
+
+    ``border`` pixels at each side of a patch do not count in the loss: there the image ends where a real one goes on.
+    """
+
+    steps: Count
+    batch_size: Count = 128
+    patch: Count = 40
+    border: Annotated[int, Field(ge=0)] = 6
+    lr: Positive = 4e-3
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tf32: bool = False
+    threads: Count | None = None
+    tol: Positive = 1e-4
+    max_steps: Count = 120
+    gradient_tol: Positive = 1e-3
+    gradient_steps: Count = 60
+    log_steps: Count = 100
+    checkpoint_steps: Count = 500
+
+    @model_validator(mode="after")
+    def _something_counts(self) -> DenoisingTrainSection:
+        if 2 * self.border >= self.patch:
+            raise ValueError(f"border = {self.border} leaves nothing of patch = {self.patch}")
+        return self
+
+
+class DenoisingTestSection(Section):
+    """Test sets (folders), noise levels of 255, and how far the energy is minimised."""
+
+    sets: Annotated[tuple[str, ...], Field(strict=False)] = ("set12", "bsd68")
+    sigmas: Annotated[tuple[Positive, ...], Field(strict=False)] = (15.0, 25.0, 50.0)
+    tol: Positive = 1e-4
+    max_steps: Count = 400
+
+
+class DenoisingRecipe(Section):
+    """All options of the training of a denoiser. The same recipe on the same CPU gives bitwise equal weights.
+
+    >>> recipe = DenoisingRecipe.model_validate({"name": "mine", "task": "denoising", "train": {"steps": 100}})
+    >>> recipe.train.patch
+    40
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    task: Literal["denoising"]
+    reproduces: str = ""
+    model: PriorSection = PriorSection()
+    data: ImageSection = ImageSection()
+    noise: NoiseSection = NoiseSection()
+    train: DenoisingTrainSection
+    test: DenoisingTestSection = DenoisingTestSection()

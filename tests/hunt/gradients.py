@@ -1,0 +1,165 @@
+"""Gradients that are wrong, or that hide a value which is not finite."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import opteq
+from hunt.drawing import Draw, drawn_batch, require
+from hunt.oracle import State, Weights, flat, gradients, jacobian, polished
+from hunt.parts import DrawnProblem
+from hunt.problems import FAMILIES
+from opteq.gradients import Gradient
+from opteq.solvers import Status
+from opteq.states import blocks
+
+_TOL = {torch.float64: 1e-11, torch.float32: 1e-6}
+_FACTOR = 1000
+"""The relative error of a gradient is at most this times the tolerance times the condition number of ``I - J``: the
+adjoint system is solved to the tolerance, at a state that is known to the tolerance, with activations and kernels whose
+curvature is some units."""
+
+
+def hunt(draw: Draw) -> str:
+    """The gradients of one batch by the input and all weights, against a dense solve at the equilibrium."""
+    drawn = draw.one_of(FAMILIES)(draw)
+    dtype = draw.one_of([torch.float64, torch.float64, torch.float32])
+    drawn.problem.to(draw.device, dtype)
+    batch = drawn_batch(draw, drawn.shape, dtype, clean=True)
+    gradient = _drawn_gradient(draw, dtype, drawn.minimises)
+    # The derivative of an extrapolation converges later than its value does: plain steps are unrolled.
+    plain = isinstance(gradient, opteq.Unrolled)
+    objective = isinstance(drawn.problem, opteq.Objective)
+    kind = opteq.Picard if plain else opteq.FISTA if objective and draw.chance(0.7) else opteq.Anderson
+    layer = opteq.Equilibrium(drawn.problem, kind(tol=_TOL[dtype], max_steps=400), gradient, on_failure="ignore")
+    about = f"{drawn.name} | {batch.about} | {kind.__name__} {gradient}"
+    x = batch.x.detach().requires_grad_()
+    bad = draw.whole(0, len(x) - 1) if draw.chance(0.2) else None
+    scale, broken = draw.one_of([1.0, 1.0, 1e-6, 1e6]), draw.one_of([torch.nan, torch.inf])
+    arriving: list[Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(draw.calls):
+            solution = layer.solve(x)
+            features = blocks(solution.features)
+            arriving = arriving or [draw.normal(*part.shape) for part in features]
+            sent = [(scale * part).to(draw.device, dtype) for part in arriving]
+            if bad is not None:
+                sent[0][bad].view(-1)[0] = broken
+            x.grad = None
+            drawn.problem.zero_grad()
+            torch.autograd.backward(features, sent)
+    if not bool(solution.converged.all()) or solution.backward is None:
+        return "unsolved"
+    assert x.grad is not None
+    if bad is not None:
+        on_tape = isinstance(gradient, opteq.Unrolled | opteq.OneStep)
+        return _check_not_finite(drawn, x.grad, bad, on_tape, about)
+    if any(status not in (Status.CONVERGED, Status.APPROXIMATE) for status in solution.backward.status):
+        return "unsolved"
+    # What is left of a gradient after 400 plain steps is at most that of the 400th power of the rate.
+    rate = drawn.equations.contraction(drawn.weights()[0])
+    if plain and (dtype != torch.float64 or rate is None or rate > 0.95):
+        return "unrolled"
+    state = tuple(part.detach().double().cpu() for part in blocks(solution.state))
+    check = Check(drawn, x.detach().double().cpu(), state, arriving, scale, x.grad.double().cpu(), dtype, about)
+    one_step = isinstance(gradient, opteq.OneStep)
+    if one_step and objective:  # the step of the equations has another length
+        return "one step"
+    return check.by_dense_solve(one_step)
+
+
+def _drawn_gradient(draw: Draw, dtype: torch.dtype, symmetric: bool) -> Gradient:
+    kind = draw.one_of(["implicit", "implicit", "implicit", "gmres", "minres", "unrolled", "one step"])
+    tol = 1e-10 if dtype == torch.float64 else 1e-6
+    if kind in ("gmres", "minres"):
+        made = opteq.MINRES if kind == "minres" and symmetric else opteq.GMRES
+        return opteq.Implicit(linear=made(tol=tol, max_steps=300))
+    if kind == "one step":
+        return opteq.OneStep()
+    return opteq.Unrolled(400) if kind == "unrolled" else opteq.Implicit(max_steps=300)
+
+
+def _check_not_finite(drawn: DrawnProblem, found: Tensor, bad: int, on_tape: bool, about: str) -> str:
+    """Non-finite in, non-finite out: for the sample or, where no unit of it is alive, for none.
+
+    Steps on a tape are torch's own business: a unit that a ReLU cuts off drops a NaN.
+    """
+    others = [index for index in range(len(found)) if index != bad]
+    require(bool(found[others].isfinite().all()), f"a gradient of NaN spread to other samples: {about}")
+    weights = [p.grad for p in drawn.problem.parameters() if p.grad is not None]
+    alive = not bool(found[bad].isfinite().all()) or any(not bool(g.isfinite().all()) for g in weights)
+    if not alive and not on_tape:  # every unit may be cut off: then nothing of the input or of a weight matters
+        dead = bool(drawn.equations.kinks) and not bool(found[bad].any())
+        require(dead, f"a gradient of NaN came out finite: {about}")
+    return "not finite"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The gradient of ``scale <arriving, features>`` by the input, as the library found it (``found``)."""
+
+    drawn: DrawnProblem
+    x: Tensor
+    state: State
+    arriving: list[Tensor]
+    scale: float
+    found: Tensor
+    dtype: torch.dtype
+    about: str
+
+    def by_dense_solve(self, one_step: bool) -> str:
+        """Against the implicit function theorem; of ``OneStep``, against one step at the equilibrium."""
+        drawn, x = self.drawn, self.x
+        w, changed = drawn.weights()
+        allowed = []
+        expected_x, expected_w = [], {name: torch.zeros_like(weight) for name, weight in w.items()}
+        for index in range(len(x)):
+            one = slice(index, index + 1)
+            y = polished(drawn.equations, w, x[one], tuple(part[one] for part in self.state))
+            if y is None or not self._smooth(w, x[one], y):
+                return "at a kink"
+            local = jacobian(drawn.equations, w, x[one], y)
+            system = torch.eye(len(local), dtype=torch.float64) - local
+            allowed.append(_FACTOR * _TOL[self.dtype] * float(torch.linalg.cond(system)))
+            by_x, by_w = gradients(drawn.equations, w, x[one], y, self._probe(one), one_step)
+            expected_x.append(by_x)
+            for name, part in by_w.items():
+                expected_w[name] += part
+        close = max(allowed)
+        if not close < 0.1:
+            return "ill-conditioned"
+        # torch's derivative of a saturated activation is accurate to rounding of 1, not of itself.
+        size = self.scale * float(torch.stack([a.norm() for a in self.arriving]).norm())
+        rounding = 10 * float(torch.finfo(self.dtype).eps) * size
+        self._compare(self.found, torch.cat(expected_x), close, rounding, "the input")
+        rounding *= max(float(x.norm()), float(flat(self.state).norm()))
+        for name, weight in drawn.problem.named_parameters():
+            if name not in changed:
+                got = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                self._compare(got.double().cpu(), expected_w[name], close, rounding, name)
+        return drawn.family
+
+    def _probe(self, one: slice):
+        def probe(features: State) -> Tensor:
+            return self.scale * sum((a[one] * b).sum() for a, b in zip(self.arriving, features, strict=True))
+
+        return probe
+
+    def _smooth(self, w: Weights, x: Tensor, y: State) -> bool:
+        """Whether no unit is so close to a kink that rounding may put it on the other side."""
+        equations = self.drawn.equations
+        inside = flat(equations.inside(w, x, y))
+        margin = 1e-6 if self.dtype == torch.float64 else 1e-3
+        size = float(inside.abs().max()) + float(equations.size(w, x))
+        return all(float((inside - kink).abs().min()) > margin * max(size, abs(kink)) for kink in equations.kinks)
+
+    def _compare(self, found: Tensor, expected: Tensor, close: float, rounding: float, which: str) -> None:
+        size, off = float(expected.norm()), float((found - expected).norm())
+        allowed = close * size + rounding
+        about = f"the gradient of {which}: {self.about}"
+        require(off <= allowed, f"off by {off:.3g} of {size:.3g}, {allowed:.3g} allowed: {about}")

@@ -1,0 +1,180 @@
+"""Maps, activations and equilibria in float64, by dense linear algebra: nothing here is the library's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+State = tuple[Tensor, ...]
+Weights = dict[str, Tensor]
+
+
+ACTIVATIONS = {
+    "identity": lambda t: t,
+    "relu": lambda t: t.clamp(min=0),
+    "leaky_relu": lambda t: torch.where(t > 0, t, 0.01 * t),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softplus": lambda t: torch.logaddexp(t, torch.zeros_like(t)),
+    "elu": lambda t: torch.where(t > 0, t, torch.expm1(t.clamp(max=0))),
+    "soft_threshold": lambda t: t.sign() * (t.abs() - 0.1).clamp(min=0),
+    "hardtanh": lambda t: t.clamp(-1, 1),
+    "softsign": lambda t: t / (1 + t.abs()),
+}
+KINKS = {"relu": (0.0,), "leaky_relu": (0.0,), "soft_threshold": (-0.1, 0.1), "hardtanh": (-1.0, 1.0)}
+SLOPES = {"sigmoid": 0.25}  # the largest slope of the others is 1
+BOUNDED = ("tanh", "sigmoid", "hardtanh", "softsign")
+
+
+def forward(weight: Tensor, v: Tensor) -> Tensor:
+    """``W v`` for a matrix, or for a convolution of stride 1 that keeps the size."""
+    if weight.ndim == 2:
+        return v @ weight.T
+    return F.conv2d(v, weight, padding=(weight.shape[2] // 2, weight.shape[3] // 2))
+
+
+def backward(weight: Tensor, u: Tensor) -> Tensor:
+    """``W' u``, by autograd: the adjoint that follows from :func:`forward` and from nothing else."""
+    shape = (len(u), weight.shape[1], *u.shape[2:])
+    zero = torch.zeros(shape, dtype=u.dtype)
+    return torch.func.vjp(lambda v: forward(weight, v), zero)[1](u)[0]
+
+
+def matrix(weight: Tensor, size: tuple[int, ...] = ()) -> Tensor:
+    """``W`` as a matrix, for images of ``size``."""
+    if weight.ndim == 2:
+        return weight
+    count = weight.shape[1] * size[0] * size[1]
+    basis = torch.eye(count, dtype=weight.dtype).reshape(count, weight.shape[1], *size)
+    return forward(weight, basis).reshape(count, -1).T
+
+
+def norm(weight: Tensor, size: tuple[int, ...] = ()) -> float:
+    """The largest singular value of :func:`matrix`."""
+    return float(torch.linalg.matrix_norm(matrix(weight, size), 2))
+
+
+def pooled(x: Tensor, scale: int) -> Tensor:
+    """Means over squares of ``scale`` pixels."""
+    return x if scale == 1 else F.avg_pool2d(x, scale)
+
+
+def resized(z: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Means over squares one way, the adjoint of that the other way."""
+    if z.ndim == 2 or z.shape[2:] == size:
+        return z
+    if z.shape[2] > size[0]:
+        return F.avg_pool2d(z, z.shape[2] // size[0])
+    factor = size[0] // z.shape[2]
+    return z.repeat_interleave(factor, 2).repeat_interleave(factor, 3) / factor**2
+
+
+@dataclass(frozen=True)
+class Equations:
+    """A fixed-point problem ``y = sigma(inside(y))`` for a batch, as pure functions of weights, input and state.
+
+    Attributes:
+        inside: what activations are applied to, at a state.
+        step: the map.
+        features: what is handed on from a state.
+        shapes: of the state's blocks, for one sample.
+        kinks: where activations have no derivative.
+        contraction: a bound on the Lipschitz constant of the step for given weights, None where there is none.
+        size: of each sample, how large the terms are that make up the input's share. Rounding is relative to them.
+        distance: a factor from the residual ``|T(y) - y|`` to the distance from the only equilibrium; None takes
+            ``1 / (1 - contraction)``.
+    """
+
+    inside: Callable[[Weights, Tensor, State], State]
+    step: Callable[[Weights, Tensor, State], State]
+    features: Callable[[Weights, Tensor, State], State]
+    shapes: Sequence[tuple[int, ...]]
+    kinks: tuple[float, ...]
+    contraction: Callable[[Weights], float | None]
+    size: Callable[[Weights, Tensor], Tensor]
+    distance: Callable[[Weights], float | None] | None = None
+
+    def zero(self, batch: int) -> State:
+        return tuple(torch.zeros(batch, *shape, dtype=torch.float64) for shape in self.shapes)
+
+    def amplification(self, w: Weights) -> float | None:
+        """The factor :attr:`distance`; None where it is unknown or beyond 1e6."""
+        if self.distance is not None:
+            factor = self.distance(w)
+        else:
+            rate = self.contraction(w)
+            factor = None if rate is None or rate > 0.98 else 1 / (1 - rate)
+        return factor if factor is not None and factor < 1e6 else None
+
+
+def flat(state: Sequence[Tensor]) -> Tensor:
+    """A state as a matrix with a row for each sample."""
+    return torch.cat([part.reshape(len(part), -1) for part in state], dim=1)
+
+
+def unflat(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> State:
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    parts = torch.split(rows, counts, dim=1)
+    return tuple(part.reshape(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def residual(equations: Equations, w: Weights, x: Tensor, y: State) -> tuple[float, float]:
+    """``|T(y) - y|`` and ``|T(y)|`` of one sample."""
+    image = flat(equations.step(w, x, y))
+    return float((image - flat(y)).norm()), float(image.norm())
+
+
+def jacobian(equations: Equations, w: Weights, x: Tensor, y: State) -> Tensor:
+    """The Jacobian of the step for one sample, by autograd."""
+
+    def step(row: Tensor) -> Tensor:
+        return flat(equations.step(w, x, unflat(row[None], equations.shapes)))[0]
+
+    return torch.func.jacrev(step)(flat(y)[0])
+
+
+def polished(equations: Equations, w: Weights, x: Tensor, y: State, steps: int = 30) -> State | None:
+    """The equilibrium of one sample close to ``y``, by Newton's method with a dense solve; None where it finds none."""
+    row = flat(y)
+    for _ in range(steps):
+        state = unflat(row, equations.shapes)
+        gap = flat(equations.step(w, x, state)) - row
+        if not bool(gap.isfinite().all()):
+            return None
+        if float(gap.norm()) <= 1e-14 * max(float(row.norm()), 1e-300):
+            return state
+        system = torch.eye(row.shape[1], dtype=row.dtype) - jacobian(equations, w, x, state)
+        move = torch.linalg.lstsq(system, gap.T).solution.T
+        if not bool(move.isfinite().all()):
+            return None
+        row = row + move
+    found = unflat(row, equations.shapes)
+    gap, size = residual(equations, w, x, found)
+    return found if gap <= 1e-11 * size else None
+
+
+def gradients(
+    equations: Equations, w: Weights, x: Tensor, y: State, probe: Callable[[State], Tensor], one_step: bool = False
+) -> tuple[Tensor, Weights]:
+    """What ``probe(features)`` gives to the input and to every weight, for one sample at its equilibrium ``y``.
+
+    The implicit function theorem, word for word: ``v = (I - J')^-1 g`` by a dense solve, then one step with v. With
+    ``one_step`` v is g.
+    """
+    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in w.items()}
+    inputs = x.detach().clone().requires_grad_()
+    state = tuple(part.detach().clone().requires_grad_() for part in y)
+    loss = probe(equations.features(leaves, inputs, state))
+    incoming = torch.autograd.grad(loss, state, retain_graph=True, allow_unused=True, materialize_grads=True)
+    system = torch.eye(flat(y).shape[1], dtype=torch.float64)
+    if not one_step:
+        system = system - jacobian(equations, w, x, y)
+    vector = unflat(torch.linalg.solve(system.T, flat(incoming)[0])[None], equations.shapes)
+    carried = sum((v * part).sum() for v, part in zip(vector, equations.step(leaves, inputs, state), strict=True))
+    targets = [inputs, *leaves.values()]
+    found = torch.autograd.grad(loss + carried, targets, allow_unused=True, materialize_grads=True)
+    return found[0], dict(zip(leaves, found[1:], strict=True))

@@ -1,0 +1,289 @@
+"""Problems that a user would write, with minus their gradients worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import opteq
+from hunt import oracle
+from hunt.drawing import Draw
+from hunt.oracle import Equations, State, Weights
+from hunt.parts import DrawnProblem, Frame
+from opteq import operators as op
+from opteq import potentials
+from opteq.problems.restoration import FilterPrior, Restoration
+from opteq.problems.restoration.noise_levels import NoiseLevels
+
+
+class Bowl(opteq.HiddenProblem):
+    """``g = a/2 |K y|^2 + b sum log cosh(s y) - <B x, y>``; a may be negative."""
+
+    def __init__(self, draw: Draw, frame: Frame, a: float, b: float, s: float) -> None:
+        super().__init__()
+        self.penalty = frame.activation
+        self.K = nn.Parameter(draw.normal(frame.features, frame.states))
+        self.B = nn.Parameter(draw.normal(frame.states, frame.inputs))
+        self.a, self.b, self.s = a, b, s
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), self.K.shape[1])
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        # torch's second derivative of logaddexp is NaN from 400 on.
+        bent = (F.softplus(2 * self.s * y, threshold=60) - self.s * y).sum(1)
+        pull = (y * (x @ self.B.mT)).sum(1)
+        return self.a / 2 * (y @ self.K.mT).square().sum(1) + self.b * bent - pull
+
+
+def bowl(draw: Draw) -> DrawnProblem:
+    frame = Frame.drawn(draw, images=0)
+    share = draw.number(0.1, 0.9) / frame.slope
+    s, split = draw.number(0.3, 2.0), draw.number(0.1, 0.9)
+    problem = Bowl(draw, frame, 0.0, share * (1 - split) / s**2, s).double()
+    problem.a = share * split / oracle.norm(problem.K.detach()) ** 2 * draw.one_of([1, -1])
+    a, b = problem.a, problem.b
+
+    def inside(w: Weights, x: Tensor, y: State) -> State:
+        return (-a * (y[0] @ w["K"].T) @ w["K"] - b * s * torch.tanh(s * y[0]) + x @ w["B"].T,)
+
+    equations = Equations(
+        inside,
+        lambda w, x, y: (frame.sigma(inside(w, x, y)[0]),),
+        lambda w, x, y: y,
+        [(frame.states,)],
+        frame.kinks,
+        lambda w: frame.slope * (abs(a) * oracle.norm(w["K"]) ** 2 + b * s**2),
+        # The slope of log cosh is a difference of two numbers of about a half.
+        lambda w, x: (x.abs() @ w["B"].abs().T + b * s).norm(dim=1),
+    )
+    name = f"own bowl a={a:.3g} b={b:.3g} s={s:.3g} {frame.activation}"
+    return DrawnProblem(name, problem, equations, (frame.inputs,))
+
+
+class Pair(opteq.HiddenProblem):
+    """A state of two blocks that pull on each other: ``g = <u, M v> - <B x, u> - <D x, v>``."""
+
+    def __init__(self, draw: Draw, frame: Frame) -> None:
+        super().__init__()
+        self.penalty = frame.activation
+        self.M = nn.Parameter(draw.normal(frame.states, frame.features))
+        self.B = nn.Parameter(draw.normal(frame.states, frame.inputs))
+        self.D = nn.Parameter(draw.normal(frame.features, frame.inputs))
+
+    def start(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.new_zeros(len(x), self.M.shape[0]), x.new_zeros(len(x), self.M.shape[1])
+
+    def smooth(self, y: tuple[Tensor, ...], x: Tensor) -> dict[str, Tensor]:
+        u, v = y
+        pull = (u * (x @ self.B.mT)).sum(1) + (v * (x @ self.D.mT)).sum(1)
+        return {"tied": ((u @ self.M) * v).sum(1), "pull": -pull}
+
+
+def pair(draw: Draw) -> DrawnProblem:
+    frame = Frame.drawn(draw, images=0)
+    problem = Pair(draw, frame).double()
+    problem.M.data.mul_(draw.number(0.1, 0.95) / frame.slope / oracle.norm(problem.M.detach()))
+
+    def inside(w: Weights, x: Tensor, y: State) -> State:
+        return x @ w["B"].T - y[1] @ w["M"].T, x @ w["D"].T - y[0] @ w["M"]
+
+    equations = Equations(
+        inside,
+        lambda w, x, y: tuple(frame.sigma(t) for t in inside(w, x, y)),
+        lambda w, x, y: y,
+        [(frame.states,), (frame.features,)],
+        frame.kinks,
+        lambda w: frame.slope * oracle.norm(w["M"]),
+        lambda w, x: (x.abs() @ w["B"].abs().T).norm(dim=1) + (x.abs() @ w["D"].abs().T).norm(dim=1),
+    )
+    return DrawnProblem(f"own pair {frame.activation}", problem, equations, (frame.inputs,))
+
+
+# Minimisers of F + h satisfy ``y = sigma(y - grad F(y))``, whatever the step length of the library: that is the map of
+# the equations. A residual of step length t is at most ``max(1, 1/t)`` times that of the library.
+def objective_equations(
+    frame: Frame, slope: Callable[[Weights, Tensor, Tensor], Tensor], size: Callable[[Weights, Tensor], Tensor],
+    shape: tuple[int, ...], distance: Callable[[Weights], float | None],
+) -> Equations:  # fmt: skip
+    """Equations of an objective from the gradient of its smooth part."""
+
+    def inside(w: Weights, x: Tensor, y: State) -> State:
+        return (y[0] - slope(w, x, y[0]),)
+
+    return Equations(
+        inside, lambda w, x, y: (frame.sigma(inside(w, x, y)[0]),), lambda w, x, y: y, [shape], frame.kinks,
+        lambda w: None, size, distance,
+    )  # fmt: skip
+
+
+def drawn_objective(name: str, problem: opteq.Objective, equations: Equations, shape: tuple[int, ...]) -> DrawnProblem:
+    return DrawnProblem(name, problem, equations, shape, stretch=lambda x: (1 / problem(x).length).clamp_min(1))
+
+
+class Least(opteq.Objective):
+    """``1/2 |A y - B x|^2``, with a penalty or without."""
+
+    def __init__(self, draw: Draw, frame: Frame, condition: float, scale: float) -> None:
+        super().__init__()
+        U, _, V = torch.linalg.svd(draw.normal(frame.states + 1, frame.states), full_matrices=False)
+        spread = torch.logspace(0, -math.log10(condition) / 2, frame.states, dtype=torch.float64)
+        self.A = nn.Parameter(scale * U @ torch.diag(spread) @ V)
+        self.B = nn.Parameter(draw.normal(frame.states + 1, frame.inputs))
+        self.penalty = None if frame.activation == "identity" else frame.activation
+        self.curvature = draw.one_of([None, 1.5 * scale**2])
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), self.A.shape[1])
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": 0.5 * (y @ self.A.mT - x @ self.B.mT).square().sum(1)}
+
+
+def least(draw: Draw) -> DrawnProblem:
+    frame = Frame.drawn(draw, images=0)
+    condition, scale = draw.power(0, 4), draw.power(-1.5, 1.5)
+    problem = Least(draw, frame, condition, scale).double()
+
+    def slope(w: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return (y @ w["A"].T - x @ w["B"].T) @ w["A"]
+
+    def distance(w: Weights) -> float:
+        squares = torch.linalg.svdvals(w["A"]).square()
+        return float((1 + squares.max()) / squares.min())
+
+    equations = objective_equations(
+        frame, slope, lambda w, x: (x.abs() @ w["B"].abs().T @ w["A"].abs()).norm(dim=1), (frame.states,), distance
+    )
+    name = f"own least condition={condition:.3g} scale={scale:.3g} {frame.activation} curvature={problem.curvature}"
+    return drawn_objective(name, problem, equations, (frame.inputs,))
+
+
+SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "Huber": lambda u: u.clamp(-1, 1),
+    "Gaussian": lambda u: u * torch.exp(-u.square() / 2),
+    "Student": lambda u: u / (1 + u.square()),
+    "GemanMcClure": lambda u: u / (1 + u.square()).square(),
+}
+CONCAVITY = {"Huber": 0.0, "Gaussian": 2 * math.exp(-1.5), "Student": 1 / 8, "GemanMcClure": 1 / 4}
+
+
+class Robust(opteq.Objective):
+    """``1/2 |y - B x|^2 + strength sum psi(K y)``; not convex where the strength is large."""
+
+    def __init__(self, draw: Draw, frame: Frame, kind: str, strength: float) -> None:
+        super().__init__()
+        self.B = nn.Parameter(draw.normal(frame.states, frame.inputs))
+        self.K = nn.Parameter(draw.normal(frame.features, frame.states))
+        self.K.data.div_(oracle.norm(self.K.detach()))
+        self.potential = getattr(potentials, kind)(scale=draw.power(-1, 1), learned=True)
+        self.strength = strength
+        self.penalty = None if frame.activation == "identity" else frame.activation
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), self.K.shape[1])
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        prior = self.potential(y @ self.K.mT).sum(1)
+        return {"data": 0.5 * (y - x @ self.B.mT).square().sum(1), "prior": self.strength * prior}
+
+
+def robust(draw: Draw) -> DrawnProblem:
+    frame, kind = Frame.drawn(draw, images=0), draw.one_of(list(SLOPES))
+    if kind == "Huber":  # whose kinks are in K y: no others beside them
+        frame = dataclasses.replace(frame, activation=draw.one_of(["identity", "tanh", "softplus"]))
+    strength = draw.number(0.1, 0.9) / max(CONCAVITY[kind], 0.5) * draw.one_of([1, 1, 5])
+    problem = Robust(draw, frame, kind, strength).double()
+
+    def slope(w: Weights, x: Tensor, y: Tensor) -> Tensor:
+        s = w["potential.log_scale"].exp()
+        return y - x @ w["B"].T + strength * s * SLOPES[kind](y @ w["K"].T / s) @ w["K"]
+
+    def distance(w: Weights) -> float | None:
+        m = 1 - strength * CONCAVITY[kind]
+        return (2 + strength) / m if m > 0 else None
+
+    # Where K y is far beyond s, the force is a small number made of large ones.
+    equations = objective_equations(
+        frame, slope, lambda w, x: (x.abs() @ w["B"].abs().T).norm(dim=1), (frame.states,), distance
+    )
+    if kind == "Huber":
+        equations = dataclasses.replace(
+            equations,
+            inside=lambda w, x, y: (y[0] @ w["K"].T / w["potential.log_scale"].exp(),),
+            kinks=(-1.0, 1.0),
+        )
+    return drawn_objective(f"own robust {kind} {strength:.3g} {frame.activation}", problem, equations, (frame.inputs,))
+
+
+class Wells(opteq.Objective):
+    """``a/4 sum (y^2 - 1)^2 + c/2 |y|^2 - <B x, y>``: where a is larger than c, zero is a maximum without input."""
+
+    def __init__(self, draw: Draw, frame: Frame, a: float, c: float) -> None:
+        super().__init__()
+        self.B = nn.Parameter(draw.normal(frame.states, frame.inputs))
+        self.a, self.c = a, c
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), self.B.shape[0])
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        wells = self.a / 4 * (y.square() - 1).square().sum(1)
+        return {"wells": wells + self.c / 2 * y.square().sum(1), "pull": -(y * (x @ self.B.mT)).sum(1)}
+
+
+def wells(draw: Draw) -> DrawnProblem:
+    frame = dataclasses.replace(Frame.drawn(draw, images=0), activation="identity")
+    a, c = draw.number(0.1, 3), draw.number(0, 3)
+    problem = Wells(draw, frame, a, c).double()
+
+    def slope(w: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return a * y * (y.square() - 1) + c * y - x @ w["B"].T
+
+    def distance(w: Weights) -> float | None:
+        return None
+
+    equations = objective_equations(
+        frame, slope, lambda w, x: (x.abs() @ w["B"].abs().T).norm(dim=1), (frame.states,), distance
+    )
+    return drawn_objective(f"own wells a={a:.3g} c={c:.3g}", problem, equations, (frame.inputs,))
+
+
+def restoration(draw: Draw) -> DrawnProblem:
+    """Denoising with a prior of filter responses; its weights are taken as the library settles them."""
+    size = (draw.whole(2, 5), draw.whole(2, 5))
+    kind, channels = draw.one_of(list(SLOPES)), draw.whole(1, 3)
+    frame = Frame(True, 1, channels, 1, size, "identity")
+    chain = op.ConvChain((1, 2, channels), kernel_size=3)
+    levels = NoiseLevels(channels)
+    for weight in (*chain.parameters(), levels.log_scale, levels.log_weight):
+        weight.data.copy_(draw.normal(*weight.shape) * (0.3 if weight.ndim == 2 else 1))
+    margin, strength, sigma = draw.power(-2, -0.3), draw.number(0.2, 1.0), draw.power(-2, -0.5)
+    prior = FilterPrior(chain, getattr(potentials, kind)(), levels, margin)
+    problem = Restoration(prior, strength=strength, sigma=sigma).double()
+
+    def more() -> Weights:
+        with torch.no_grad():
+            bound = prior.bind(levels.log_scale.new_tensor([sigma]))
+            found = {"kernel": bound.filters.composed(), "scale": bound.scale, "weight": bound.weight}
+        return {name: tensor.double().cpu() for name, tensor in found.items()}
+
+    def slope(w: Weights, x: Tensor, y: Tensor) -> Tensor:
+        force = w["weight"] * w["scale"] * SLOPES[kind](oracle.forward(w["kernel"], y) / w["scale"])
+        return y - x + strength * oracle.backward(w["kernel"], force)
+
+    def distance(w: Weights) -> float:
+        return (2 + strength * float(w["weight"].max()) * oracle.norm(w["kernel"], size) ** 2) / margin
+
+    equations = objective_equations(frame, slope, lambda w, x: x.reshape(len(x), -1).norm(dim=1), (1, *size), distance)
+    if kind == "Huber":
+        equations = dataclasses.replace(
+            equations, inside=lambda w, x, y: (oracle.forward(w["kernel"], y[0]) / w["scale"],), kinks=(-1.0, 1.0)
+        )
+    name = f"own restoration {kind} margin={margin:.3g} strength={strength:.3g} sigma={sigma:.3g}"
+    return dataclasses.replace(drawn_objective(name, problem, equations, (1, *size)), more=more)

@@ -1,0 +1,148 @@
+"""Denoisers from recipe to page: training, resuming, tests, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from typer.testing import CliRunner
+
+from opteq import report, training
+from opteq.cli import app
+from opteq.common.errors import UserError
+from opteq.models.denoiser import Denoiser
+from opteq.training.denoising.quality import psnr, ssim
+from opteq.training.recipe.files import to_toml
+
+SMALL = (
+    "model.width=4", "model.knots=4", "train.batch_size=2", "train.patch=20", "train.log_steps=2",
+    "train.checkpoint_steps=2", "train.device=cpu", "train.threads=1", "test.sets=['set12']", "test.sigmas=[25]",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for folder in ("train", "set12"):
+        (root / folder).mkdir()
+        for number in range(3):
+            coarse = generator.integers(0, 255, (4, 4), dtype=np.uint8)
+            Image.fromarray(coarse).resize((24, 24)).save(root / folder / f"{number}.png")
+    return root
+
+
+def recipe(images: Path, steps: int, *more: str) -> training.AnyRecipe:
+    overrides = [*SMALL, f"data.root={images}", f"train.steps={steps}", *more]
+    return training.load_any_recipe("denoiser-weak", overrides)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return Denoiser.load(folder).prior.state_dict()
+
+
+def test_a_run_that_is_killed_ends_with_the_same_weights(images: Path, tmp_path: Path) -> None:
+    chosen = recipe(images, 4)
+    training.train_denoiser(chosen, tmp_path / "whole")
+    # Killed after step 3: its files are there up to the checkpoint of step 2.
+    training.train_denoiser(chosen, tmp_path / "killed")
+    folder = tmp_path / "killed"
+    (folder / "checkpoints" / "step-00000004.safetensors").unlink()
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).unlink()
+    training.train_denoiser(chosen, folder, resume=True)
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(tensor, weights(folder)[name]), name
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert all(math.isfinite(line["train_loss"]) for line in lines)
+
+
+def test_the_program_trains_evaluates_and_reports(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    settings = [part for override in (*SMALL, f"data.root={images}", "train.steps=2") for part in ("--set", override)]
+    done = CliRunner().invoke(app, ["train", "denoiser-convex", "--out", str(out), *settings])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["evaluate", str(out), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert "PSNR" in done.output
+    found = json.loads((out / "evaluation.json").read_text())["sets"]["set12"]["25"]
+    assert found["images"] == 3
+    assert found["converged"] == 1
+    assert abs(found["noisy_psnr"] - 20 * math.log10(255 / 25)) < 0.5
+    page = report.write(out).read_text()
+    for word in ("Before and after", "1-strongly convex", f"{found['psnr']:.2f}", "restored"):
+        assert word in page, word
+    refused = CliRunner().invoke(app, ["evaluate", str(out), "--attack", "8/255"])
+    assert refused.exit_code == 2
+    assert "this run trained a denoiser" in refused.output
+
+
+def test_one_step_is_trained_and_kept(images: Path, tmp_path: Path) -> None:
+    folder = training.train_denoiser(recipe(images, 1, "model.steps=1"), tmp_path)
+    model = Denoiser.load(folder, on_failure="ignore")
+    solution = model.layer.solve((torch.rand(1, 1, 20, 20), torch.tensor([0.1])))
+    assert solution.steps.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.border=10", "border = 10 leaves nothing of patch = 20"),
+        ("noise.least=60", "least = 60 should be less than most = 55"),
+        ("train.epochs=3", "unknown key 'train.epochs'"),
+        ("model.rho=-1", "model.rho = -1"),
+    ],
+)
+def test_mistakes_are_named(images: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        recipe(images, 1, override)
+
+
+def test_missing_images_and_other_tasks_are_named(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.root is missing: the folder that holds train, set12"):
+        training.train_denoiser(training.load_any_recipe("denoiser-weak", SMALL), tmp_path / "a")
+    with pytest.raises(UserError, match="there is no folder"):
+        training.train_denoiser(recipe(tmp_path, 1), tmp_path / "b")
+    with pytest.raises(UserError, match="trains a denoiser"):
+        training.load_recipe("denoiser-weak")
+
+
+@pytest.mark.parametrize("name", training.recipes(denoising=True))
+def test_recipes_are_whole_and_survive_being_written(name: str, tmp_path: Path) -> None:
+    loaded = training.load_any_recipe(name)
+    assert loaded.name == name
+    assert loaded.reproduces
+    (tmp_path / "recipe.toml").write_text(to_toml(loaded))
+    assert training.load_any_recipe(tmp_path / "recipe.toml") == loaded
+
+
+def test_quality_is_what_its_formulas_say() -> None:
+    torch.manual_seed(0)
+    clean = torch.rand(2, 1, 13, 14, dtype=torch.float64)
+    noisy = clean + 0.1 * torch.randn_like(clean)
+    expected = [10 * math.log10(1 / float((a - b).square().mean())) for a, b in zip(noisy, clean, strict=True)]
+    torch.testing.assert_close(psnr(noisy, clean), torch.tensor(expected, dtype=torch.float64))
+
+    window = np.exp(-(np.arange(-5, 6)[:, None] ** 2 + np.arange(-5, 6)[None] ** 2) / (2 * 1.5**2))
+    window /= window.sum()
+    x, y = noisy[1, 0].numpy(), clean[1, 0].numpy()
+    values = []
+    for row in range(3):
+        for column in range(4):
+            a, b = x[row : row + 11, column : column + 11], y[row : row + 11, column : column + 11]
+            ma, mb = (window * a).sum(), (window * b).sum()
+            va, vb, cov = (
+                (window * (p - m) * (q - n)).sum() for p, m, q, n in ((a, ma, a, ma), (b, mb, b, mb), (a, ma, b, mb))
+            )
+            values.append((2 * ma * mb + 1e-4) * (2 * cov + 9e-4) / ((ma**2 + mb**2 + 1e-4) * (va + vb + 9e-4)))
+    assert float(ssim(noisy, clean)[1]) == pytest.approx(np.mean(values), abs=1e-10)
+    assert ssim(clean, clean).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="at least 11 x 11"):
+        ssim(clean[..., :9], clean[..., :9])

@@ -1,0 +1,114 @@
+"""Training beyond the contraction bound: the Jacobian penalty against dense Jacobians, and bounds that grow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import opteq
+from opteq import models
+from opteq import operators as op
+from opteq.common.errors import UserError
+from opteq.training.optim.bounds import GrowingBounds
+from opteq.training.optim.jacobian import squared_jacobian
+from opteq.training.optim.losses import Loss, cross_entropy
+from opteq.training.recipe.sections import LossSection, TrainSection
+from oracles import dense_jacobian
+
+
+def ring(activation: str = "tanh") -> opteq.MOptEq:
+    torch.manual_seed(0)
+    branches = [opteq.Branch(op.Dense(3, 3 + i, bound=1.5), nn.Linear(4, 3 + i)) for i in range(2)]
+    return opteq.MOptEq(branches, diversity=0.1, smoothing=0.3, activation=activation).double()
+
+
+def test_all_probes_together_give_the_dense_jacobian() -> None:
+    problem = ring()
+    hidden = problem(torch.zeros(1, 4, dtype=torch.float64))
+    state = tuple(torch.randn_like(part).tanh() for part in hidden.start())
+    jacobian = dense_jacobian(hidden.step, state)
+    total = sum(
+        squared_jacobian(hidden, state, tuple(v[None] for v in row.split([3, 4])))
+        for row in torch.eye(7, dtype=torch.float64)
+    )
+    torch.testing.assert_close(total, jacobian.square().sum()[None] / 7)
+    gradients = torch.autograd.grad(total.sum(), list(problem.parameters()), allow_unused=True)
+    step = 1e-6
+    weight = problem.each()[0].W.weight
+    with torch.no_grad():
+        sizes = []
+        for sign in (1, -1):
+            weight[0, 0] += sign * step
+            moved = problem(torch.zeros(1, 4, dtype=torch.float64)).step
+            sizes.append(float(dense_jacobian(moved, state).square().sum()) / 7)
+            weight[0, 0] -= sign * step
+    index = [p is weight for p in problem.parameters()].index(True)
+    assert float(gradients[index][0, 0]) == pytest.approx((sizes[0] - sizes[1]) / (2 * step), rel=1e-4)
+
+
+def test_one_random_probe_is_right_on_average() -> None:
+    problem = ring("relu")
+    x = torch.randn(1, 4, dtype=torch.float64)
+    alone = problem(x)
+    first = tuple(torch.rand_like(part) for part in alone.start())
+    many = problem(x.expand(20_000, 4))
+    values = squared_jacobian(many, tuple(part.expand(20_000, -1).contiguous() for part in first))
+    jacobian = dense_jacobian(alone.step, first)
+    assert float(values.detach().mean()) == pytest.approx(float(jacobian.square().sum()) / 7, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["mopteq-193k", "inhibition-0.48m"])
+def test_it_enters_the_loss_of_training(name: str) -> None:
+    torch.manual_seed(0)
+    small = {"channels": 4, "hidden": [3, 3], "scales": [1, 2]}
+    model = models.create(name, **small, **({"diversity": 0.0} if "mopteq" in name else {}))
+    x, labels = torch.randn(3, 3, 8, 8), torch.arange(3)
+    with Loss(LossSection(), 0.0, model, jacobian=4.0) as loss:
+        torch.manual_seed(1)
+        logits = model(x)
+        total = loss(logits, labels)
+        extra = float((total - cross_entropy(logits, labels)).detach())
+        total.backward()
+        assert extra > 0
+        assert all(weight.grad is not None for weight in model.parameters())
+        model.eval()(x)  # a test pass in between leaves nothing behind
+        torch.manual_seed(1)
+        again = model.train()(x)
+        assert float((loss(again, labels) - cross_entropy(again, labels)).detach()) == pytest.approx(extra, rel=1e-2)
+    assert model.equilibrium.observer is None
+
+
+def test_models_without_an_equilibrium_are_refused() -> None:
+    with pytest.raises(UserError, match="needs a model with an equilibrium"):
+        Loss(LossSection(), 0.0, models.create("resnet18-cifar", width=4), jacobian=1.0)
+    explicit = models.create("mopteq-193k", channels=3, hidden=[4, 4], scales=[1, 2], feedback="explicit")
+    with pytest.raises(UserError, match="fixed number of steps"):
+        Loss(LossSection(), 0.0, explicit, jacobian=1.0)
+
+
+def test_bounds_grow_to_the_models_own() -> None:
+    model = models.create("mopteq-193k", channels=3, hidden=[4, 4], scales=[1, 2], bound=2.0)
+    branches = model.equilibrium.problem.each()
+    bounds = GrowingBounds(model, TrainSection(epochs=9, batch_size=4, bound_start=0.8, bound_epochs=4))
+    seen = []
+    for epoch in (0, 1, 2, 4, 8):
+        bounds.set(epoch)
+        seen.append(branches[0].W.bound)
+        for branch in branches:
+            branch.W.weight.data.mul_(10)
+            assert float(branch.W.norm()) <= seen[-1] * (1 + 1e-6)
+    assert seen == pytest.approx([0.8, 1.1, 1.4, 2.0, 2.0])
+    none = GrowingBounds(model, TrainSection(epochs=9, batch_size=4))
+    none.set(0)
+    assert branches[0].W.bound == 2.0
+
+
+def test_bounds_that_can_not_grow_are_refused() -> None:
+    options = TrainSection(epochs=9, batch_size=4, bound_start=1.2, bound_epochs=4)
+    with pytest.raises(UserError, match="should be at most the bound of the model's operators"):
+        GrowingBounds(models.create("opteq-digits"), options)
+    with pytest.raises(ValueError, match="go together"):
+        TrainSection(epochs=9, batch_size=4, bound_start=1.2)
+    with pytest.raises(ValueError, match="should be below epochs"):
+        TrainSection(epochs=9, batch_size=4, bound_start=1.2, bound_epochs=9)

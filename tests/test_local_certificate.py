@@ -1,0 +1,158 @@
+"""Certificates at the point, against dense eigenvalues, dense Jacobians and the equilibria of moved inputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import opteq
+from opteq import models
+from opteq import operators as op
+from opteq.analysis import LocalCertificate, local_certificate
+from opteq.states import blocks
+from opteq.training.certified import CertifiedShare
+from opteq.training.devices import make_accelerator
+from oracles import dense_jacobian
+
+EXACT = opteq.Anderson(tol=1e-12, max_steps=2000)
+
+
+def ring(size: float, activation: str = "relu", count: int = 3, **options: object) -> opteq.MOptEq:
+    torch.manual_seed(1)
+    branches = [opteq.Branch(op.Dense(4, 5 + i), nn.Linear(3, 5 + i)) for i in range(count)]
+    for branch in branches:
+        branch.W.weight.data.mul_(size / branch.W.norm())
+    return opteq.MOptEq(branches, activation=activation, **options).double()
+
+
+def cases() -> dict[str, opteq.problems.Problem]:
+    torch.manual_seed(0)
+    conv = op.Conv2d(2, 3, 3)
+    conv.weight.data.mul_(1.2)
+    single = opteq.OptEq(op.Dense(4, 6, bound=0.9), nn.Linear(3, 6), "hardtanh")
+    wide = opteq.Inhibition(op.Dense(4, 6), nn.Linear(3, 6), m=0.2)
+    wide.A.weight.data.mul_(3)
+    return {
+        "contracting": ring(0.8),
+        "beyond": ring(1.3, "tanh"),
+        "diverse": ring(0.9, "softplus", diversity=0.1, smoothing=0.5),
+        "hardtanh": single.double(),
+        "inhibition": wide.double(),
+        "geq": opteq.GEQ(op.Dense(6, 4, bound=1.3), nn.Linear(3, 4), opteq.kernels.Gaussian(0.3)).double(),
+        "parallel": opteq.POptEq([opteq.Branch(op.Dense(2, 3, bound=0.9), nn.Linear(3, 3)) for _ in range(2)]).double(),
+    }
+
+
+def solved(problem: opteq.problems.Problem, batch: int = 2) -> tuple[opteq.Equilibrium, torch.Tensor, LocalCertificate]:
+    x = torch.randn(batch, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    layer = opteq.Equilibrium(problem, EXACT)
+    return layer, x, local_certificate(layer, x)
+
+
+def flat(state: opteq.states.State) -> torch.Tensor:
+    return torch.cat([part.flatten(1) for part in blocks(state)], dim=1)
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_bounds_hold_for_dense_eigenvalues_and_jacobians(name: str) -> None:
+    problem = cases()[name]
+    layer, x, found = solved(problem)
+    assert found.probability == pytest.approx(0.999)
+    for sample in range(len(x)):
+        one = x[sample : sample + 1]
+        state = layer.solve(one).state
+        values = torch.linalg.eigvals(dense_jacobian(problem(one).step, state)).real
+        lower, upper = (end[sample] for end in found.eigenvalues)
+        assert float(upper) == pytest.approx(max(0.0, float(values.max())), abs=1e-6)
+        assert float(lower) == pytest.approx(min(0.0, float(values.min())), abs=1e-6)
+        assert bool(found.strict_minimum[sample]) == (float(values.max()) < 1)
+        jacobian = torch.autograd.functional.jacobian(lambda v: flat(layer(v))[0], one)[:, 0]
+        assert float(torch.linalg.matrix_norm(jacobian.detach(), 2)) <= float(found.lipschitz[sample]) * (1 + 1e-6)
+        assert float(found.contraction[sample]) == pytest.approx(float(values.abs().max()), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["contracting", "hardtanh", "inhibition"])
+def test_within_the_radius_the_equilibrium_is_affine(name: str) -> None:
+    layer, x, found = solved(cases()[name], batch=6)
+    assert found.radius is not None
+    assert bool((found.radius > 0).all())
+    direction = nn.functional.normalize(torch.randn_like(x))
+    here = flat(layer(x)).detach()
+    moved = [flat(layer(x + share * found.radius[:, None] * direction)).detach() - here for share in (0.49, 0.98)]
+    torch.testing.assert_close(2 * moved[0], moved[1], rtol=1e-5, atol=1e-10)
+
+
+def test_what_is_not_piecewise_linear_has_no_radius() -> None:
+    assert solved(cases()["beyond"])[2].radius is None
+    assert solved(cases()["geq"])[2].radius is None
+
+
+def test_a_saddle_has_no_certificate() -> None:
+    problem = opteq.OptEq(op.Dense(1, 1), activation="tanh").double()
+    problem.W.weight.data.fill_(2.0)
+    layer = opteq.Equilibrium(problem, opteq.Picard(tol=0, max_steps=1), on_failure="ignore")
+    found = local_certificate(layer, torch.zeros(1, 1, dtype=torch.float64))  # stays at 0, a maximum
+    assert not bool(found.strict_minimum)
+    assert math.isinf(float(found.lipschitz))
+    minimum = local_certificate(opteq.Equilibrium(problem, EXACT), torch.full((1, 1), 0.1, dtype=torch.float64))
+    assert bool(minimum.strict_minimum)
+
+
+def test_a_unit_at_its_kink_is_not_certified() -> None:
+    problem = opteq.OptEq(op.Dense(1, 2), activation="relu").double()
+    problem.W.weight.data.copy_(torch.tensor([[0.5], [0.0]]))
+    found = local_certificate(opteq.Equilibrium(problem, EXACT), torch.tensor([[1.0, 0.0], [1.0, 0.5]]).double())
+    assert found.strict_minimum.tolist() == [False, True]
+
+
+def test_bounds_hold_where_lanczos_sees_little() -> None:
+    """With a tenth of the steps that would be exact, upper bounds stay above the truth."""
+    torch.manual_seed(0)
+    problem = opteq.OptEq(op.Dense(30, 60, bound=0.95), nn.Linear(3, 60)).double()
+    layer, x = opteq.Equilibrium(problem, EXACT), torch.randn(3, 3, dtype=torch.float64)
+    found = local_certificate(layer, x, steps=15)
+    for sample in range(3):
+        one = x[sample : sample + 1]
+        values = torch.linalg.eigvals(dense_jacobian(problem(one).step, layer.solve(one).state)).real
+        assert float(found.eigenvalues[1][sample]) >= float(values.max())
+        jacobian = torch.autograd.functional.jacobian(lambda v: layer(v)[0], one)[:, 0]
+        assert float(torch.linalg.matrix_norm(jacobian.detach(), 2)) <= float(found.lipschitz[sample])
+
+
+def test_problems_without_symmetry_are_refused() -> None:
+    deep = opteq.DeepOptEq([(op.Dense(3, 4, bound=0.8), nn.Linear(3, 4)) for _ in range(2)])
+    with pytest.raises(ValueError, match="no symmetric form"):
+        local_certificate(opteq.Equilibrium(deep), torch.randn(2, 3))
+    with pytest.raises(ValueError, match="smoothing above 0"):
+        local_certificate(opteq.Equilibrium(ring(0.5, diversity=0.01), EXACT), torch.randn(2, 3).double())
+
+
+@pytest.mark.parametrize(("options", "share"), [({"bound": 0.9}, 1.0), ({"bound": None}, 1.0), ({"max_steps": 1}, 0.0)])
+def test_the_share_of_certified_samples(options: dict[str, object], share: float) -> None:
+    torch.manual_seed(0)
+    small = {"channels": 3, "hidden": [4, 4], "scales": [1, 2], "diversity": 0.0}
+    model = models.create("mopteq-193k", **small, tol=1e-5, on_failure="ignore", **options).eval()
+    if options == {"bound": None}:
+        for branch in model.equilibrium.problem.each():
+            branch.W.weight.data.mul_(1.8)
+        assert model.equilibrium.problem.certificate().unique is None
+    counted = CertifiedShare(model, torch.device("cpu"))
+    with counted.watching(), torch.no_grad():
+        model(torch.randn(5, 3, 8, 8))
+        model(torch.randn(3, 3, 8, 8))
+    assert counted.share(make_accelerator("cpu", "no", False, None)) == share
+    assert counted.counts[1] == 8
+    assert model.equilibrium.observer is None
+
+
+def test_the_share_is_unknown_without_symmetry_and_without_a_unique_equilibrium() -> None:
+    model = models.create("opteq-162k", channels=3, hidden=[4, 4], injected=[1], bound=None, on_failure="ignore").eval()
+    for W in (module for module in model.modules() if isinstance(module, op.Conv2d)):
+        W.weight.data.mul_(2)
+    counted = CertifiedShare(model, torch.device("cpu"))
+    with counted.watching(), torch.no_grad():
+        model(torch.randn(2, 3, 8, 8))
+    assert counted.share(make_accelerator("cpu", "no", False, None)) is None

@@ -1,0 +1,60 @@
+"""The index of the papers says what is true: commands parse, recipes and tests exist, counts are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from opteq import data, models
+from opteq.models.registry import sketched
+from opteq.training import load_recipe
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "papers.md"
+
+
+@cache
+def rows() -> list[list[str]]:
+    lines = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    found = [[cell.strip() for cell in line] for line in lines]
+    return [row for row in found if row[0] != "row"]
+
+
+def test_commands_parse() -> None:
+    commands = sorted({row[2].strip("`") for row in rows() if row[2].startswith("`opteq ")})
+    built: set[tuple[str, ...]] = set()
+    for command in commands:
+        program, action, name, *rest = shlex.split(command)
+        assert (program, action) == ("opteq", "train"), command
+        assert rest[::2] == ["--set"] * (len(rest) // 2), command
+        recipe = load_recipe(name, rest[1::2])
+        assert recipe.data.name in data.names(), command
+        keys = (recipe.model.name, *(override.partition("=")[0] for override in rest[1::2]))
+        if keys in built or len(keys) == 1:  # recipes as they are have a test of their own
+            continue
+        built.add(keys)
+        usual = models.describe(recipe.model.name).options
+        given = recipe.model.options.items()
+        options = {key: None if value == "none" and not isinstance(usual[key], str) else value for key, value in given}
+        with sketched():
+            models.create(recipe.model.name, **options)
+
+
+def test_tests_exist() -> None:
+    named = [row[2].strip("`") for row in rows() if row[3] == "tested"]
+    assert named
+    for test in named:
+        file, _, function = test.partition("::")
+        source = (ROOT / file).read_text()
+        assert not function or re.search(rf"^def {function}\(", source, re.MULTILINE), test
+
+
+def test_every_row_has_a_status_and_the_counts_are_right() -> None:
+    kinds = Counter(re.split("[;:]", row[3])[0] for row in rows())
+    assert set(kinds) == {"tested", "recipe", "missing"}
+    assert all(bool(row[2]) != row[3].startswith("missing") for row in rows())
+    said = f"{kinds['tested']} rows are tested, {kinds['recipe']} have a command, {kinds['missing']} are missing."
+    assert said in PAGE.read_text()
