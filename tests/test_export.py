@@ -82,12 +82,12 @@ def test_files_give_the_same_logits(format: str, tmp_path: Path) -> None:
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
     model = make()
-    found = export(model, tmp_path / f"m{exporting.ENDINGS[format]}", format, steps=6)
+    found = export(model, tmp_path / f"m{exporting.ENDINGS[format]}", format, steps=3)
     assert [path.name for path in tmp_path.iterdir()] == [found.path.name]  # no draft is left
     assert found.any_batch
     assert found.agreement == 1
-    assert 0 < found.residual < 0.1
-    expected = Exportable(model, 6)(pixels(5))
+    assert 0 < found.residual < 0.5
+    expected = Exportable(model, 3)(pixels(5))
     torch.testing.assert_close(exporting._run(format, found.path, pixels(5)), expected, rtol=1e-4, atol=1e-4)
     if format == "onnx":
         import onnx

@@ -168,6 +168,12 @@ print(sorted({"kornia", "PIL", "sklearn", "pydantic", "rich"} & set(sys.modules)
 }
 
 
+FRESH["rooms"] = """
+import opteq
+print(opteq.data.load.__name__, opteq.solvers.Picard.__name__, opteq.training.__name__, opteq.inference.__name__)
+"""
+
+
 @pytest.fixture(scope="module")
 def fresh() -> dict[str, str]:
     """What the codes print in processes of their own."""
@@ -195,6 +201,10 @@ def test_batches_load_only_what_they_need(fresh: dict[str, str]) -> None:
 
 def test_names_are_there_when_they_are_asked_for(fresh: dict[str, str]) -> None:
     assert [fresh[f"name {index}"] for index in range(5)] == ["Equilibrium opteq.models"] * 5
+
+
+def test_rooms_are_attributes(fresh: dict[str, str]) -> None:
+    assert fresh["rooms"].split() == ["load", "Picard", "opteq.training", "opteq.inference"]
 
 
 def test_asking_for_help_does_not_load_torch() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +169,3 @@ def test_push_to_hub_uploads_what_from_pretrained_reads(monkeypatch: pytest.Monk
     monkeypatch.setattr("opteq.models.pretrained.hub._why_unreachable", lambda: None)
     with pytest.raises(UserError, match="could not be uploaded to the hub: no route"):
         model.push_to_hub("me/digits")
-
-
-def test_rooms_are_attributes() -> None:
-    code = "import opteq; print(opteq.data.load.__name__, opteq.solvers.Picard.__name__, opteq.training.__name__)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
-    assert run.stdout.split() == ["load", "Picard", "opteq.training"]

@@ -144,7 +144,7 @@ def test_the_command_refuses_in_one_line(run: Path, images: Path, tmp_path: Path
 
 def test_the_command_explains(run: Path, images: Path, model: models.Classifier, tmp_path: Path) -> None:
     page = tmp_path / "why.html"
-    result = call("predict", run, images / "0.png", images / "1.png", "--explain", page)
+    result = call("predict", run, images / "0.png", "--explain", page)
     assert result.exit_code == 0, result.output
     assert f"open {page}" in result.stdout
     found = outline(page)
