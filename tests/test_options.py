@@ -270,7 +270,7 @@ def test_other_dtypes_are_welcome_under_autocast() -> None:
 def test_without_an_injection_the_operator_tells_the_shape() -> None:
     bare = opteq.Equilibrium(opteq.OptEq(op.Dense(5, 6, bound=0.9)))
     with pytest.raises(
-        ValueError, match=r"the adjoint of Dense\(5, 6\) expects an input of shape \(..., 6\), got \(2, 4\)"
+        ValueError, match=r"U x \+ b should have 6 entries, as many as the output of W; it has 4 \(shape \(2, 4\)\)"
     ):
         bare(torch.ones(2, 4))
 

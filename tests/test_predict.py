@@ -113,7 +113,10 @@ def test_transparent_pixels_show_white(tmp_path: Path) -> None:
     assert decode_one(tmp_path / "b.png", None)[:, 0, 0].tolist() == [127] * 3
 
 
-def test_the_command_prints_a_table(run: Path, images: Path, model: models.Classifier) -> None:
+def test_the_command_prints_a_table(
+    run: Path, images: Path, model: models.Classifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a pipe, whose lines are not wrapped
     result = call("predict", run, images / "0.png", images, "--top", "2")
     assert result.exit_code == 0, result.output
     assert result.stdout.count(".png") == 4

@@ -306,4 +306,4 @@ def _console() -> Console:
 
     # Do not wrap lines in a file or a pipe.
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=240 if piped else None)
+    return Console(width=320 if piped else None)

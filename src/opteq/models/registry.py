@@ -36,7 +36,7 @@ class ModelCard:
         name: for :func:`create`.
         parameters: number of parameters for ``classes`` classes of color images.
         classes: number of classes of the published result; ten where there is none.
-        family: opteq, mopteq, popteq, geq, inhibition or baseline.
+        family: opteq, mopteq, popteq, geq, inhibition, comparator or baseline.
         dense: whether it is for segmentation.
         summary: one line.
         reproduces: the published result; empty where there is none.
@@ -103,15 +103,15 @@ def _resnet(summary: str, **options: Any) -> _Entry:
 
 
 def _mdeq(summary: str, reproduces: str, **options: Any) -> _Entry:
-    return _Entry("baseline", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces)
+    return _Entry("comparator", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces)
 
 
 def _neural_ode(summary: str, reproduces: str, **options: Any) -> _Entry:
-    return _Entry("baseline", neural_ode.build, neural_ode.NeuralODEOptions(**options), summary, reproduces)
+    return _Entry("comparator", neural_ode.build, neural_ode.NeuralODEOptions(**options), summary, reproduces)
 
 
 def _mondeq(summary: str, reproduces: str, **options: Any) -> _Entry:
-    return _Entry("baseline", mondeq.build, mondeq.MonDEQOptions(**options), summary, reproduces)
+    return _Entry("comparator", mondeq.build, mondeq.MonDEQOptions(**options), summary, reproduces)
 
 
 # Smoothing of the size of the products that D is made of: much more of it and D would hardly act.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opteq.problems.base import Problem
-from opteq.problems.certificate import Certificate, unknown
+from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Structure
 from opteq.problems.written import BoundModule
@@ -62,6 +62,7 @@ class FixedPoint(Problem):
         """The map for this input."""
         return BoundFixedPoint(self, x)
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Nothing: there is no objective, and f is not known."""
         return unknown("a map f(z, x) that is written freely has no hidden objective, and nothing is known about it")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opteq.common.validate import positive
 from opteq.problems.base import Problem
-from opteq.problems.certificate import Certificate
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.fixed_point import FixedPoint
 
 SPLITTINGS = ("peaceman-rachford", "forward-backward")
@@ -62,6 +62,7 @@ class MonDEQ(FixedPoint):
         self.A, self.B = (nn.Parameter(torch.randn(shape)) for _ in range(2))
         self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
 
+    @for_finite_weights
     def certificate(self) -> Certificate:
         """Existence and uniqueness from m alone."""
         reason = f"I - W is {self.m:g}-strongly monotone for every A and B, and relu is a prox"

@@ -9,7 +9,20 @@ import torch
 
 from opteq import kernels, penalties
 from opteq.penalties import HardTanh, Identity, Penalty, ReLU, SoftThreshold
-from opteq.problems import GEQ, AffineOptEq, DeepOptEq, MOptEq, Objective, OptEq, Parallel, POptEq, Problem, Splitting
+from opteq.problems import (
+    GEQ,
+    AffineOptEq,
+    DeepOptEq,
+    Inhibited,
+    Inhibition,
+    MOptEq,
+    Objective,
+    OptEq,
+    Parallel,
+    POptEq,
+    Problem,
+    Splitting,
+)
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.typeset import typeset
 
@@ -115,6 +128,44 @@ def _(problem: OptEq) -> Formula:
         (typeset("Ux + b"), "the input term"),
     )
     return Formula(over, tuple(terms), step, symbols)
+
+
+@formula.register
+def _(problem: Inhibition) -> Formula:
+    over, term, act = _penalty(problem.penalty)
+    several = len(problem.operators()) > 1
+    terms = (
+        *term,
+        _small(),
+        _inhibition(several),
+        Term("input", "−", typeset("⟨Ux + b, y⟩"), "the state should follow the image"),
+    )
+    step = join(typeset("y ← "), act, typeset("(y − t(my + AA'y − Ux − b))"))
+    symbols = (
+        (typeset("x"), "the output of the stem"),
+        (typeset("y"), "the state, which is what the head reads" + (", all branches together" if several else "")),
+        (typeset("A"), "units that share a filter of A inhibit each other"),
+        (typeset("Ux + b"), "the input term"),
+        (typeset("m"), f"{_short(problem.m)}: how strongly convex the objective is, whatever A is"),
+        (typeset("t"), "the step length, one over the curvature"),
+    )
+    return Formula(over, terms, step, symbols)
+
+
+@formula.register
+def _(problem: Inhibited) -> Formula:
+    inner = formula(problem.problem)
+    terms = [_small() if one.name == "quadratic" else one for one in inner.terms]
+    symbols = [
+        *inner.symbols,
+        (typeset("A"), "units that share a filter of A inhibit each other"),
+        (typeset("m"), f"{_short(problem.m)}: the weight of small states"),
+    ]
+    if not any("<i>y</i>" in symbol and "sub" not in symbol for symbol, _ in inner.symbols):
+        symbols.append((typeset("y"), "the states of all branches"))
+    step = typeset("y ← prox(y − t∇F(y; x))")
+    remark = "F is the smooth part, t one over its curvature, and prox belongs to the penalty."
+    return replace(inner, terms=(*terms, _inhibition(False)), symbols=tuple(symbols), step=step, remark=remark)
 
 
 @formula.register
@@ -243,6 +294,15 @@ def _short(value: float) -> str:
 
 def _quadratic() -> Term:
     return Term("quadratic", "+", typeset("½‖y‖^2"), "the state should be small")
+
+
+def _small() -> Term:
+    return Term("quadratic", "+", typeset("½m‖y‖^2"), "the state should be small")
+
+
+def _inhibition(several: bool) -> Term:
+    whom = "units of all branches" if several else "units"
+    return Term("inhibition", "+", typeset("½‖A'y‖^2"), f"{whom} should not say the same twice")
 
 
 def _sum(count: int) -> Html:

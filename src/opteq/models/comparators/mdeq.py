@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import weight_norm
 
 from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Parts, last_layer
@@ -39,14 +38,29 @@ class MDEQOptions(SolvingOptions):
                 raise UserError(f"groups should divide the channels of every scale; got {self.groups} and {channels}")
 
 
+class UnitConv2d(nn.Module):
+    """A convolution without bias whose filters have a learned length and a learned direction (weight normalisation)."""
+
+    def __init__(self, inputs: int, outputs: int, kernel_size: int) -> None:
+        super().__init__()
+        self.direction = nn.Parameter(torch.empty(outputs, inputs, kernel_size, kernel_size))
+        self.length = nn.Parameter(torch.ones(outputs, 1, 1, 1))
+        nn.init.kaiming_uniform_(self.direction)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """``(B, inputs, h, w) -> (B, outputs, h, w)``."""
+        weight = self.length * self.direction / self.direction.square().sum(dim=(1, 2, 3), keepdim=True).sqrt()
+        return F.conv2d(z, weight, padding=weight.shape[-1] // 2)
+
+
 class ScaleBlock(nn.Module):
     """A residual block of one scale: two weight-normalised convolutions, and the input added before the second norm."""
 
     def __init__(self, channels: int, expansion: int, groups: int) -> None:
         super().__init__()
         wide = expansion * channels
-        self.widen = weight_norm(nn.Conv2d(channels, wide, 3, padding=1, bias=False))
-        self.narrow = weight_norm(nn.Conv2d(wide, channels, 3, padding=1, bias=False))
+        self.widen = UnitConv2d(channels, wide, 3)
+        self.narrow = UnitConv2d(wide, channels, 3)
         self.first, self.second, self.third = (nn.GroupNorm(groups, size) for size in (wide, channels, channels))
 
     def forward(self, z: Tensor, given: Tensor | None) -> Tensor:
@@ -90,7 +104,7 @@ class MultiscaleStep(nn.Module):
             for source, inputs in enumerate(channels)
             if source != target
         })  # fmt: skip
-        self.mixed = nn.ModuleList(weight_norm(nn.Conv2d(size, size, 1, bias=False)) for size in channels)
+        self.mixed = nn.ModuleList(UnitConv2d(size, size, 1) for size in channels)
         self.norms = nn.ModuleList(nn.GroupNorm(max(1, groups // 2), size) for size in channels)
 
     def forward(self, z: tuple[Tensor, ...] | Tensor, x: Tensor) -> tuple[Tensor, ...] | Tensor:

@@ -23,6 +23,7 @@ STYLES = {
     "heritage": "t-coupling",
     "self": "t-coupling",
     "smooth": "t-coupling",
+    "inhibition": "t-coupling",
     "diversity": "t-prior",
     "regularizer": "t-prior",
 }
