@@ -240,6 +240,10 @@ def test_certificates_are_told_in_words() -> None:
     assert "A step may increase distances, by a factor of at most 1.20" in guarantees(
         [("", Certificate(contraction=1.2))]
     )
+    shown = guarantees([("", Certificate(reasons=reasons))], certified=0.973)
+    assert "97.3" in shown
+    assert "at the point" in shown
+    assert "at the point" not in unknown
     assert "No certificate could be computed: NaN" in guarantees([("", "NaN")])
     same = {"unique": "every part has only one. part 0: Banach; part 1: Banach"}
     assert "Each of the 2 parts: Banach." in guarantees([("", Certificate(unique=True, reasons=same))])

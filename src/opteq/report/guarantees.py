@@ -7,14 +7,19 @@ from collections.abc import Sequence
 
 from opteq.problems.certificate import Certificate
 from opteq.report.html.markup import Html, join, tag
-from opteq.report.html.numbers import decimal, with_symbols
+from opteq.report.html.numbers import decimal, percent, with_symbols
 from opteq.report.sections import section
 
 _PART = re.compile(r"(?:^|\. |; )part (\d+): ")
 
 
-def guarantees(certificates: Sequence[tuple[str, Certificate | str]]) -> Html:
-    """The section with the certificates."""
+def guarantees(certificates: Sequence[tuple[str, Certificate | str]], certified: float | None = None) -> Html:
+    """The section with the certificates.
+
+    Args:
+        certificates: of every layer, by name, or why there is none.
+        certified: share of the test images whose equilibria are certified, by the weights or at the point.
+    """
     lead = "Computed from the current weights: it holds for every input."
     blocks = []
     for layer, certificate in certificates:
@@ -23,6 +28,9 @@ def guarantees(certificates: Sequence[tuple[str, Certificate | str]]) -> Html:
             blocks.append(join(title, tag("p", f"No certificate could be computed: {certificate}", class_="note")))
         else:
             blocks.append(join(title, tag("ul", *_statements(certificate), class_="certificate")))
+    if certified is not None:
+        words = f"Of the test images, {percent(certified)} converged to certified equilibria, by the weights or"
+        blocks.append(tag("p", f"{words} at the point (see analysis.local_certificate)."))
     return section("guarantees", "Guarantees", *blocks, lead=lead)
 
 

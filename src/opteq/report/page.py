@@ -86,7 +86,7 @@ def render(run: Run, found: Findings) -> str:
     if found.solves:
         parts.append(sections.solving(found.solves))
     if layers:
-        parts.append(guarantees([(name, _certificate(layer)) for name, layer in layers]))
+        parts.append(guarantees([(name, _certificate(layer)) for name, layer in layers], run.certified))
     if found.predictions is not None and found.images is not None and len(found.predictions.order):
         parts.append(sections.mistakes(found.predictions, found.images.classes))
     if found.examples and found.images is not None:

@@ -29,6 +29,7 @@ class Run:
         config: what the saved model is.
         epochs: one dictionary of numbers an epoch, in order; NaN where a line holds no number.
         notes: what is missing or damaged, in words for the reader of the page.
+        certified: share of test images with certified equilibria, if `opteq evaluate` found it.
     """
 
     folder: Path
@@ -38,6 +39,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     epochs: list[dict[str, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    certified: float | None = None
 
     @property
     def name(self) -> str:
@@ -91,7 +93,16 @@ def read_run(folder: Path) -> Run:
         config=_read_json(folder / "config.json", notes),
         epochs=_read_metrics(folder / "metrics.jsonl", notes),
         notes=notes,
+        certified=_certified(folder / "evaluation.json"),
     )
+
+
+def _certified(path: Path) -> float | None:
+    try:
+        share = json.loads(path.read_text(encoding="utf-8"))["certified"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return float(share) if isinstance(share, int | float) else None
 
 
 def _read(path: Path, notes: list[str]) -> str:

@@ -53,6 +53,8 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
         table.add_row("relative residual, mean", f"{result['mean_residual']:.1e}")
         table.add_row("relative residual, worst of all", f"{result['worst_residual']:.1e}")
         table.add_row("converged", f"{result['converged']:.2%}")
+        if result.get("certified") is not None:
+            table.add_row("converged and certified, globally or at the point", f"{result['certified']:.2%}")
     tolerance = "the model's own" if result["tol"] is None else f"{result['tol']:g}"
     table.add_row("tolerance", tolerance)
     precision = "full" if result["precision"] == "no" else result["precision"]
