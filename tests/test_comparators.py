@@ -123,7 +123,9 @@ def test_a_step_of_mdeq_uses_every_scale_and_the_input() -> None:
 @pytest.mark.parametrize("gradient", ["implicit", "one-step", "unrolled"])
 def test_mdeq_learns_by_each_of_its_gradients(gradient: str) -> None:
     torch.manual_seed(0)
-    small = {"hidden": (8, 8), "heads": (2, 2), "last": 8, "expansion": 1, "groups": 4, "dropout": 0.0}
+    small = {"hidden": (8, 8), "heads": (2, 2), "last": 8, "expansion": 1, "groups": 4, "dropout": 0.0, "max_steps": 8}
+    if gradient != "one-step":
+        small["gradient_steps"] = 8
     model = models.create("mdeq-2.5m", num_classes=3, gradient=gradient, on_failure="ignore", **small)
     x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -140,9 +142,9 @@ def test_mdeq_learns_by_each_of_its_gradients(gradient: str) -> None:
 
 def test_a_neural_ode_against_small_steps_of_runge_kutta() -> None:
     torch.manual_seed(0)
-    model = models.create("augmented-neural-ode-172k", num_classes=3, filters=5, augment=2, cells=2, tol=1e-7).double()
+    model = models.create("augmented-neural-ode-172k", num_classes=3, filters=5, augment=2, cells=2, tol=1e-5).double()
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
-    field, steps = model.equilibrium.field, 50
+    field, steps = model.equilibrium.field, 20
     h = torch.cat([x, torch.zeros(2, 2, 4, 4, dtype=torch.float64)], dim=1)
     for step in range(steps):
         t, dt = torch.tensor(step / steps, dtype=torch.float64), 1 / steps
@@ -152,7 +154,7 @@ def test_a_neural_ode_against_small_steps_of_runge_kutta() -> None:
         h = h + dt / 6 * (one + 2 * two + 2 * three + field(t + dt, h + dt * three))
     found = model.equilibrium(x)
     # ReLUs have kinks, so that steps of a fixed length are less accurate than their order says.
-    torch.testing.assert_close(found, h, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found, h, rtol=1e-2, atol=1e-3)
     gradients = [torch.autograd.grad(out.square().sum(), [x, field.middle.weight]) for out in (found, h)]
     for ours, theirs in zip(*gradients, strict=True):
-        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+        assert (ours - theirs).norm() < 0.03 * theirs.norm()
