@@ -82,6 +82,9 @@ def test_the_program_trains_evaluates_and_reports(images: Path, tmp_path: Path) 
     refused = CliRunner().invoke(app, ["evaluate", str(out), "--attack", "8/255"])
     assert refused.exit_code == 2
     assert "this run trained a denoiser" in refused.output
+    refused = CliRunner().invoke(app, ["predict", str(out), str(images / "set12" / "0.png")])
+    assert refused.exit_code == 2
+    assert "holds a denoiser; `opteq restore`" in refused.output
 
 
 def test_one_step_is_trained_and_kept(images: Path, tmp_path: Path) -> None:

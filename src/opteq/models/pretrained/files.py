@@ -94,6 +94,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} should hold one JSON object with the keys {', '.join(KEYS)}; got {type(config).__name__}"
         )
+    if "denoiser" in config:
+        raise UserError(f"{path.parent} holds a denoiser; `opteq restore` and models.denoiser.Denoiser.load use it")
     for key in config:
         if key not in KEYS:
             raise UserError(f"{path}: {unknown_name('key', key, KEYS)}")
