@@ -120,9 +120,7 @@ class ClassifierSession:
             "steps": steps,
         })  # fmt: skip
 
-    def certify(
-        self, image: ImageLike, tol: float | None = None, factors: Mapping[str, float] | None = None
-    ) -> dict[str, Any]:
+    def certify(self, image: ImageLike, tol: float | None = None, factors: Mapping[str, float] | None = None) -> Any:
         """What holds at the equilibrium of an image, see :func:`~opteq.analysis.local_certificate`."""
         factors = self._checked(tol, factors or {})
         layer = self.layer
