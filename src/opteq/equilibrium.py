@@ -92,6 +92,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         """The features at equilibrium for ``x``."""
         if type(self).solve is not Equilibrium.solve or "solve" in vars(self):  # it is overridden
             return self.solve(x, start).features
+        if _on_meta(x):  # shapes without values: one step has those of the equilibrium
+            hidden = self.problem(x)
+            return hidden.features(hidden.step(hidden.start()))
         solution: Solution = self._solve(x, start, check_minimum=False)
         return solution.features
 
@@ -118,6 +121,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
     @dynamo_disable
     def _solve(self, x: State, start: State | None, check_minimum: bool) -> Solution:
+        if _on_meta(x):
+            raise RuntimeError("there is nothing to solve on the meta device; layer(x) gives the features' shape there")
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
         self._monitor.catch_up(self.on_failure)
@@ -188,6 +193,10 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
                 f"forward-mode differentiation (torch.func.jvp, jacfwd) does not pass through {self.gradient}; "
                 "use reverse mode (vjp, jacrev), or gradient=opteq.Unrolled(steps)"
             )
+
+
+def _on_meta(x: State) -> bool:
+    return any(isinstance(part, Tensor) and part.is_meta for part in blocks(x))
 
 
 def _checked(value: Any, kind: type, name: str, wanted: str) -> Any:

@@ -7,6 +7,7 @@ takes, for somebody who may never compile anything.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,6 +17,10 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Where a function keeps what the compiler makes of it. (Not in a cache of functools, which the compiler warns of.)
 _DISABLED = "_opteq_disabled"
+REASON = (
+    "the number of solver steps depends on the data: compile without fullgraph, or export a model with a fixed number "
+    "of steps (opteq export --format exported), which compiles as one graph"
+)
 
 
 def dynamo_disable(function: Function) -> Function:
@@ -27,7 +32,10 @@ def dynamo_disable(function: Function) -> Function:
         if "torch._dynamo" not in sys.modules:
             return function(*given, **named)
         if _DISABLED not in vars(function):
-            setattr(function, _DISABLED, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+            # torch 2.6 takes no reason.
+            known = "reason" in inspect.signature(torch.compiler.disable).parameters
+            said = {"reason": REASON} if known else {}
+            setattr(function, _DISABLED, torch.compiler.disable(function, **said))  # type: ignore[no-untyped-call]
         return getattr(function, _DISABLED)(*given, **named)
 
     return called  # type: ignore[return-value]

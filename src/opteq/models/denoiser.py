@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, Unrolled
+from opteq.models.pretrained.released import released_folder
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.problems.restoration import FilterPrior, Restoration
@@ -133,8 +134,8 @@ class Denoiser(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, solver: Solver | None = None, on_failure: str = "warn") -> Denoiser:
-        """The denoiser that :meth:`save` wrote into ``folder``."""
-        folder = Path(folder)
+        """The denoiser that :meth:`save` wrote into ``folder``, or one of the package's weights by its name."""
+        folder = released_folder(folder)
         try:
             options = json.loads((folder / CONFIG).read_text())["denoiser"]
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -43,6 +43,7 @@ class ModelCard:
         options: all options with their defaults.
         explanations: one line about each option.
         shares: the shares of the parameters in stem, equilibrium and head.
+        weights: names of weights in the package, for :func:`from_pretrained`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelCard:
     options: Mapping[str, Any]
     explanations: Mapping[str, str]
     shares: Mapping[str, float]
+    weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,7 @@ def describe(name: str) -> ModelCard:
         entry.options.plain(),
         entry.options.explanations(),
         {part: size / max(total, 1) for part, size in sizes.items()},
+        tuple(one.name for one in pretrained.released() if one.model == name),
     )
 
 
@@ -384,10 +387,14 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
     """The model that :meth:`Classifier.save_pretrained` wrote, in evaluation mode.
 
     Args:
-        source: a folder with ``config.json`` and ``model.safetensors``, or ``owner/name`` on the Hugging Face hub, of
-            which exactly these two files are fetched. Pickled weights are refused: reading them could run code.
+        source: a folder with ``config.json`` and ``model.safetensors``; a name of :func:`released`, weights in the
+            package; or ``owner/name`` on the Hugging Face hub, of which exactly these two files are fetched. Pickled
+            weights are refused: reading them could run code.
         model: put the weights into this model instead of one made from the configuration; for models whose parts
             were replaced, which a configuration can't describe.
+
+    >>> from_pretrained("digits").config["name"]
+    'opteq-digits'
     """
     with needs_extra("train"):  # huggingface_hub, for a name on the hub
         settings, weights = pretrained.locate(source)
