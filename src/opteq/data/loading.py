@@ -19,7 +19,7 @@ from opteq.data.paths import cache_folder
 from opteq.data.readers.cifar import find_cifar
 from opteq.data.readers.cityscapes import find_cityscapes
 from opteq.data.readers.digits import load_digits
-from opteq.data.readers.folder import find_folder
+from opteq.data.readers.folder import find_folder, find_superclasses
 from opteq.data.readers.idx import find_fashion_mnist
 from opteq.data.readers.source import Found, Source, Stream
 
@@ -33,7 +33,7 @@ _ARRAYS: dict[str, Callable[[Path | None], Found]] = {
 
 def names() -> list[str]:
     """The names that :func:`load` takes."""
-    return ["digits", *_ARRAYS, "folder", "cityscapes"]
+    return ["digits", *_ARRAYS, "folder", "folder-superclasses", "cityscapes"]
 
 
 def load(
@@ -53,6 +53,9 @@ def load(
     - ``cifar100-superclasses``: the same archive with its 20 super-classes as labels. The last of the five classes of
       each is left out of training and test; its test images are ``unseen``.
     - ``folder``: ``root`` has ``train/<class>/*`` and ``test/<class>/*`` (or ``val``). All images become RGB.
+    - ``folder-superclasses``: the same with a table ``superclasses.csv`` in ``root`` (columns ``class`` and
+      ``superclass``), whose super-classes are the labels. The last class of each, by the alphabet, is left out of
+      training and test; its test images are ``unseen``.
     - ``cityscapes``: ``root`` has ``leftImg8bit`` and ``gtFine``, of which ``train`` and ``val`` are used. Labels are
       label maps with 19 classes, and 255 for pixels without one.
 
@@ -87,6 +90,8 @@ def load(
 def _find(name: str, root: Path | None, image_size: int | None, test_only: bool) -> Found:
     if name == "folder":
         return find_folder(root, image_size, test_only)
+    if name == "folder-superclasses":
+        return find_superclasses(root, image_size, test_only)
     if name == "cityscapes":
         return find_cityscapes(root, image_size)
     found = _ARRAYS[name](root)
