@@ -91,7 +91,8 @@ def read_table(path: Path, classes: Sequence[str]) -> tuple[tuple[str, ...], dic
         if name not in classes:
             raise UserError(f"{path}: there are no images of the class {name!r}; add them or remove its line")
     names = tuple(sorted(set(owner.values())))
-    known, held_out = {}, {}
+    known: dict[int, int] = {}
+    held_out: dict[int, int] = {}
     for number, whose in enumerate(names):
         parts = [label for label, name in enumerate(classes) if owner[name] == whose]
         if len(parts) < 2:
