@@ -87,10 +87,7 @@ def evaluate(
     accelerator = make_accelerator(device, precision, recipe.train.tf32 and not exact, recipe.train.threads)
     model = models.from_pretrained(folder.path)
     set_solvers(model, tol, max_steps)
-    root = recipe.data.root if root is None else root
-    dataset = data.load(
-        recipe.data.name, root=root, cache=recipe.data.cache, image_size=recipe.data.image_size, test_only=True
-    )
+    dataset = data.load(**recipe.data.arguments(root), test_only=True)
     if dataset.test.dense and pgd is not None:
         raise UserError("--attack: attacks need a classifier of images, and this data set is for segmentation")
     _check_classes(dataset.classes, model.config["extra"].get("classes", dataset.classes))
