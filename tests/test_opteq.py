@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cvxpy as cp
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 from torch import Tensor, nn
 
 import opteq
+from lazy import lazily
 from opteq import operators as op
 from opteq import penalties, regularizers
 from opteq.penalties import Penalty
@@ -19,10 +18,10 @@ from opteq.problems.deep.block import Block
 from opteq.problems.linearisation import Structure
 from opteq.problems.opteq import BoundOptEq
 from opteq.states import blocks
-from oracles import dense_jacobian, relu_programme
+from oracles import SHARP, cp, dense_jacobian, relu_programme
 
-SHARP = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
 EXACT = opteq.Anderson(tol=1e-14, max_steps=1000)
+optimize = lazily("scipy.optimize")
 
 
 def linear_activation() -> Penalty:
@@ -298,7 +297,7 @@ def test_affine_change_of_variable_finds_the_minimiser_of_phi_of_a() -> None:
         (slope,) = torch.autograd.grad(value, point)
         return value.item(), slope.numpy()
 
-    found = scipy.optimize.minimize(phi_of_a, np.zeros(3), jac=True, tol=1e-12)
+    found = optimize.minimize(phi_of_a, np.zeros(3), jac=True, tol=1e-12)
     close(solution.features[0], found.x, 1e-6)
     close(problem(x).objective(solution.state)[0], found.fun, 1e-10)
     close(solution.features @ matrix.T + shift, solve(inner, x).features, 1e-11)
