@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import zlib
 
+# The tensors here are tiny and the tests run in several processes: more threads would only get in each other's way.
+# Libraries of linear algebra read this when they are loaded, those of programs that tests start as well.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
 import pytest
 import torch
 
-# The tensors here are tiny and the tests run in several processes: more threads would only get in each other's way.
 torch.set_num_threads(1)
 
 # Where there is no GPU, Triton's interpreter runs the fused kernels. It has to be known before Triton is imported.

@@ -10,8 +10,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
 
 import fresh_process
 import opteq
@@ -273,3 +275,24 @@ def test_loading_draws_no_random_numbers() -> None:
     subprocess.run(
         [sys.executable, "-c", RANDOM_STATES], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE.parent)}
     )
+
+
+def test_a_forward_pass_goes_through_few_files() -> None:
+    """On the plain path: a reader should be able to follow it."""
+    W = opteq.operators.Conv2d(4, 6, 3, bound=0.9)
+    layer = opteq.Equilibrium(opteq.OptEq(W, U=torch.nn.Conv2d(3, 6, 3, padding=1)))
+    x = torch.randn(2, 3, 8, 8)
+    passed: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            passed.add(frame.f_code.co_filename)
+
+    with opteq.engine.off(), torch.no_grad():
+        layer(x)
+        sys.setprofile(note)
+        try:
+            layer(x)
+        finally:
+            sys.setprofile(None)
+    assert 5 < len(passed) <= 18, sorted(passed)

@@ -61,7 +61,7 @@ def random_problems(count: int, n: int, seed: int, dtype=torch.float64):
     return H.to(dtype), x.to(dtype), conditioning[:, 0]
 
 
-@pytest.mark.parametrize("n", [2, 7, 30, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (30, 60))])
 def test_every_strongly_convex_problem_converges_by_default(n):
     H, x, _ = random_problems(80, n, seed=n)
     layer = opteq.Equilibrium(Quadratic(H), on_failure="raise")
@@ -120,7 +120,8 @@ def _walls(steep, y):
     return torch.logaddexp(steep * (y - 1), zero) + torch.logaddexp(steep * (-y - 1), zero)
 
 
-@pytest.mark.parametrize("penalty", ["relu", penalties.SoftThreshold(0.3), "tanh", "hardtanh", "softplus"])
+# Two with a closed form and one whose prox is found by bisection; tests/test_scaled_penalties.py has them all.
+@pytest.mark.parametrize("penalty", ["relu", penalties.SoftThreshold(0.3), "tanh"])
 def test_penalties_give_the_constrained_minimiser(penalty):
     H, x, _ = random_problems(20, 6, seed=3)
     scale = torch.linalg.matrix_norm(H, 2)
@@ -161,7 +162,7 @@ def test_a_step_is_the_prox_of_minus_the_gradient_of_smooth():
         assert torch.allclose(merit, hidden.objective(y))
 
 
-@pytest.mark.parametrize("penalty", [None, "softplus", "relu"])
+@pytest.mark.parametrize("penalty", [None, pytest.param("softplus", marks=pytest.mark.slow), "relu"])
 def test_gradients_are_those_of_finite_differences(penalty):
     torch.manual_seed(1)
     problem = FieldOfExperts(penalty).double()
