@@ -261,7 +261,7 @@ def test_gradients_equal_finite_differences_with_signs_and_perturbations() -> No
         return torch.func.functional_call(layer, dict(zip(weights, values, strict=True)), (x,))
 
     values = [weight.detach().clone().requires_grad_() for weight in weights.values()]
-    assert torch.autograd.gradcheck(features, (x, *values), atol=1e-6, rtol=1e-4)
+    assert torch.autograd.gradcheck(features, (x, *values), atol=1e-6, rtol=1e-4, fast_mode=True)
 
 
 # Where it jumps
@@ -444,7 +444,7 @@ def test_perturbation_refuses_a_map_without_adjoint() -> None:
     torch.testing.assert_close(hidden.injections[1], x - 0.1 * hidden.perturbation[1][0])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("diversity", [None, 0.05])
 def test_proposition_2(seed: int, diversity: float | None) -> None:
     """For a minimiser and norms of at most 1: a reconstructed perturbation moves the objective or the features."""

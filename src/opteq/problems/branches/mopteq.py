@@ -12,10 +12,9 @@ from opteq import penalties
 from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
 from opteq.operators import Conv2d, LinearMap, unhooked
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem
-from opteq.problems.branches.branch import Branch, inject
+from opteq.problems.base import Problem, inject
+from opteq.problems.branches.branch import Branch, check_branches, feature_channels, views
 from opteq.problems.branches.chattering import Tensors, inclusion_residual, returns, signs_change
-from opteq.problems.branches.common import check_branches, feature_channels, views
 from opteq.problems.branches.mopteq_certificate import certify
 from opteq.problems.branches.perturbation import PerturbationChain
 from opteq.problems.certificate import Certificate, for_finite_weights
