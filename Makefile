@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile
 # Bytecode is kept: the processes that tests start load it in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all quick gpu lint format bench hunt docs clean
+.PHONY: demo test test-all quick gpu lint format bench hunt docs dist clean
 
 # Trains a classifier on the digits of the package and writes a report; a second call resumes where the first stopped.
 demo: $(VENV)/.demo
@@ -52,6 +52,12 @@ hunt: $(VENV)/.test
 docs: $(VENV)/.docs
 	$(BIN)/python docs/site/pictures.py
 	$(BIN)/mkdocs build --strict
+
+# What a release uploads: a wheel and an sdist, checked.
+dist: $(VENV)/.test
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 $(VENV)/.demo: EXTRAS := all
 $(VENV)/.test: EXTRAS := test

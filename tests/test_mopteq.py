@@ -233,6 +233,12 @@ def test_updates_one_after_the_other_have_the_same_equilibria() -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+def test_one_channel_is_not_damped_for_products_that_it_does_not_have() -> None:
+    branch = opteq.Branch(op.Dense(1, 3, bound=0.8), nn.Linear(2, 3))
+    layer = opteq.Equilibrium(MOptEq([branch], diversity=0.1, smoothing=0.5), opteq.Picard(tol=1e-3, max_steps=40))
+    assert layer.solve(1e5 * torch.ones(1, 2)).status == (Status.CONVERGED,)
+
+
 def test_features_have_a_form_of_their_own() -> None:
     problem = MOptEq(pictures(1, 2), diversity=0.05, smoothing=0.5).double()
     with torch.no_grad():

@@ -189,14 +189,13 @@ class Coupling:
 
     def _fuse(self, features: Features, pairs: Pairs, signs: tuple[Tensor, ...]) -> Features:
         """Neighbours mixed by ``(I - lambda signs) / 2``: with I inside the matrix heritage costs no product."""
-        weights = []
-        for matrix in signs:
-            weight = -self.diversity / 2 * matrix
-            if self.heritage:
-                weight.diagonal(dim1=-2, dim2=-1).add_(0.5)
-            weights.append(weight)
-        mixed = mix_neighbours(features, pairs, tuple(weights))
-        return mixed if self.heritage else tuple(z + share for z, share in zip(features, mixed, strict=True))
+        if not self.heritage:
+            mixed = self._by_signs(features, pairs, signs)
+            return tuple(z + share for z, share in zip(features, mixed, strict=True))
+        own = torch.eye(signs[0].shape[-1], dtype=signs[0].dtype, device=signs[0].device)
+        # Not in place, which exporters refuse.
+        weights = tuple(torch.add(0.5 * own, matrix, alpha=-self.diversity / 2) for matrix in signs)
+        return mix_neighbours(features, pairs, weights)
 
     def _terms(self, features: Features, pairs: Pairs, matrices: tuple[Tensor, ...]) -> dict[str, Tensor]:
         if self.heritage:

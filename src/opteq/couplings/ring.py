@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,13 +129,13 @@ def ring_norm(sizes: tuple[int, ...]) -> float:
     >>> ring_norm((32, 32, 32)), round(ring_norm((32, 16, 8, 4)), 2)
     (1.0, 0.42)
     """
-    norms = torch.zeros(len(sizes), len(sizes), dtype=torch.float64)
+    norms = np.zeros((len(sizes), len(sizes)))  # not of torch: for an exporter it is a constant
     for index, size in enumerate(sizes):
         after = (index + 1) % len(sizes)
         share = min(size, sizes[after]) / max(size, sizes[after]) / 2
         norms[index, after] += share
         norms[after, index] += share
-    return float(torch.linalg.matrix_norm(norms, ord=2))
+    return float(np.linalg.norm(norms, ord=2))
 
 
 def largest_neighbours(features: Features) -> Features:
@@ -151,7 +152,7 @@ def largest_neighbours(features: Features) -> Features:
             around = [resample(other, (z.shape[2], z.shape[3])) for other in around]
         channels = torch.cat([other.flatten(2) if z.ndim == 4 else other[:, :, None] for other in around], dim=1)
         norms = torch.linalg.vector_norm(channels, dim=2, dtype=working_dtype(channels.dtype))
-        largest = torch.take_along_dim(channels, norms.argmax(dim=1)[:, None, None], dim=1)
+        largest = channels.gather(1, norms.argmax(dim=1)[:, None, None].expand(-1, 1, channels.shape[2]))
         signs = 1 - 2 * (torch.arange(z.shape[1], device=z.device) % 2).to(z.dtype)
         found.append((largest * signs[:, None] / math.sqrt(z.shape[1])).reshape(z.shape))
     return tuple(found)

@@ -289,7 +289,10 @@ class BoundMOptEq(Hidden):
         if not (self.coupling.diversity and self.coupling.smoothing):
             return 1.0
         y = tuple(self.penalty.prox(c) for c in self.injections)
-        inside = self._carry(Coupling(heritage=self.coupling.heritage).fuse(self.features(y)), self.injections)
+        features = self.features(y)
+        if features[0].shape[1] == 1:  # one channel has no products with others
+            return 1.0
+        inside = self._carry(Coupling(heritage=self.coupling.heritage).fuse(features), self.injections)
         y = tuple(self.penalty.prox(part) for part in inside)
         images = self._carry(largest_neighbours(self.features(y)))
         reach = torch.stack([inner(part, part) for part in images]).amax(dim=0) * (2 if len(y) <= 2 else 1)
