@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.errors import needs_extra
-from opteq.couplings import Features, check_not_negative, diversity, heritage, products
+from opteq.common.validate import check_not_negative
+from opteq.couplings import Features, diversity, heritage, products
 from opteq.equilibrium import Equilibrium
 from opteq.problems.base import Problem
 from opteq.problems.hidden import Hidden
