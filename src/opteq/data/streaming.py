@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from opteq.common.errors import UserError
 from opteq.data.dataset import ChannelStatistics, Dataset, Split
@@ -40,8 +39,8 @@ class StreamedImages:
     decoder: Decoder = field(repr=False)
     workers: int
 
-    dtype = torch.uint8
-    ndim = 4
+    dtype: torch.dtype = field(default=torch.uint8, init=False)
+    ndim: int = field(default=4, init=False)
 
     @property
     def shape(self) -> torch.Size:
@@ -62,6 +61,8 @@ class StreamedImages:
 
     def batches(self, rows: Iterator[Tensor], device: torch.device) -> Generator[Tensor, None, None]:
         """For each batch of row indices these images on ``device``, in order, decoded ahead by the workers."""
+        from torch.utils.data import DataLoader  # imported here: it loads torch's compiler
+
         pinned = device.type == "cuda"
         loader: DataLoader[Tensor | str] = DataLoader(
             _Rows(self),  # type: ignore[arg-type]
