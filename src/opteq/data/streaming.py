@@ -102,8 +102,16 @@ class _Rows:
         return len(self.images)
 
     def __getitems__(self, rows: Tensor) -> Tensor | str:
-        try:
+        from torch.utils.data import default_collate
+
+        decoder, files = self.images.decoder, self.images.files
+        if len(rows) == 0:  # the share of a process where a batch has fewer images than there are processes
             return self.images[rows]
+        try:
+            # Stacked in memory that processes share: a batch on the heap would be copied there, and leave holes that
+            # make a worker grow by gigabytes.
+            batch: Tensor = default_collate([torch.from_numpy(decoder(files, row).copy()) for row in rows.tolist()])
+            return batch
         except UserError as error:  # as text: an exception would arrive with the worker's traceback in its message
             return str(error)
 

@@ -27,7 +27,7 @@ def strongly_monotone(m: float) -> Certificate:
 def identity(kernel: Tensor) -> Tensor:
     """The identity of the channels of a kernel.
 
-    Made of the kernel and not by ``torch.eye``, so that it is seen to depend on weights alone: such results are computed
+    Made of the kernel and not by ``torch.eye``, so that it is seen to depend on weights alone: that is computed
     once a solve. (For the same reason adjoints are ``torch.adjoint(A)`` and not ``A.mH``.)
     """
     return torch.diag_embed(torch.ones_like(torch.amax(kernel, dim=(1, 2, 3))))
