@@ -21,8 +21,11 @@ IGNORE_INDEX = 255
 class LazyImages(Protocol):
     """What :class:`~opteq.data.StreamedImages` have in common with a tensor of images; indexing decodes."""
 
-    dtype: torch.dtype
-    ndim: int
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def ndim(self) -> int: ...
 
     @property
     def shape(self) -> torch.Size: ...
