@@ -76,12 +76,15 @@ def test_more_steps_leave_a_smaller_residual() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("format", ["torchscript", "exported", "onnx"])
-def test_files_give_the_same_logits(format: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [("torchscript", "opteq-digits"), ("exported", "opteq-digits"), ("onnx", "opteq-digits"), ("onnx", "mopteq-193k")],
+)
+def test_files_give_the_same_logits(format: str, name: str, tmp_path: Path) -> None:
     if format == "onnx":
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
-    model = make()
+    model = make(name)
     found = export(model, tmp_path / f"m{exporting.ENDINGS[format]}", format, steps=3)
     assert [path.name for path in tmp_path.iterdir()] == [found.path.name]  # no draft is left
     assert found.any_batch
@@ -94,6 +97,18 @@ def test_files_give_the_same_logits(format: str, tmp_path: Path) -> None:
 
         stored = onnx.load(str(found.path))
         assert json.loads(stored.metadata_props[0].value) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("name", ["opteq-162k", "mopteq-193k", "geq-5m"])
+def test_every_family_is_exported_for_any_batch_and_compiles_as_one_graph(name: str) -> None:
+    fixed = Exportable(make(name), 2)
+    batch = exporting._shapes(any_batch=True)
+    with torch.no_grad():
+        program = torch.export.export(fixed, (pixels(2),), dynamic_shapes=batch, strict=False).module()
+        expected = fixed(pixels(5))
+        torch.testing.assert_close(program(pixels(5)), expected)
+        torch.testing.assert_close(program(pixels(1)), expected[:1])
+        torch.testing.assert_close(torch.compile(program, fullgraph=True, backend="eager")(pixels(5)), expected)
 
 
 def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +132,14 @@ def test_a_model_of_fixed_steps_compiles_as_one_graph() -> None:
     fixed = Exportable(make(), 3)
     compiled = torch.compile(fixed, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(pixels()), fixed(pixels()))
+
+
+def test_a_model_that_solves_says_why_it_is_not_one_graph() -> None:
+    compiled = torch.compile(make(), fullgraph=True, backend="eager")
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"number of solver steps depends on the data.*opteq export"
+    ):
+        compiled(pixels())
 
 
 def test_the_command_says_what_the_steps_cost(tmp_path: Path) -> None:

@@ -509,3 +509,27 @@ def test_an_injection_that_changes_the_batch_is_refused() -> None:
     layer = opteq.Equilibrium(opteq.OptEq(opteq.operators.Dense(3, 4), Twice()))
     with pytest.raises(ValueError, match=r"state has batch size 4, but the input of shape \(2, 4\) has 2"):
         layer(torch.ones(2, 4))
+
+
+def test_operators_take_the_names_of_torch() -> None:
+    conv = opteq.operators.Conv2d(in_channels=3, out_channels=4, kernel_size=3)
+    assert conv.weight.shape == nn.Conv2d(in_channels=3, out_channels=4, kernel_size=3).weight.shape
+    separable = opteq.operators.SeparableConv2d(3, out_channels=4, kernel_size=3)
+    assert separable.pointwise.shape == (4, 3, 1, 1)
+    dense = opteq.operators.Dense(in_features=3, out_features=5)
+    assert dense.weight.shape == nn.Linear(in_features=3, out_features=5).weight.shape
+    with pytest.raises(TypeError, match="multiple values"):
+        opteq.operators.Conv2d(3, 4, 3, in_channels=3)
+    with pytest.raises(TypeError, match="no option 'in_channel'"):
+        opteq.operators.Conv2d(in_channel=3, m=4, kernel_size=3)
+
+
+def test_the_meta_device_has_shapes_and_nothing_to_solve() -> None:
+    with torch.device("meta"):
+        layer = opteq.Equilibrium(opteq.OptEq(opteq.operators.Dense(4, 8, bound=0.9), nn.Linear(3, 8)))
+        x = torch.zeros(2, 3)
+    features = layer(x)
+    assert features.is_meta
+    assert features.shape == (2, 4)
+    with pytest.raises(RuntimeError, match="nothing to solve on the meta device"):
+        layer.solve(x)

@@ -141,7 +141,7 @@ def evaluate(
 
 @app.command()
 def predict(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run or saved model, or a name: digits.")],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
     top: Annotated[int, typer.Option(min=1, help="How many classes to show.")] = 3,
     as_json: Annotated[
@@ -161,7 +161,7 @@ def predict(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run, or of a saved model.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run or saved model, or a name: digits.")],
     format: Annotated[str, typer.Option(help="onnx, torchscript or exported (torch.export).")] = "onnx",
     steps: Annotated[
         int | None, typer.Option(min=1, help="Plain steps of every equilibrium; enough for its tolerance by default.")
@@ -177,7 +177,7 @@ def export(
 
 @app.command()
 def play(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run, a saved model or a denoiser.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run, saved model or denoiser, or a name: digits.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8000,
     browser: Annotated[bool, typer.Option(metavar=" ", help="Open the page in a browser.")] = True,
 ) -> None:
@@ -192,7 +192,7 @@ def play(
 def restore(
     image: Annotated[Path, typer.Argument(metavar="IN", help="The image to restore, grey or colour.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the restored image goes.")],
-    model: Annotated[Path, typer.Option(help="The folder of a trained denoiser.")],
+    model: Annotated[Path, typer.Option(help="The folder of a trained denoiser, or its name.")],
     sigma: Annotated[float, typer.Option(help="Standard deviation of the noise, of 255.")] = 25.0,
     blur: Annotated[float, typer.Option(help="Undo a Gaussian blur with this standard deviation in pixels.")] = 0.0,
     mask: Annotated[Path | None, typer.Option(help="Fill in what is black in this image, of the same size.")] = None,
@@ -264,7 +264,7 @@ def bench() -> None:
 
 @app.command()
 def models() -> None:
-    """List the models, their sizes, and what each reproduces."""
+    """List the models, their sizes, what each reproduces, and which have weights in the package."""
     with one_line_errors():
         from opteq.inference.models_table import models_table
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -224,10 +225,10 @@ class Coupling:
 
     def _weights(self, signs: Tensor) -> Tensor:
         """``(I - lambda signs) / 2``, without the I where there is no heritage; so heritage costs no product."""
-        weights = -self.diversity / 2 * signs
-        if self.heritage:
-            weights.diagonal(dim1=-2, dim2=-1).add_(0.5)
-        return weights
+        if not self.heritage:
+            return -self.diversity / 2 * signs
+        own = torch.eye(signs.shape[-1], dtype=signs.dtype, device=signs.device)
+        return torch.add(0.5 * own, signs, alpha=-self.diversity / 2)  # not in place, which exporters refuse
 
     def _spread(self, features: Features, pairs: Pairs, weights: tuple[Tensor, ...]) -> Features:
         handed = _hand_out(features, pairs, weights)
@@ -250,13 +251,13 @@ def ring_norm(sizes: tuple[int, ...]) -> float:
     >>> ring_norm((32, 32, 32)), round(ring_norm((32, 16, 8, 4)), 2)
     (1.0, 0.42)
     """
-    norms = torch.zeros(len(sizes), len(sizes), dtype=torch.float64)
+    norms = np.zeros((len(sizes), len(sizes)))  # not of torch: for an exporter it is a constant
     for index, size in enumerate(sizes):
         after = (index + 1) % len(sizes)
         handed = min(size, sizes[after]) / max(size, sizes[after]) / 2
         norms[index, after] += handed
         norms[after, index] += handed
-    return float(torch.linalg.matrix_norm(norms, ord=2))
+    return float(np.linalg.norm(norms, ord=2))
 
 
 def change(features: Features, v: Features) -> tuple[Tensor, ...]:
@@ -285,7 +286,7 @@ def largest_neighbours(features: Features) -> Features:
             around = [resample(other, (z.shape[2], z.shape[3])) for other in around]
         channels = torch.cat([other.flatten(2) if z.ndim == 4 else other[:, :, None] for other in around], dim=1)
         sizes = torch.linalg.vector_norm(channels, dim=2, dtype=working_dtype(channels.dtype))
-        chosen = torch.take_along_dim(channels, sizes.argmax(dim=1)[:, None, None], dim=1)
+        chosen = channels.gather(1, sizes.argmax(dim=1)[:, None, None].expand(-1, 1, channels.shape[2]))
         signs = 1 - 2 * (torch.arange(z.shape[1], device=z.device) % 2).to(z.dtype)
         found.append((chosen * signs[:, None] / math.sqrt(z.shape[1])).reshape(z.shape))
     return tuple(found)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from opteq.analysis.rescaled import Rescaled
 from opteq.analysis.terms import evaluating
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
@@ -135,6 +136,8 @@ def piecewise_affine(model: nn.Module) -> bool:
 
 
 def _affine_problem(problem: Problem) -> bool:
+    if isinstance(problem, Rescaled):
+        return _affine_problem(problem.problem)
     if isinstance(problem, Parallel | POptEq):
         return all(_affine_problem(part) for part, _ in problem.parts())
     if isinstance(problem, MOptEq):

@@ -70,7 +70,7 @@ class RescaledHidden(Hidden):
         self.hidden = hidden
         self.factors = factors
         self.penalty = hidden.penalty
-        self.coupled, self.jumps = hidden.coupled, hidden.jumps
+        self.coupled, self.jumps, self.quadratic = hidden.coupled, hidden.jumps, hidden.quadratic
         # q/2 |y|^2 adds the slope 1 - q to a step, so that plain steps overshoot for q above 1.
         self.damping = hidden.damping / max(1.0, factors.get("quadratic", 1.0))
 

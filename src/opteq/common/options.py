@@ -24,8 +24,15 @@ class NamedOptions(ABCMeta):
     TypeError: Oven has no option 'degree'; did you mean 'degrees'? It takes: degrees, minutes.
     """
 
+    other_names: Mapping[str, str] = {}
+    """Other names of options, such as those of the class of torch that one is like."""
+
     def __call__(cls, *args: Any, **options: Any) -> Any:
         parameters = _parameters(cls)
+        if cls.other_names:
+            options = {
+                name if name in parameters else cls.other_names.get(name, name): v for name, v in options.items()
+            }
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             for name in options:
                 if name not in parameters:

@@ -140,7 +140,10 @@ def _write(format: str, made: Exportable, pixels: Tensor, path: Path) -> bool:
 def _write_onnx(made: Exportable, example: Tensor, path: Path, any_batch: bool) -> None:
     with needs_extra("export"):
         import onnx
-        import onnxscript  # type: ignore[import-untyped,unused-ignore]  # noqa: F401  # torch's exporter needs it
+        from onnxscript import opset18 as ops  # type: ignore[import-untyped,unused-ignore]
+
+    def hypot(a: Any, b: Any) -> Any:
+        return ops.Sqrt(ops.Add(ops.Mul(a, a), ops.Mul(b, b)))
 
     program = torch.onnx.export(
         made,
@@ -150,6 +153,7 @@ def _write_onnx(made: Exportable, example: Tensor, path: Path, any_batch: bool) 
         input_names=["pixels"],
         output_names=["logits"],
         verbose=False,
+        custom_translation_table={torch.ops.prims.hypot.default: hypot},  # ONNX has none; branches' diversity needs it
     )
     assert program is not None
     program.save(str(path), external_data=False)
@@ -212,7 +216,8 @@ def command(run: Path, format: str, steps: int | None, out: Path | None, console
     if format not in ENDINGS:
         raise unknown_name("format", format, ENDINGS)
     model = load(run, "cpu")
-    found = export(model, out or run / f"model{ENDINGS[format]}", format, steps)
+    default = run / f"model{ENDINGS[format]}" if run.is_dir() else Path(f"{run.name}{ENDINGS[format]}")
+    found = export(model, out or default, format, steps)  # weights of the package are exported into this folder
     solved = "no equilibria"
     if equilibria(model):
         solved = (

@@ -7,16 +7,20 @@
 """
 
 from opteq.models.classifier import Classifier, FeatureExtractor, equilibria
+from opteq.models.denoiser import Denoiser
 from opteq.models.prediction import Prediction
+from opteq.models.pretrained import ReleasedWeights, released
 from opteq.models.registry import ModelCard, create, describe, from_pretrained, register_model, unregister_model
 from opteq.models.registry import names as list  # `models.list()` reads well; nothing here needs the built-in
 from opteq.models.segmenter import Segmenter
 
 __all__ = [
     "Classifier",
+    "Denoiser",
     "FeatureExtractor",
     "ModelCard",
     "Prediction",
+    "ReleasedWeights",
     "Segmenter",
     "create",
     "describe",
@@ -24,5 +28,6 @@ __all__ = [
     "from_pretrained",
     "list",
     "register_model",
+    "released",
     "unregister_model",
 ]

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
 from opteq.operators.spectral.norms import bounded, certified_norm, kernel_norm
 
+_NAMES_OF_TORCH = {"in_channels": "c", "out_channels": "m"}
+
 
 class ConvMap(LinearMap):
     """Convolution with a settled weight ``(m, c, k1, k2)``, stride 1 and zero padding that keeps the image's size."""
@@ -69,6 +71,7 @@ class Conv2d(Operator):
     """
 
     weight: nn.Parameter
+    other_names = _NAMES_OF_TORCH
 
     def __init__(self, c: int, m: int, kernel_size: int | tuple[int, int], bound: float | None = None) -> None:
         super().__init__()
@@ -112,6 +115,7 @@ class SeparableConv2d(Operator):
 
     depthwise: nn.Parameter
     pointwise: nn.Parameter
+    other_names = _NAMES_OF_TORCH
 
     def __init__(self, c: int, m: int, kernel_size: int | tuple[int, int], bound: float | None = None) -> None:
         super().__init__()

@@ -51,6 +51,7 @@ class Dense(Operator):
     """
 
     weight: nn.Parameter
+    other_names = {"in_features": "m", "out_features": "n"}  # noqa: RUF012  # read by the metaclass; those of nn.Linear
 
     def __init__(self, m: int, n: int, bound: float | None = None) -> None:
         super().__init__()

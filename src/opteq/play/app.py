@@ -1,4 +1,4 @@
-"""The server of the page: two requests, three fixed files, and nothing else of the machine.
+"""The server of the page: three requests, four fixed files, and nothing else of the machine.
 
 It serves files by exact name from this package, so that no path in a request reaches the file system. Requests are
 limited in size and come from pages of this server alone: their ``Host`` and ``Origin`` are checked, so that another
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import inspect
 import io
 import json
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from opteq.common.errors import UserError, needs_extra
 from opteq.common.files import look_into
 from opteq.data.readers.decode import open_image
+from opteq.models.pretrained import released_folder
 from opteq.play.classifier import ClassifierSession
 from opteq.play.denoiser import DenoiserSession
 
@@ -44,6 +46,7 @@ HOSTS = ["127.0.0.1", "localhost"]
 
 _FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
+    "/show.js": ("show.js", "text/javascript; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
 }
@@ -54,16 +57,13 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_OPTIONS = {
-    "classifier": {"tol", "factors"},
-    "denoiser": {"sigma", "strength", "tol", "add_noise"},
-}
 
 Session = ClassifierSession | DenoiserSession
 
 
 def open_session(run: Path) -> Session:
-    """The session for the folder of a run or a saved model."""
+    """The session for the folder of a run or a saved model, or for weights of the package by their name."""
+    run = released_folder(run)
     look_into(run)
     try:
         denoiser = "denoiser" in json.loads((run / "config.json").read_text(encoding="utf-8"))
@@ -85,24 +85,13 @@ def make_app(session: Session) -> Starlette:
     async def describe(_request: Request) -> Response:
         return JSONResponse(session.describe(), headers=_HEADERS)
 
-    async def solve(request: Request) -> Response:
-        try:
-            asked = await _read(request)
-            image = _decode(asked.pop("image", None))
-            kind = session.describe()["kind"]
-            unknown = sorted(set(asked) - _OPTIONS[kind])
-            if unknown:
-                raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(_OPTIONS[kind]))}")
-            answer: Callable[..., Any] = session.answer
-            found = await run_in_threadpool(answer, image, **asked)
-        except _TooLargeError as error:
-            return _refusal(str(error), 413)
-        except (UserError, TypeError, AttributeError) as error:
-            return _refusal(str(error), 400)
-        return JSONResponse(found, headers=_HEADERS)
-
     routes = [Route(path, _file(*place), methods=["GET"]) for path, place in _FILES.items()]
-    routes += [Route("/api/model", describe, methods=["GET"]), Route("/api/solve", solve, methods=["POST"])]
+    routes += [
+        Route("/api/model", describe, methods=["GET"]),
+        Route("/api/solve", _asked(session.answer), methods=["POST"]),
+    ]
+    if isinstance(session, ClassifierSession):
+        routes.append(Route("/api/certificate", _asked(session.certify), methods=["POST"]))
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)])
 
 
@@ -117,6 +106,27 @@ def _file(name: str, kind: str) -> Any:
         return Response(content, media_type=kind, headers=_HEADERS)
 
     return serve
+
+
+def _asked(answer: Callable[..., Any]) -> Any:
+    """A handler of POST requests with an image and the other parameters of ``answer``."""
+    known = sorted(set(inspect.signature(answer).parameters) - {"image"})
+
+    async def handle(request: Request) -> Response:
+        try:
+            asked = await _read(request)
+            image = _decode(asked.pop("image", None))
+            unknown = sorted(set(asked) - set(known))
+            if unknown:
+                raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
+            found = await run_in_threadpool(answer, image, **asked)
+        except _TooLargeError as error:
+            return _refusal(str(error), 413)
+        except ValueError as error:
+            return _refusal(str(error), 400)
+        return JSONResponse(found, headers=_HEADERS)
+
+    return handle
 
 
 async def _read(request: Request) -> dict[str, Any]:

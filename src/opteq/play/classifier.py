@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import Lock
 from typing import Any
@@ -14,24 +13,24 @@ import torch
 from torch import Tensor
 
 from opteq.analysis.evidence import class_evidence
+from opteq.analysis.local import local_certificate
 from opteq.analysis.rescaled import rescaled, scalable_terms
-from opteq.analysis.terms import state_terms
-from opteq.common.errors import ConvergenceError, ConvergenceWarning, UserError, unknown_name
+from opteq.common.errors import ConvergenceWarning, UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
 from opteq.models.prediction import ImageLike, Preprocessing
-from opteq.problems.hidden import BoundMap
-from opteq.report.charts.images import heatmap, image_data_url, signed_map
-from opteq.report.html.numbers import with_symbols
-from opteq.states import State, blocks, inner, like
-
-MOST_STEPS = 60
-"""Plain steps that the page can go through one by one."""
-
-MOST_CHANNELS = 16
-"""State maps in one image."""
+from opteq.play.plain_values import certificate_of, finite
+from opteq.play.steps import plain_steps
+from opteq.report.charts.images import image_data_url, signed_map
+from opteq.states import inner
 
 LARGEST_FACTOR = 4.0
+
+CERTIFIED_TOL = 1e-5
+"""A certificate is about an equilibrium: whatever the tolerance of the answer, it is solved to this at least."""
+
+CERTIFIED_STEPS = 30
+"""Lanczos steps of a certificate: its bounds are somewhat looser than with more, and it comes sooner."""
 
 
 class ClassifierSession:
@@ -48,7 +47,7 @@ class ClassifierSession:
         self.preprocessing = Preprocessing.of(model.config)
         self._lock = Lock()
         self.layer = model.equilibrium if isinstance(model.equilibrium, Equilibrium) else None
-        self._certificate = self._read_certificate()
+        self._certificate = None if self.layer is None else certificate_of(self.layer.problem)
         self._terms = self._read_terms()
 
     def describe(self) -> dict[str, Any]:
@@ -65,23 +64,32 @@ class ClassifierSession:
             "certificate": self._certificate,
         }
 
-    def answer(self, image: ImageLike, tol: float | None = None, factors: Mapping[str, float] | None = None) -> Any:
+    def answer(
+        self,
+        image: ImageLike,
+        tol: float | None = None,
+        factors: Mapping[str, float] | None = None,
+        rival: int | None = None,
+    ) -> Any:
         """The answer for an image, as plain values for JSON.
 
         Args:
             image: see :meth:`~opteq.models.Classifier.predict`.
             tol: tolerance of the solver; the model's own by default.
             factors: of the terms of the objective, from 0 to 4.
+            rival: index of the class that evidence is against; the runner-up by default.
         """
-        factors = self._checked(tol, factors or {})
+        factors = self._checked(tol, factors or {}, rival)
         pixels = self.preprocessing.pixels(image)
-        x = self.preprocessing.normalised(pixels)[None].to(next(self.model.parameters()).dtype)
-        with self._lock, self._changed(tol, factors):
+        x = self._input(pixels)
+        with self._lock, _changed(self.layer, tol, factors):
             found = class_evidence(self.model, x)
+            if rival is not None and rival != int(found.target[0]):
+                found = class_evidence(self.model, x, rival=torch.tensor([rival]))
             with torch.no_grad():
                 logits = self.model(x)[0]
                 report = None if self.layer is None or self.layer.last is None else self.layer.last[0]
-                steps = [] if self.layer is None else self._steps(x, self.layer.solver.tol)
+                steps = [] if self.layer is None else plain_steps(self.model, self.layer, x)
         channels = sorted(
             ((f"{b}.{c}" if len(found.features) > 1 else str(c), share) for b, one in enumerate(found.channels())
              for c, share in enumerate(one[0].tolist())),
@@ -112,7 +120,40 @@ class ClassifierSession:
             "steps": steps,
         })  # fmt: skip
 
-    def _checked(self, tol: float | None, factors: Mapping[str, float]) -> dict[str, float]:
+    def certify(self, image: ImageLike, tol: float | None = None, factors: Mapping[str, float] | None = None) -> Any:
+        """What holds at the equilibrium of an image, see :func:`~opteq.analysis.local_certificate`."""
+        factors = self._checked(tol, factors or {})
+        layer = self.layer
+        if layer is None:
+            return {"error": "this model has no single equilibrium layer"}
+        with self._lock, _changed(layer, min(tol or CERTIFIED_TOL, CERTIFIED_TOL), factors):
+            with torch.no_grad():
+                given = self.model.stem(self._input(self.preprocessing.pixels(image)))
+            try:
+                found = local_certificate(layer, given, CERTIFIED_STEPS)
+            except ValueError as error:
+                return {"error": str(error)}
+            assert layer.last is not None
+            norm = inner(given, given).sqrt()
+            return finite({
+                "converged": bool(layer.last[0].converged[0]),
+                "strict_minimum": bool(found.strict_minimum[0]),
+                "contraction": float(found.contraction[0]),
+                "lipschitz": float(found.lipschitz[0]),
+                "radius": None if found.radius is None else float(found.radius[0]),
+                "norm": float(norm[0]),
+                "probability": found.probability,
+            })  # fmt: skip
+
+    def _input(self, pixels: Tensor) -> Tensor:
+        return self.preprocessing.normalised(pixels)[None].to(next(self.model.parameters()).dtype)
+
+    def _checked(self, tol: float | None, factors: Mapping[str, float], rival: int | None = None) -> dict[str, float]:
+        classes = self.model.config["num_classes"]
+        if rival is not None and (isinstance(rival, bool) or not isinstance(rival, int) or not 0 <= rival < classes):
+            raise UserError(f"the rival should be the index of a class, 0 to {classes - 1}; got {rival!r}")
+        if not isinstance(factors, Mapping):
+            raise UserError(f"factors should be given by the names of terms; got {factors!r}")
         if tol is not None and not (isinstance(tol, int | float) and 1e-10 <= tol < 1):
             raise UserError(f"the tolerance should lie in [1e-10, 1); got {tol!r}")
         for name, factor in factors.items():
@@ -123,68 +164,6 @@ class ClassifierSession:
                 raise UserError(f"the factor of {name} should lie in [0, {LARGEST_FACTOR:g}]; got {factor!r}")
         return {name: float(factor) for name, factor in factors.items() if factor != 1}
 
-    @contextmanager
-    def _changed(self, tol: float | None, factors: Mapping[str, float]) -> Iterator[None]:
-        layer = self.layer
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            if layer is None:
-                yield
-                return
-            solver = layer.solver
-            try:
-                if tol is not None:
-                    layer.solver = replace(solver, tol=tol, max_steps=max(solver.max_steps, 200))
-                if factors:
-                    with rescaled(layer, factors):
-                        yield
-                else:
-                    yield
-            finally:
-                layer.solver = solver
-
-    def _steps(self, x: Tensor, tol: float) -> list[dict[str, Any]]:
-        """Plain steps from the start until the tolerance: residual, terms, probabilities and state maps."""
-        assert self.layer is not None
-        hidden = self.layer.problem(self.model.stem(x))  # with its terms scaled, inside _changed
-        y, found, damping = hidden.start(), [], hidden.damping
-
-        def mixed(a: Tensor, b: Tensor) -> Tensor:
-            return a + _rows(damping, a) * (b - a)
-
-        for _ in range(MOST_STEPS + 1):
-            image = hidden.step(y)
-            change = _map(lambda a, b: b - a, y, image)
-            residual = float((inner(change, change) / inner(image, image).clamp_min(1e-30)).sqrt())
-            logits = self.model.head(hidden.features(y))[0]
-            terms = _terms(hidden, y)
-            found.append({
-                "residual": residual,
-                "objective": None if terms is None else sum(terms.values()),
-                "terms": terms,
-                "probabilities": logits.softmax(0).tolist(),
-                "state": _montage(y),
-            })  # fmt: skip
-            if residual <= tol or not math.isfinite(residual):
-                break
-            y = _map(mixed, y, image)
-        return found
-
-    def _read_certificate(self) -> Any:
-        if self.layer is None:
-            return None
-        try:
-            certificate = self.layer.problem.certificate()
-        except (ValueError, RuntimeError) as error:
-            return {"error": str(error)}
-        return finite({
-            "exists": certificate.exists,
-            "unique": certificate.unique,
-            "contraction": certificate.contraction,
-            "lipschitz": certificate.lipschitz,
-            "reasons": {name: with_symbols(reason) for name, reason in certificate.reasons.items()},
-        })  # fmt: skip
-
     def _read_terms(self) -> list[str]:
         if self.layer is None:
             return []
@@ -193,46 +172,19 @@ class ClassifierSession:
             return scalable_terms(self.layer.problem(self.model.stem(blank.to(next(self.model.parameters()).dtype))))
 
 
-def finite(value: Any) -> Any:
-    """The same with None in the place of numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(inside) for key, inside in value.items()}
-    return [finite(inside) for inside in value] if isinstance(value, list | tuple) else value
-
-
-def _terms(hidden: BoundMap, y: State) -> dict[str, float] | None:
-    try:
-        found = state_terms(hidden, y)
-    except (ValueError, NotImplementedError, ConvergenceError):
-        return None
-    return {name: float(value[0]) for name, value in found.items()}
-
-
-def _montage(y: State) -> str | None:
-    """The strongest channels of the state as tiles of one image, brighter for larger values."""
-    maps = [one for block in blocks(y) if block.ndim == 4 for one in block[0]]
-    if not maps:
-        return None
-    height, width = max((one.shape[0], one.shape[1]) for one in maps)
-    chosen = [
-        torch.nn.functional.interpolate(one[None, None].float(), (height, width), mode="nearest")[0, 0]
-        for one in maps[:MOST_CHANNELS]
-    ]
-    columns = math.ceil(math.sqrt(len(chosen)))
-    tiles = torch.full((math.ceil(len(chosen) / columns) * (height + 1), columns * (width + 1)), math.nan)
-    for place, one in enumerate(chosen):
-        row, column = divmod(place, columns)
-        top, left = row * (height + 1), column * (width + 1)
-        tiles[top : top + height, left : left + width] = one
-    known = tiles[torch.isfinite(tiles)]
-    return heatmap(tiles, float(known.min()), float(known.max())) if known.numel() else None
-
-
-def _map(function: Any, a: State, b: State) -> State:
-    return like(a, tuple(function(one, other) for one, other in zip(blocks(a), blocks(b), strict=True)))
-
-
-def _rows(damping: float | Tensor, y: Tensor) -> float | Tensor:
-    return damping.reshape(-1, *[1] * (y.ndim - 1)).to(y) if isinstance(damping, Tensor) else damping
+@contextmanager
+def _changed(layer: Equilibrium | None, tol: float | None, factors: Mapping[str, float]) -> Iterator[None]:
+    """Inside, a layer has another tolerance and its terms are scaled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        if layer is None:
+            yield
+            return
+        solver = layer.solver
+        try:
+            if tol is not None:
+                layer.solver = replace(solver, tol=tol, max_steps=max(solver.max_steps, 200))
+            with rescaled(layer, factors) if factors else nullcontext():
+                yield
+        finally:
+            layer.solver = solver

@@ -12,7 +12,7 @@ from torch import Tensor
 from opteq.common.errors import UserError
 from opteq.models.denoiser import Denoiser
 from opteq.models.prediction import ImageLike, Preprocessing
-from opteq.play.classifier import finite
+from opteq.play.plain_values import certificate_of, finite
 from opteq.report.charts.images import image_data_url
 from opteq.restore import Damage, restore
 
@@ -35,7 +35,12 @@ class DenoiserSession:
 
     def describe(self) -> dict[str, Any]:
         """What the page needs to know before an image is given."""
-        return {"kind": "denoiser", "name": self.name, "model": "denoiser", "size": [64, 64], "terms": ["prior"]}
+        return {
+            "kind": "denoiser",
+            "name": self.name,
+            "model": f"a denoiser with {self.model.size:,} parameters",
+            "certificate": certificate_of(self.model.layer.problem),
+        }
 
     def answer(
         self,
@@ -59,19 +64,21 @@ class DenoiserSession:
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise UserError(f"{name} should lie in [{low:g}, {high:g}]; got {value!r}")
+        if not isinstance(add_noise, bool):
+            raise UserError(f"add_noise should be true or false; got {add_noise!r}")
         clean = _small(image)
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)) * sigma / 255
         given = (clean + noise if add_noise else clean).clamp(0, 1)
         with self._lock:
             result = restore(given, self.model, Damage(sigma), strength, tol)
-        error = (result.image - clean).square().mean().clamp_min(1e-12)
         return finite({
             "before": image_data_url(_bytes(given), LARGEST),
             "after": image_data_url(_bytes(result.image), LARGEST),
             "residual": result.residual,
             "steps": result.steps,
             "minimised": result.minimised == 1,
-            "psnr": float(-10 * error.log10()) if add_noise else None,
+            "tol": tol,
+            "psnr": [_psnr(given, clean), _psnr(result.image, clean)] if add_noise and sigma else None,
         })  # fmt: skip
 
 
@@ -86,6 +93,10 @@ def _small(image: ImageLike) -> Tensor:
         raise UserError(f"the image should have at least 8 x 8 pixels; got {tuple(pixels.shape[1:])}")
     grey = bool((pixels - pixels[:1]).abs().max() == 0)
     return pixels[:1] if grey else pixels
+
+
+def _psnr(image: Tensor, clean: Tensor) -> float:
+    return float(-10 * (image - clean).square().mean().clamp_min(1e-12).log10())
 
 
 def _bytes(image: Tensor) -> Tensor:

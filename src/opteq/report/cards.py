@@ -12,7 +12,7 @@ import torch
 from opteq.report.charts.images import heatmap, image_data_url, signed_map
 from opteq.report.charts.waterfall import style_of, waterfall
 from opteq.report.examples import Example, WhatIf
-from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.markup import Html, join, scroller, tag
 from opteq.report.html.numbers import decimal, percent
 from opteq.report.layer_solve import solve_details
 from opteq.report.run import Run
@@ -121,7 +121,8 @@ def _what_if(example: Example, classes: Sequence[str]) -> Html | None:
     note = tag(
         "p", "The prediction and the same difference of logits, solved again with one term scaled.", class_="note"
     )
-    return tag("details", tag("summary", "Without a term, or with half or twice of it"), table, note)
+    title = "Without a term, or with half or twice of it"
+    return tag("details", tag("summary", title), scroller(table, title), note)
 
 
 def _cell(answer: WhatIf, predicted: int, classes: Sequence[str]) -> Html:
@@ -152,8 +153,7 @@ def appendix(run: Run) -> Html:
 
 
 def _folded(title: str, content: Html) -> Html:
-    region = tag("div", content, class_="scroller", tabindex="0", role="region", aria_label=title)
-    return tag("details", tag("summary", title), region)
+    return tag("details", tag("summary", title), scroller(content, title))
 
 
 def _flat(value: Any) -> str:

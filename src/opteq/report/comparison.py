@@ -11,7 +11,7 @@ from opteq.common.errors import UserError
 from opteq.common.files import plain_errors, write_atomically
 from opteq.report.charts.curves import Chart, Series, line_chart
 from opteq.report.frame import framed
-from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.markup import Html, join, scroller, tag
 from opteq.report.html.numbers import count, decimal, duration, percent, plural, scientific
 from opteq.report.run import Run, read_run
 from opteq.report.sections import section
@@ -120,7 +120,7 @@ def _table(runs: dict[str, Run], rows: Sequence[tuple[str, list[str]]]) -> Html:
     head = tag("tr", tag("th", "", scope="col"), *(tag("th", name, scope="col") for name in runs))
     body = [tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells)) for name, cells in rows]
     table = tag("table", tag("thead", head), tag("tbody", *body), class_="numbers")
-    return tag("div", table, class_="scroller", tabindex="0", role="region", aria_label="Table")
+    return scroller(table, "Table")
 
 
 def _flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

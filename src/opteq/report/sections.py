@@ -9,7 +9,7 @@ from opteq.report.charts.curves import Chart, Series, line_chart
 from opteq.report.charts.matrix import class_accuracies, confused_pairs, confusion_matrix, legend
 from opteq.report.charts.waterfall import style_of
 from opteq.report.formula import Formula
-from opteq.report.html.markup import Html, join, raised, tag
+from opteq.report.html.markup import Html, join, raised, scroller, tag
 from opteq.report.html.numbers import count, decimal, percent, plural, scientific
 from opteq.report.predictions import Predictions, SolveRecord
 from opteq.report.run import Run
@@ -153,7 +153,7 @@ def _epochs_table(run: Run) -> Html:
     return tag(
         "details",
         tag("summary", "All epochs in numbers"),
-        tag("div", table, class_="scroller", tabindex="0", role="region", aria_label="All epochs in numbers"),
+        scroller(table, "All epochs in numbers"),
     )
 
 

@@ -14,7 +14,7 @@ from opteq.common.errors import ConvergenceWarning
 from opteq.data.dataset import IGNORE_INDEX
 from opteq.report.charts.images import WIDE, class_color, image_data_url, label_map
 from opteq.report.charts.matrix import confused_pairs
-from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.markup import Html, join, scroller, tag
 from opteq.report.html.numbers import percent, plural
 from opteq.report.predictions import LabelledImages, SolveMonitor, SolveRecord
 from opteq.report.sections import section
@@ -119,10 +119,10 @@ def pixel_mistakes(found: SegmentationResult, classes: Sequence[str]) -> Html:
     ]
     columns = tag("tr", *(tag("th", name, scope="col") for name in head))
     table = tag("table", tag("thead", columns), tag("tbody", *rows), class_="numbers")
-    scroller = tag("div", table, class_="scroller", tabindex="0", role="region", aria_label="Every class in numbers")
+    numbers = scroller(table, "Every class in numbers")
     pairs = confused_pairs(found.confusion, classes, "pixel")
     aside = tag("div", tag("h3", "Most frequent mistakes"), pairs)
-    return section("mistakes", "Mistakes", tag("div", scroller, aside, class_="beside"), lead=lead)
+    return section("mistakes", "Mistakes", tag("div", numbers, aside, class_="beside"), lead=lead)
 
 
 def segmentation_cards(examples: Sequence[SegmentationExample], classes: Sequence[str]) -> Html:

@@ -117,10 +117,7 @@ def open_run(
     accelerator = make_accelerator(device, precision, recipe.train.tf32 and not exact, recipe.train.threads)
     model = models.from_pretrained(folder.path)
     set_solvers(model, tol, max_steps)
-    root = recipe.data.root if root is None else root
-    dataset = data.load(
-        recipe.data.name, root=root, cache=recipe.data.cache, image_size=recipe.data.image_size, test_only=True
-    )
+    dataset = data.load(**recipe.data.arguments(root), test_only=True)
     extra = model.config["extra"]
     _check_classes(dataset.classes, extra.get("classes", dataset.classes))
     settings = {"tol": tol, "max_steps": max_steps, "precision": precision, "device": str(accelerator.device)}

@@ -2,7 +2,21 @@
 
 from opteq.models.pretrained.files import CONFIG, KEYS, WEIGHTS, locate, read_config, save
 from opteq.models.pretrained.hub import push
+from opteq.models.pretrained.released import ReleasedWeights, released, released_folder
 from opteq.models.pretrained.structure import replaced
 from opteq.models.pretrained.weights import load
 
-__all__ = ["CONFIG", "KEYS", "WEIGHTS", "load", "locate", "push", "read_config", "replaced", "save"]
+__all__ = [
+    "CONFIG",
+    "KEYS",
+    "WEIGHTS",
+    "ReleasedWeights",
+    "load",
+    "locate",
+    "push",
+    "read_config",
+    "released",
+    "released_folder",
+    "replaced",
+    "save",
+]

@@ -15,6 +15,7 @@ from torch import nn
 from opteq.common.errors import UserError, shown, unknown_name
 from opteq.common.files import draft, look_into, sync_folder
 from opteq.models.pretrained.hub import fetched
+from opteq.models.pretrained.released import released, released_folder
 from opteq.models.pretrained.weights import to_bytes
 
 CONFIG = "config.json"
@@ -58,15 +59,18 @@ def save(model: nn.Module, config: Mapping[str, Any], folder: str | Path, replac
 
 
 def locate(source: str | Path) -> tuple[Path, Path]:
-    """The two files of a local folder, or of a repository ``owner/name`` on the hub, fetched if need be."""
-    folder = Path(source)
+    """The two files of a local folder, of weights in the package, or of ``owner/name`` on the hub, fetched at need."""
+    folder = released_folder(source)
     look_into(folder)
     if folder.is_dir():
         return _in_folder(folder)
     if folder.exists():
         raise UserError(f"{folder} is a file; give the folder that holds {CONFIG} and {WEIGHTS}")
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        otherwise = ", and it is no name on the hub either, which reads owner/name"
+        names = ", ".join(one.name for one in released())
+        otherwise = (
+            f", no weights of that name in the package ({names}), and no name on the hub, which reads owner/name"
+        )
         raise UserError(f"there is no folder {source}{_nearest(folder) or otherwise}")
     if folder.parent.is_dir():
         # Who keeps models in runs/ and misspells one should not wait for the hub to say that it has no such owner.
@@ -95,7 +99,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} should hold one JSON object with the keys {', '.join(KEYS)}; got {type(config).__name__}"
         )
     if "denoiser" in config:
-        raise UserError(f"{path.parent} holds a denoiser; `opteq restore` and models.denoiser.Denoiser.load use it")
+        raise UserError(f"{path.parent} holds a denoiser; `opteq restore` and models.Denoiser.load use it")
     for key in config:
         if key not in KEYS:
             raise UserError(f"{path}: {unknown_name('key', key, KEYS)}")

@@ -1,32 +1,10 @@
 "use strict";
 // The page asks the server for an answer whenever the image or a control changes; the slider only looks at it.
 (() => {
-  const $ = (id) => document.getElementById(id);
+  const { $, element, number } = show;
   const canvas = $("canvas");
   const pen = canvas.getContext("2d", { willReadFrequently: true });
-  const state = { model: null, answer: null, image: null, controls: {}, asked: 0, timer: 0 };
-
-  // Text goes in as text, never as markup: names of classes come from files.
-  function element(name, attributes = {}, ...children) {
-    const made = document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) {
-      if (value !== null && value !== undefined) made.setAttribute(key, value);
-    }
-    made.append(...children.filter((child) => child !== null && child !== undefined));
-    return made;
-  }
-  function drawn(name, attributes) {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    return made;
-  }
-  const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
-  const number = (value) => {
-    if (value === null || value === undefined) return "not finite";
-    const size = Math.abs(value);
-    return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(1) : value.toPrecision(3);
-  };
-  const signed = (value) => (value > 0 ? `+${number(value)}` : number(value));
+  const state = { model: null, image: null, rival: null, controls: {}, asked: 0, timer: 0, busy: false };
 
   function fail(message) {
     $("error").textContent = message;
@@ -38,10 +16,11 @@
     pen.fillStyle = "#000";
     pen.fillRect(0, 0, canvas.width, canvas.height);
     state.image = null;
-    state.answer = null;
+    state.rival = null;
     state.asked += 1; // an answer that is on its way belongs to what was cleared
     $("answer").replaceChildren(element("p", { class: "note" }, "Draw something first."));
     $("solve").replaceChildren();
+    $("point").replaceChildren();
     fail("");
   }
   function place(event) {
@@ -67,15 +46,37 @@
   });
   canvas.addEventListener("pointermove", (event) => { if (event.buttons & 1) stroke(event); });
   canvas.addEventListener("pointerup", () => {
-    state.image = canvas.toDataURL("image/png");
+    state.image = centred().toDataURL("image/png");
+    state.rival = null;
     ask();
   });
-  async function show(file) {
+  // A drawing fills the image from top to bottom, as images of digits do, wherever it was drawn.
+  function centred() {
+    if (state.model && state.model.kind === "denoiser") return canvas;
+    const { width, height } = canvas;
+    const { data } = pen.getImageData(0, 0, width, height);
+    let [left, right, top, bottom] = [width, -1, height, -1];
+    for (let place = 0; place < width * height; place += 1) {
+      if (data[4 * place] < 32) continue;
+      const [x, y] = [place % width, Math.floor(place / width)];
+      [left, right, top, bottom] = [Math.min(left, x), Math.max(right, x), Math.min(top, y), Math.max(bottom, y)];
+    }
+    if (right < 0) return canvas;
+    const side = Math.max(right - left, bottom - top) + 1;
+    const made = document.createElement("canvas");
+    made.width = made.height = width;
+    const copy = made.getContext("2d");
+    copy.fillStyle = "#000";
+    copy.fillRect(0, 0, width, height);
+    copy.drawImage(canvas, (left + right + 1 - side) / 2, (top + bottom + 1 - side) / 2, side, side, 0, 0, width, height);
+    return made;
+  }
+  async function open(file) {
     if (!file) return;
     if (!file.type.startsWith("image/")) return fail(`${file.name} is not an image.`);
-    if (file.size > 2.5 * 2 ** 20) return fail(`${file.name} is larger than 2.5 MB.`);
+    let picture;
     try {
-      const picture = await createImageBitmap(file);
+      picture = await createImageBitmap(file);
       const scale = Math.max(canvas.width / picture.width, canvas.height / picture.height);
       pen.fillStyle = "#fff";
       pen.fillRect(0, 0, canvas.width, canvas.height);
@@ -86,6 +87,15 @@
     } catch {
       return fail(`${file.name} can't be read as an image.`);
     }
+    state.rival = null;
+    if (file.size > 2.5 * 2 ** 20) { // a large photo is made smaller here: requests are limited in size
+      const scale = Math.min(1, 800 / Math.max(picture.width, picture.height));
+      const made = document.createElement("canvas");
+      [made.width, made.height] = [Math.round(picture.width * scale), Math.round(picture.height * scale)];
+      made.getContext("2d").drawImage(picture, 0, 0, made.width, made.height);
+      state.image = made.toDataURL("image/png");
+      return ask();
+    }
     const reader = new FileReader();
     reader.onload = () => { state.image = reader.result; ask(); };
     reader.readAsDataURL(file);
@@ -94,7 +104,7 @@
     canvas.addEventListener(kind, (event) => {
       event.preventDefault();
       canvas.classList.toggle("over", kind === "dragover");
-      if (kind === "drop") show(event.dataTransfer.files[0]);
+      if (kind === "drop") open(event.dataTransfer.files[0]);
     });
   }
 
@@ -104,24 +114,34 @@
     state.timer = setTimeout(send, 120); // a slider that is being moved asks once
   }
   async function send() {
-    if (!state.image) return;
+    if (!state.image || !state.model) return;
     const turn = ++state.asked;
+    if (state.busy) return; // the question on its way asks again when it comes back: they never pile up
+    state.busy = true;
+    const answer = await post("/api/solve", { ...options(), ...(state.rival === null ? {} : { rival: state.rival }) });
+    state.busy = false;
+    if (turn !== state.asked) return send(); // something has changed since
+    if (!answer) return;
+    fail("");
+    if (state.model.kind === "denoiser") return show.restored(answer);
+    show.classified(state.model, answer, (rival) => { state.rival = rival; ask(); });
+    if (!answer.steps.length) return;
+    $("point").replaceChildren(element("p", { class: "note" }, "At this image: computing …"));
+    const found = await post("/api/certificate", options());
+    if (found && turn === state.asked) show.point(found);
+  }
+  async function post(address, asked) {
+    const turn = state.asked;
     try {
-      const response = await fetch("/api/solve", {
-        method: "POST",
-        headers: { "Content-Type": "application/json" },
-        body: JSON.stringify({ image: state.image, ...options() }),
-      });
+      const body = JSON.stringify({ image: state.image, ...asked });
+      const response = await fetch(address, { method: "POST", headers: { "Content-Type": "application/json" }, body });
       const answer = await response.json();
-      if (turn !== state.asked) return; // a later question is on its way
-      if (!response.ok) return fail(answer.error || "The server refused the request.");
-      fail("");
-      state.answer = answer;
-      if (state.model.kind === "denoiser") restored(answer);
-      else classified(answer);
+      if (response.ok) return answer;
+      if (turn === state.asked) fail(answer.error || "The server refused the request.");
     } catch {
       if (turn === state.asked) fail("The server does not answer. Is `opteq play` still running?");
     }
+    return null;
   }
   function options() {
     const values = Object.fromEntries(Object.entries(state.controls).map(([name, one]) => [name, one.value()]));
@@ -141,112 +161,13 @@
     $("controls").append(element("div", { class: "control" }, element("label", { for: `control-${name}` }, label), slider, output));
   }
 
-  // ---- what is shown ----------------------------------------------------------------------------------------------
-  function bar(name, value, scale, text, style) {
-    const svg = drawn("svg", { viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
-    const width = scale ? Math.min(100, (100 * Math.abs(value || 0)) / scale) : 0;
-    svg.append(drawn("rect", { x: 0, y: 0, width, height: 8, class: style }));
-    return element("div", { class: "bar" }, element("span", { title: name }, name), svg, element("span", {}, text));
-  }
-  function curve(values, at, log, label) {
-    const good = values.map((value) => (value === null || (log && value <= 0) ? null : log ? Math.log10(value) : value));
-    const known = good.filter((value) => value !== null);
-    if (known.length < 2) return null;
-    const low = Math.min(...known);
-    const high = Math.max(...known);
-    const across = (index) => (100 * index) / (good.length - 1);
-    const points = good
-      .map((value, index) => (value === null ? null : `${across(index)},${38 - (36 * (value - low)) / (high - low || 1)}`))
-      .filter((point) => point !== null);
-    const svg = drawn("svg", { viewBox: "0 0 100 40", preserveAspectRatio: "none", class: "curve", role: "img", "aria-label": label });
-    svg.append(drawn("polyline", { points: points.join(" ") }));
-    svg.append(drawn("line", { x1: across(at), x2: across(at), y1: 0, y2: 40 }));
-    return svg;
-  }
-  function picture(source, alternative, caption) {
-    return element("figure", {}, element("img", { src: source, alt: alternative }), element("figcaption", {}, caption));
-  }
-  function probabilities(shares) {
-    const order = shares.map((share, index) => [share, index]).sort((a, b) => (b[0] ?? -1) - (a[0] ?? -1)).slice(0, 10);
-    return order.map(([share, index]) => bar(state.model.classes[index], share, 1, percent(share), "for"));
-  }
-  function classified(answer) {
-    const { classes } = state.model;
-    const proof = answer.evidence;
-    const [best, rival] = [classes[answer.predicted], classes[proof.rival]];
-    const rows = [...proof.channels.map(([name, share]) => [`channel ${name}`, share]), ["other channels", proof.others], ["bias", proof.bias]];
-    const scale = Math.max(...rows.map(([, share]) => Math.abs(share || 0)), 1e-12);
-    $("answer").replaceChildren(
-      element("div", { class: "pictures" },
-        picture(answer.image, "the image as the model sees it", "as the model sees it"),
-        picture(proof.pixels, "evidence of every pixel", proof.exact ? "evidence of every pixel" : "evidence, to first order")),
-      element("h3", {}, "Classes"), ...probabilities(answer.probabilities),
-      element("h3", {}, `Evidence for ${best} against ${rival}: ${signed(proof.difference)}`),
-      ...rows.map(([name, share]) => bar(name, share, scale, signed(share), share >= 0 ? "for" : "against")),
-      element("p", { class: "note" }, "The shares add up to the difference of the two logits."),
-    );
-    solved(answer);
-  }
-  function solved(answer) {
-    const target = $("solve");
-    if (!answer.steps.length) {
-      target.replaceChildren(element("p", { class: "note" }, "This model has no single equilibrium layer to look into."));
-      return;
-    }
-    const end = answer.steps.length - 1;
-    const slider = element("input", { type: "range", min: 0, max: end, step: 1, value: end, id: "step" });
-    const label = element("output", { for: "step" });
-    const view = element("div", {});
-    const look = () => {
-      const at = Number(slider.value);
-      const step = answer.steps[at];
-      label.textContent = `${at} of ${end}`;
-      const terms = step.terms === null ? [] : Object.entries(step.terms);
-      view.replaceChildren(...[
-        step.state ? element("figure", {}, element("img", { id: "state", src: step.state, alt: `state after ${at} steps` }),
-          element("figcaption", {}, "channels of the state")) : null,
-        element("h3", {}, `Objective: ${step.objective === null ? "none" : number(step.objective)}`),
-        curve(answer.steps.map((one) => one.objective), at, false, "objective after every step"),
-        element("h3", {}, `Relative residual: ${number(step.residual)}`),
-        curve(answer.steps.map((one) => one.residual), at, true, "relative residual after every step"),
-        terms.length ? element("h3", {}, "Terms") : null,
-        terms.length ? element("table", {}, element("tbody", {}, ...terms.map(([name, value]) =>
-          element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, number(value)))))) : null,
-        element("h3", {}, "Classes at this step"), ...probabilities(step.probabilities).slice(0, 4),
-      ].filter((part) => part !== null));
-    };
-    slider.addEventListener("input", look);
-    const how = answer.solve;
-    target.replaceChildren(
-      element("p", { class: "note" }, `${how.method}: ${how.status}, ${how.steps} steps, residual ${number(how.residual)}, tolerance ${number(how.tol)}. Below: plain steps.`),
-      element("div", { class: "control" }, element("label", { for: "step" }, "plain step"), slider, label),
-      view,
-    );
-    look();
-  }
-  function restored(answer) {
-    $("answer").replaceChildren(element("div", { class: "pictures" },
-      picture(answer.before, "before", "before"), picture(answer.after, "after", "after")));
-    const facts = [["steps", answer.steps], ["relative residual", number(answer.residual)],
-      ["energy minimised", answer.minimised ? "yes" : "no, within the steps allowed"]];
-    if (answer.psnr !== null) facts.push(["PSNR", `${answer.psnr.toFixed(2)} dB`]);
-    $("solve").replaceChildren(element("table", {}, element("tbody", {}, ...facts.map(([name, value]) =>
-      element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, String(value)))))));
-  }
-  function certificate(found) {
-    const target = $("certificate");
-    if (!found || found.error) {
-      target.replaceChildren(element("p", { class: "note" }, found ? found.error : "There is none for this model."));
-      return;
-    }
-    const word = (value) => (value === null ? "unknown" : value === true ? "yes" : value === false ? "no" : number(value));
-    const rows = [["exists", "An equilibrium exists"], ["unique", "It is unique"], ["contraction", "Contraction factor"], ["lipschitz", "Lipschitz constant"]];
-    target.replaceChildren(
-      element("p", { class: "note" }, "From the weights alone, for every image, with all terms as trained."),
-      element("dl", {}, ...rows.flatMap(([key, name]) => [
-        element("dt", {}, `${name}: ${word(found[key])}`), element("dd", {}, found.reasons[key] || ""),
-      ])),
-    );
+  function toggle(name, label, initial) {
+    const box = element("input", { type: "checkbox", id: `control-${name}` });
+    const reset = () => { box.checked = initial; };
+    reset();
+    box.addEventListener("input", ask);
+    state.controls[name] = { value: () => box.checked, reset };
+    $("controls").append(element("div", { class: "control" }, element("label", { for: `control-${name}` }, label), box));
   }
 
   // ---- start ------------------------------------------------------------------------------------------------------
@@ -256,12 +177,13 @@
     state.model = model;
     $("name").textContent = model.name;
     document.title = `${model.name} · opteq play`;
-    $("about").textContent = model.kind === "denoiser" ? "a denoiser" : `${model.model}, ${model.classes.length} classes`;
+    $("about").textContent = model.kind === "denoiser" ? model.model : `${model.model}, ${model.classes.length} classes`;
     if (model.kind === "denoiser") {
       control("sigma", "noise level", 0, 75, 1, 25, (v) => v, (v) => `${v} / 255`);
       control("strength", "prior", -1, 1, 0.05, 0, (v) => 10 ** v, (v) => `${v.toFixed(2)} ×`);
       control("tol", "tolerance", -6, -2, 0.5, -4, (v) => 10 ** v);
-      certificate(null);
+      toggle("add_noise", "add noise", true);
+      show.certificate(model.certificate);
       return;
     }
     if (model.tol !== null) {
@@ -269,10 +191,10 @@
       control("tol", "tolerance", -6, -0.5, 0.25, Math.round(4 * usual) / 4, (v) => 10 ** v);
       for (const term of model.terms) control(term, term, 0, 4, 0.05, 1, (v) => v, (v) => `${v.toFixed(2)} ×`);
     }
-    certificate(model.certificate);
+    show.certificate(model.certificate);
   }
   $("clear").addEventListener("click", clear);
-  $("file").addEventListener("change", (event) => { show(event.target.files[0]); event.target.value = ""; });
+  $("file").addEventListener("change", (event) => { open(event.target.files[0]); event.target.value = ""; });
   $("reset").addEventListener("click", () => { Object.values(state.controls).forEach((one) => one.reset()); ask(); });
   start().catch(() => fail("The server does not answer. Is `opteq play` still running?"));
 })();

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from opteq.report.charts.images import matrix_image
-from opteq.report.html.markup import Html, join, tag
+from opteq.report.html.markup import Html, join, scroller, tag
 from opteq.report.html.numbers import percent, plural
 
 _LARGEST_TABLE = 12
@@ -90,20 +90,9 @@ def _table(confusion: Tensor, classes: Sequence[str]) -> Html:
             )
         right = percent(counts[i][i] / totals[i]) if totals[i] else "–"
         rows.append(tag("tr", tag("th", tag("span", name), scope="row"), *cells, tag("td", right, class_="recall")))
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag("thead", head),
-            tag("tbody", *rows),
-            class_="confusion long" if longest > 3 else "confusion",
-            style=f"--names:{width}rem",
-        ),
-        class_="scroller",
-        tabindex="0",
-        role="region",
-        aria_label="Confusion matrix: a row for each true class, a column for each predicted one",
-    )
+    kind = "confusion long" if longest > 3 else "confusion"
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_=kind, style=f"--names:{width}rem")
+    return scroller(table, "Confusion matrix: a row for each true class, a column for each predicted one")
 
 
 def _large(confusion: Tensor, classes: Sequence[str]) -> Html:

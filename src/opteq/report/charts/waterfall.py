@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 from opteq.report.charts.axes import Axis
-from opteq.report.html.markup import Html, tag, text
+from opteq.report.html.markup import Html, scroller, tag, text
 from opteq.report.html.numbers import decimal
 
 _WIDTH, _ROW, _TOP = 360, 30, 6
@@ -112,4 +112,5 @@ def terms_table(start: Mapping[str, float], end: Mapping[str, float]) -> Html:
         class_="sum",
     )
     head = tag("tr", *(tag("th", text(name), scope="col") for name in ("term", "at the start", "at the equilibrium")))
-    return tag("table", tag("thead", head), tag("tbody", *rows, total), class_="numbers")
+    table = tag("table", tag("thead", head), tag("tbody", *rows, total), class_="numbers")
+    return scroller(table, "Terms of the objective")

@@ -47,6 +47,11 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
     return Html(f"<{opening}>{join(*children)}</{name}>")
 
 
+def scroller(content: Html, label: str) -> Html:
+    """A region that scrolls sideways, by keys too, where its content is wider than the page."""
+    return tag("div", content, class_="scroller", tabindex="0", role="region", aria_label=label)
+
+
 def raised(value: str) -> Html:
     """Text with Unicode superscripts as ``<sup>``, which fonts draw evenly in large type.
 

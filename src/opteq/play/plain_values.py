@@ -1,0 +1,33 @@
+"""Values as JSON has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from opteq.problems import Problem
+from opteq.report.html.numbers import with_symbols
+
+
+def finite(value: Any) -> Any:
+    """The same with None in the place of numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(inside) for key, inside in value.items()}
+    return [finite(inside) for inside in value] if isinstance(value, list | tuple) else value
+
+
+def certificate_of(problem: Problem) -> Any:
+    """What the weights of a problem alone prove, for every input."""
+    try:
+        certificate = problem.certificate()
+    except (ValueError, RuntimeError) as error:
+        return {"error": str(error)}
+    return finite({
+        "exists": certificate.exists,
+        "unique": certificate.unique,
+        "contraction": certificate.contraction,
+        "lipschitz": certificate.lipschitz,
+        "reasons": {name: with_symbols(reason) for name, reason in certificate.reasons.items()},
+    })  # fmt: skip
