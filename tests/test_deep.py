@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
+from opteq import penalties
 from opteq.problems.deep.deep_opteq import BoundDeepOptEq
 from oracles import SHARP, cp
 
@@ -373,3 +374,37 @@ def test_a_regulariser_joins_the_first_inclusion() -> None:
     unknown = opteq.DeepOptEq(layers, regularizer=opteq.regularizers.Decorrelation()).certificate()
     assert unknown.contraction is None
     assert "Decorrelation" in unknown.reasons["unique"]
+
+
+def test_gradient_descent_reaches_a_global_optimum_at_a_linear_rate() -> None:
+    """Theorem 6: wide layers, a smooth and strongly monotone activation, full-batch gradient descent.
+
+    The labels are random, so only a global optimum has loss 0. The loss falls at least by a constant factor per step,
+    and the distance of the weights to their limit by its square root.
+    """
+    activation = penalties.FromActivation(lambda v: 0.5 * v + 0.5 * torch.tanh(v), lipschitz=1.0)  # slopes in [0.5, 1]
+    torch.manual_seed(3)
+    layers = [(op.Dense(24, 60), nn.Linear(4, 60)) for _ in range(2)]
+    for W, _ in layers:
+        W.weight.data *= 0.5
+    problem = opteq.DeepOptEq(layers, activation=activation).double()
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-8, max_steps=100), opteq.Implicit(tol=1e-8))
+    last = nn.Linear(24, 2, bias=False).double()
+    x, labels = torch.randn(4, 4).double(), torch.randn(4, 2).double()
+    weights = [*layer.parameters(), *last.parameters()]
+    losses, path = [], []
+    for _ in range(80):
+        loss = 0.5 * (last(layer(x)) - labels).square().sum()
+        slopes = torch.autograd.grad(loss, weights)
+        losses.append(float(loss.detach()))
+        path.append(torch.cat([weight.detach().flatten() for weight in weights]))
+        with torch.no_grad():
+            for weight, slope in zip(weights, slopes, strict=True):
+                weight -= 0.02 * slope
+    assert losses == sorted(losses, reverse=True)
+    rate = max(later / sooner for sooner, later in zip(losses, losses[10:], strict=False)) ** 0.1  # per step
+    assert rate < 0.985
+    assert losses[-1] < 1e-2 * losses[0]
+    distances = [float((point - path[-1]).norm()) for point in path]
+    assert all(distance <= 1.1 * distances[0] * rate ** (step / 2) for step, distance in enumerate(distances))
+    assert distances[0] < 0.5 * float(path[0].norm())  # the weights stay near their start, as the proof needs
