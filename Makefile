@@ -2,20 +2,28 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+# The tests of one file run in one process: what they load and train for all of them is made once.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile
+# Bytecode is kept: the processes that tests start load it in a third of the time.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all gpu lint format bench hunt docs dist clean
+.PHONY: demo test test-all quick gpu lint format bench hunt docs dist clean
 
 # Trains a classifier on the digits of the package and writes a report; a second call resumes where the first stopped.
 demo: $(VENV)/.demo
 	$(BIN)/opteq train digits --out runs/digits --resume
 
-test: $(VENV)/.test lint
-	$(BIN)/python -m pytest -q -n auto --timeout 300 -m "not slow and not gpu"
+# The type checker runs beside the tests: it takes one core for as long as they take two to begin.
+test: $(VENV)/.test
+	$(MAKE) --no-print-directory --jobs 2 lint quick
 
 # The same and the slow tests, such as whole trainings.
 test-all: $(VENV)/.test lint
-	$(BIN)/python -m pytest -q -n auto --timeout 900 -m "not gpu"
+	$(PYTEST) --timeout 900 -m "not gpu"
+
+quick: $(VENV)/.test
+	$(PYTEST) --timeout 300 -m "not slow and not gpu"
 
 gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m gpu
@@ -56,12 +64,11 @@ $(VENV)/.demo: EXTRAS := all
 $(VENV)/.test: EXTRAS := test
 $(VENV)/.bench: EXTRAS := bench
 $(VENV)/.docs: EXTRAS := docs
-# The pinned torch goes in first: a range that admits a newer one would fetch gigabytes of CUDA libraries. Nothing is
-# compiled ahead: most files of most packages are never imported.
+# The pip that comes with Python takes half as long again as a new one. Nothing is compiled ahead: most files of most
+# packages are never imported.
 $(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.docs: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(PIP) torch
 	$(PIP) --editable '.[$(EXTRAS)]'
 	touch $@
 

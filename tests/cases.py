@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -203,6 +206,24 @@ ROUGH_GRADIENTS = {
     "one-step": opteq.OneStep(),
     "shine": opteq.Shine(),
 }
+
+
+def combined(cases: Iterable[Case], *axes: Mapping[str, object], quick: int = 1) -> list[Any]:
+    """Every case with every combination of options, as parameters of a test; all but ``quick`` a case are slow.
+
+    Problems, solvers, gradients and dtypes hardly interact: what one of them gets wrong, it gets wrong with most of
+    the others. So the quick run takes other combinations from case to case, and over all cases each of them occurs.
+    """
+    combinations = list(itertools.product(*(axis.items() for axis in axes)))
+    stride = next(n for n in (7, 5, 3, 1) if len(combinations) % n)
+    parameters = []
+    for number, case in enumerate(cases):
+        chosen = {(number * stride + k * len(combinations) // quick) % len(combinations) for k in range(quick)}
+        for index, options in enumerate(combinations):
+            marks = pytest.mark.chosen if index in chosen else pytest.mark.slow
+            name = "-".join([case.name, *(label for label, _ in options)])
+            parameters.append(pytest.param(case, *(value for _, value in options), id=name, marks=marks))
+    return parameters
 
 
 def by_name(names: str) -> list[Case]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import zlib
 
+# The tensors here are tiny and the tests run in several processes: more threads would only get in each other's way.
+# Libraries of linear algebra read this when they are loaded, those of programs that tests start as well.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
 import pytest
 import torch
 
-# The tensors here are tiny and the tests run in several processes: more threads would only get in each other's way.
 torch.set_num_threads(1)
 
 # Where there is no GPU, Triton's interpreter runs the fused kernels. It has to be known before Triton is imported.
@@ -16,14 +19,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# The laws are products of cases, solvers, gradients and dtypes. Three quarters of the combinations of a law are left to
-# `make test-all`: which ones is told by their names, so that it is the same ones everywhere, and every case, solver and
-# gradient occurs.
+# Laws are products of cases and options. Three quarters of the combinations are left to `make test-all`: which ones
+# follows from their names, so that it is the same ones everywhere. Products that choose by themselves (cases.combined)
+# are left as they are.
 _THINNED = ("test_laws_", "test_regularizers", "test_penalties", "test_solvers", "test_hooks", "test_aliases")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        chosen = zlib.crc32(item.nodeid.encode()) % 4 == 0
-        if item.path.name.startswith(_THINNED) and "[" in item.nodeid and not chosen:
+        if "[" not in item.nodeid or not item.path.name.startswith(_THINNED) or item.get_closest_marker("chosen"):
+            continue
+        if zlib.crc32(item.nodeid.encode()) % 4:
             item.add_marker(pytest.mark.slow)

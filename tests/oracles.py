@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import cvxpy as cp
 import numpy as np
 import torch
 from torch import Tensor
 
+from lazy import lazily
 from opteq.problems.base import Problem
 from opteq.states import State, blocks, like, map_state
 
+cp = lazily("cvxpy")
+SHARP = {"solver": "CLARABEL", "tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
+"""Options of an interior-point solver that ends close to machine precision."""
 
-def unrolled_features(problem: Problem, x: Tensor, steps: int = 400) -> State:
-    """Plain iteration on autograd's tape, damped where the problem needs it."""
+
+def unrolled_features(problem: Problem, x: Tensor, least: int = 50, most: int = 400) -> State:
+    """Plain iteration on autograd's tape until it stands still, damped where the problem needs it."""
     hidden = problem(x)
     y = hidden.start()
 
@@ -22,8 +26,12 @@ def unrolled_features(problem: Problem, x: Tensor, steps: int = 400) -> State:
         share = torch.as_tensor(hidden.damping, dtype=old.dtype)
         return old + share.reshape(-1, *[1] * (old.ndim - 1)) * (new - old)
 
-    for _ in range(steps):
-        y = map_state(towards, y, hidden.step(y))
+    for step in range(most):
+        before, y = y, map_state(towards, y, hidden.step(y))
+        # Derivatives arrive a few steps after values; the least number of steps is for states that do not move at all.
+        moved = max(float((new - old).detach().abs().max()) for new, old in zip(blocks(y), blocks(before), strict=True))
+        if step >= least and moved < 1e-14:
+            break
     return hidden.features(y)
 
 
@@ -68,5 +76,5 @@ def relu_programme(W: Tensor, c: Tensor) -> tuple[np.ndarray, float]:
     y = cp.Variable(n)
     objective = 0.5 * cp.quad_form(y, cp.psd_wrap(quadratic)) - c.detach().numpy() @ y
     programme = cp.Problem(cp.Minimize(objective), [y >= 0])
-    value = programme.solve(solver=cp.CLARABEL, tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12)
+    value = programme.solve(**SHARP)
     return y.value, float(value)

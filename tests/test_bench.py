@@ -15,7 +15,7 @@ from torch import Tensor
 
 import opteq
 from opteq.common.errors import UserError
-from opteq.gradients.forward import find_no_grad
+from opteq.gradients.base import find_no_grad
 from opteq.states import blocks, single
 from opteq_bench import command, contenders, epoch, floor, record, rivals, stepping, timing
 from opteq_bench import run as bench

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import opteq
 from all_cases import CASES as ALL_CASES
-from cases import CASES, Case
+from cases import CASES, Case, combined
 from opteq import operators as op
 from opteq import penalties, regularizers
 from opteq.problems.base import Problem
@@ -352,7 +352,7 @@ def test_it_follows_the_weights() -> None:
     assert after.contraction == pytest.approx(2.25, rel=0.02)
 
 
-@pytest.mark.parametrize("scales", [(4, 4), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("scales", [(4, 4), (1, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["mopteq", "none", "sum", "conv", "parallel"])
 def test_lipschitz_bound_holds_for_a_tuple_with_an_input_each(kind: str, scales: tuple[int, ...]) -> None:
     """Where branches have inputs of their own nothing is averaged, and averaging made the bound smaller."""
@@ -366,7 +366,7 @@ def test_lipschitz_bound_holds_for_a_tuple_with_an_input_each(kind: str, scales:
     else:
         problem = opteq.POptEq(branches, "identity", kind)
     layer = opteq.Equilibrium(problem.double(), opteq.Anderson(tol=1e-12, max_steps=300))
-    shapes = [(1, 2, 8 // scale, 8 // scale) for scale in scales]
+    shapes = [(1, 2, 4 // scale, 4 // scale) for scale in scales]
     sizes = [math.prod(shape) for shape in shapes]
 
     def features(flat: Tensor) -> Tensor:
@@ -379,8 +379,7 @@ def test_lipschitz_bound_holds_for_a_tuple_with_an_input_each(kind: str, scales:
     assert float(torch.linalg.matrix_norm(jacobian, 2)) <= bound
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
-@pytest.mark.parametrize("case", ALL_CASES, ids=[case.name for case in ALL_CASES])
+@pytest.mark.parametrize(("case", "bad"), combined(ALL_CASES, {str(bad): bad for bad in (math.nan, math.inf, 1e200)}))
 def test_weights_that_are_not_finite_have_no_certificate(case: Case, bad: float) -> None:
     """A NaN compares as if it were small: the second of two branches with it was certified."""
     problem = case.problem()

@@ -28,12 +28,12 @@ def test_norm_is_above_the_dense_one_and_close_to_it(channels):
     A = ConvChain(channels, kernel_size=3, bound=0.7).double()
     for weight in A.weights:
         weight.data.mul_(3)
-    size = 24
+    size = 12
     basis = torch.eye(channels[0] * size * size).double().reshape(-1, channels[0], size, size)
     with torch.no_grad():
         dense = torch.linalg.matrix_norm(A(basis).flatten(1), 2)
         assert dense <= A.norm() <= 0.7 * (1 + 1e-4)
-    assert dense > 0.6
+    assert dense > 0.55
 
 
 def test_weighted_suprema_hold_between_frequencies_of_the_grid():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import models
+from opteq.models.comparators.feedforward import PlainLayers
 from opteq.models.comparators.mdeq import MultiscaleStep, Zeros
+from opteq.models.registry import sketched
 from opteq.problems.monotone import SPLITTINGS, MonDEQ
+from opteq.problems.monotone_tiers import TieredMonDEQ
 
 N, SIDE = 3, 4
 
@@ -94,6 +98,91 @@ def test_mistakes_in_mondeq_are_named() -> None:
         opteq.Equilibrium(MonDEQ(N, U))(torch.zeros(1, 2, 2, 2))
 
 
+def tiered(splitting: str = "peaceman-rachford") -> TieredMonDEQ:
+    torch.manual_seed(0)
+    alpha = 0.05 if splitting == "forward-backward" else 1.0
+    problem = TieredMonDEQ((2, 3, 2), nn.Conv2d(2, 2, 1), m=0.3, splitting=splitting, alpha=alpha).double()
+    with torch.no_grad():
+        for gain, size in ((problem.gain_A, 1.5), (problem.gain_B, 0.7), (problem.gain_C, 2.0)):
+            for one in gain:
+                one.fill_(size)
+    return problem
+
+
+def tiered_W(problem: TieredMonDEQ, side: int) -> Tensor:
+    """The dense W, from convolutions of images with one pixel and transposed matrices."""
+    sizes = [(n, side >> tier, side >> tier) for tier, n in enumerate(problem.channels)]
+
+    def matrix(name: str, tier: int, stride: int = 1) -> Tensor:
+        kernel, gain = getattr(problem, name)[tier].detach(), getattr(problem, f"gain_{name}")[tier].detach()
+        pixels = torch.eye(math.prod(sizes[tier]), dtype=torch.float64).reshape(-1, *sizes[tier])
+        # An impulse response is what torch calls a flipped kernel.
+        padded = nn.functional.pad(pixels, (2, 0, 2, 0), mode="circular")
+        images = nn.functional.conv2d(padded, (gain / kernel.norm() * kernel).flip(2, 3), stride=stride)
+        return images.flatten(1).T
+
+    rows = [math.prod(size) for size in sizes]
+    A, S = (
+        torch.zeros(sum(rows), sum(rows), dtype=torch.float64),
+        torch.zeros(sum(rows), sum(rows), dtype=torch.float64),
+    )
+    places = [slice(sum(rows[:tier]), sum(rows[: tier + 1])) for tier in range(len(rows))]
+    for tier, place in enumerate(places):
+        A[place, place] = matrix("A", tier)
+        S[place, place] = matrix("B", tier) - matrix("B", tier).T
+        if tier + 1 < len(places):
+            A[places[tier + 1], place] = matrix("C", tier, stride=2)
+            below = matrix("A", tier + 1).T @ matrix("C", tier, stride=2)
+            S[places[tier + 1], place], S[place, places[tier + 1]] = -below, below.T
+    return (1 - problem.m) * torch.eye(len(A), dtype=torch.float64) - A.T @ A + S
+
+
+@pytest.mark.parametrize("splitting", SPLITTINGS)
+def test_tiered_mondeq_is_the_fixed_point_of_its_dense_matrix(splitting: str) -> None:
+    problem, side = tiered(splitting), 12
+    W = tiered_W(problem, side)
+    assert torch.linalg.eigvalsh(torch.eye(len(W)) - (W + W.T) / 2)[0] >= problem.m - 1e-12
+    x = torch.randn(2, 2, side, side, dtype=torch.float64)
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=500))
+    state = layer.solve(x).state
+    z = [torch.relu(part) if splitting == "peaceman-rachford" else part for part in state]
+    flat = torch.cat([part.flatten(1) for part in z], dim=1)
+    given = torch.cat([problem.U(x).flatten(1), torch.zeros(2, flat.shape[1] - 2 * side**2)], dim=1)
+    torch.testing.assert_close(flat, torch.relu(flat @ W.T + given))
+    torch.testing.assert_close(layer(x), z[-1])
+    assert problem.certificate().unique
+
+
+def test_gradients_of_tiered_mondeq() -> None:
+    """Along one random direction of all weights and the image, against a central difference."""
+    solver = opteq.Anderson(tol=1e-11, max_steps=500)
+    layer = opteq.Equilibrium(tiered(), solver, opteq.Implicit(tol=1e-10, max_steps=200))
+    x = torch.randn(1, 2, 12, 12, dtype=torch.float64, requires_grad=True)
+    tensors = [x, *layer.parameters()]
+    directions = [torch.randn_like(tensor) for tensor in tensors]
+
+    def moved(length: float) -> Tensor:
+        with torch.no_grad():
+            for tensor, direction in zip(tensors, directions, strict=True):
+                tensor += length * direction
+        loss: Tensor = layer(x).sin().sum()
+        return loss
+
+    gradients = torch.autograd.grad(moved(0.0), tensors)
+    assert all(bool(gradient.abs().sum() > 0) for gradient in gradients)
+    slope = sum((gradient * direction).sum() for gradient, direction in zip(gradients, directions, strict=True))
+    with torch.no_grad():
+        high, low = moved(1e-5), moved(-2e-5)
+    torch.testing.assert_close(slope, (high - low) / 2e-5, rtol=1e-5, atol=1e-8)
+
+
+def test_mistakes_in_tiered_mondeq_are_named() -> None:
+    with pytest.raises(ValueError, match=r"TieredMonDEQ.m should lie in \(0, 1\]; got 2"):
+        TieredMonDEQ((2, 2), nn.Identity(), m=2.0)
+    with pytest.raises(ValueError, match="3 tiers need sides that 4 divides; got 6 x 8"):
+        opteq.Equilibrium(tiered())(torch.zeros(1, 2, 6, 8, dtype=torch.float64))
+
+
 def test_the_large_mdeq_has_the_size_of_its_own_configuration() -> None:
     # Its 11.1M parameters are printed as 10M and as 11M; the other sizes are those of tests/test_models.py.
     assert models.describe("mdeq-10m").parameters == pytest.approx(11e6, rel=0.02)
@@ -158,3 +247,79 @@ def test_a_neural_ode_against_small_steps_of_runge_kutta() -> None:
     gradients = [torch.autograd.grad(out.square().sum(), [x, field.middle.weight]) for out in (found, h)]
     for ours, theirs in zip(*gradients, strict=True):
         assert (ours - theirs).norm() < 0.03 * theirs.norm()
+
+
+SMALL = {
+    "plain-199k": {"channels": 4, "hidden": (4, 6, 8)},
+    "resnet18": {"width": 4, "blocks": (1, 1)},
+    "wide-resnet50": {"width": 4, "blocks": (1, 1)},
+    "inception-v2": {"unit": 2},
+    "hrnet-13m": {"hidden": (4, 6), "modules": (2,), "heads": (2, 3), "last": 8, "first_width": 4},
+    "extractor-resnet50": {"extractor_width": 4, "extractor_blocks": (1, 2), "extractor_strides": (1, 2)},
+    "fcn-cityscapes": {"extractor_width": 4, "extractor_blocks": (1, 1), "extractor_strides": (1, 2), "head_width": 8},
+    "mondeq-1m": {"hidden": (4, 6, 4), "cells": 2},
+    "mdeq-single-18m-imagenet": {"hidden": (8,), "heads": (4,), "last": 8, "groups": 4, "on_failure": "ignore"},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_one_learns(name: str) -> None:
+    torch.manual_seed(0)
+    model = models.create(name, num_classes=3, **SMALL[name])
+    labels = torch.tensor([0, 1, 2, 0])
+    x = torch.randn(4, 3, 32, 32) + labels[:, None, None, None]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(6):
+        scores = model(x)
+        if name == "fcn-cityscapes":
+            assert scores.shape == (4, 3, 32, 32)
+            scores = scores.mean(dim=(2, 3))
+        assert scores.shape == (4, 3)
+        losses.append(nn.functional.cross_entropy(scores, labels))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        assert all(bool(weight.grad.any()) for weight in model.parameters())
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+    assert models.create(name, num_classes=0, **SMALL[name])(x).shape[0] == 4
+
+
+def test_a_plain_network_is_the_papers_equation() -> None:
+    torch.manual_seed(0)
+    layers = PlainLayers(3, (4, 5, 6), injected=(2,)).double()
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+
+    def conv(z: Tensor, module: nn.Conv2d) -> Tensor:
+        windows = nn.functional.unfold(z, 3, padding=1)
+        image = module.weight.flatten(1) @ windows
+        return (image if module.bias is None else image + module.bias[:, None]).reshape(2, -1, 6, 6)
+
+    z = conv(x, layers.U["0"]).clamp(min=0)
+    z = conv(z, layers.W[0]).clamp(min=0)
+    z = (conv(z, layers.W[1]) + conv(x, layers.U["2"])).clamp(min=0)
+    torch.testing.assert_close(layers(x), z)
+    assert [layer.bias is None for layer in layers.W] == [False, True]  # one b for each layer
+
+
+def test_shapes_inside_hrnet_and_inception() -> None:
+    with sketched():
+        image = torch.empty(1, 3, 224, 224)
+        branches = models.create("hrnet-w18").equilibrium(models.create("hrnet-w18").stem(image))
+        assert [tuple(part.shape[1:]) for part in branches] == [(18, 56, 56), (36, 28, 28), (72, 14, 14), (144, 7, 7)]
+        model = models.create("inception-v2")
+        sizes, z = [], model.stem(image)
+        for block in model.equilibrium:
+            z = block(z)
+            sizes.append((z.shape[1], z.shape[2]))
+    assert sizes[:3] == [(256, 28), (320, 28), (576, 14)]
+    assert sizes[3:] == [(576, 14), (576, 14), (608, 14), (608, 14), (1056, 7), (1024, 7), (1024, 7)]
+
+
+def test_mistakes_in_options_of_comparators_are_named() -> None:
+    with pytest.raises(ValueError, match="widen = 2 has no effect on basic blocks; set bottleneck = true"):
+        models.create("resnet18", widen=2)
+    with pytest.raises(ValueError, match=r"modules should have one value for each of 3 stages .* got \[1, 1\]"):
+        models.create("hrnet-w18", modules=(1, 1))
+    with pytest.raises(ValueError, match="heads and hidden should have one value per branch"):
+        models.create("hrnet-w18", heads=(1, 1))

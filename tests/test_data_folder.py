@@ -395,3 +395,75 @@ def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     seen = capsys.readouterr()
     assert seen.out == ""
     assert "decoding images" in seen.err
+
+
+# ---- super-classes
+
+
+def kinds(tmp_path: Path, table: str) -> Path:
+    for split, count in (("train", 3), ("test", 2)):
+        for name in ("bee", "ant", "oak", "fir", "elm"):
+            (tmp_path / "kinds" / split / name).mkdir(parents=True)
+            for number in range(count):
+                image(4, 4).save(tmp_path / "kinds" / split / name / f"{number}.png")
+    (tmp_path / "kinds" / "superclasses.csv").write_text(table, encoding="utf-8-sig")
+    return tmp_path / "kinds"
+
+
+TABLE = "class,superclass,note\noak,tree,\nant,insect,small\nfir,tree\nbee, insect\nelm,tree\n"
+
+
+def test_the_last_class_of_every_super_class_is_unseen(tmp_path: Path) -> None:
+    place = kinds(tmp_path, TABLE)
+
+    def load() -> data.Dataset:
+        return data.load("folder-superclasses", place, cache=tmp_path / "cache")
+
+    dataset = load()
+    assert dataset.classes == ("insect", "tree")
+    unseen = dataset.unseen
+    assert unseen is not None
+    for split, folder, held_in, each in (
+        (dataset.train, "train", ("ant", "elm", "fir"), 3),
+        (dataset.test, "test", ("ant", "elm", "fir"), 2),
+        (unseen, "test", ("bee", "oak"), 2),
+    ):
+        files = [place / folder / name / f"{number}.png" for name in held_in for number in range(each)]
+        assert torch.equal(split.images, torch.stack([read(path) for path in files]))
+        expected = [0 if name in ("ant", "bee") else 1 for name in held_in for _ in range(each)]
+        assert split.labels.tolist() == expected
+    # Another table is another data set, although the images are the same.
+    (place / "superclasses.csv").write_text(TABLE.replace("elm,tree", "elm,insect"))
+    again = load()
+    assert again.unseen is not None
+    assert again.unseen.labels.tolist() == [0, 0, 1, 1]
+    assert torch.equal(again.unseen.images[0], read(place / "test" / "elm" / "0.png"))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("", r"its first line is empty; expected a first line class,superclass"),
+        ("name,kind\nant,insect\n", r"its first line is name,kind; expected"),
+        (TABLE.replace("elm,tree\n", ""), r"has no line for the class 'elm'; add one"),
+        (TABLE + "cow,mammal\n", r"there are no images of the class 'cow'; add them or remove its line"),
+        (TABLE + "ant,tree\n", r"line 7 names the class 'ant' again; give it one line"),
+        (TABLE.replace("fir,tree", "fir,"), r"line 4 has no class or no super-class"),
+        (TABLE.replace("bee, insect", "bee,flower"), r"the super-class 'flower' has the class 'bee' alone"),
+    ],
+)
+def test_tables_that_are_wrong(tmp_path: Path, table: str, message: str) -> None:
+    place = kinds(tmp_path, table)
+    with pytest.raises(UserError, match=rf"superclasses\.csv: {message}") as caught:
+        data.load("folder-superclasses", place, cache=tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+def test_tables_that_cannot_be_read(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"superclasses\.csv: no such file, the table of super-classes; expected"):
+        data.load("folder-superclasses", root, cache=tmp_path / "cache")
+    (root / "superclasses.csv").write_bytes(b"class,superclass\n\xff\xfe,x\n")
+    with pytest.raises(UserError, match=r"superclasses\.csv: cannot be read as a table .*utf-8"):
+        data.load("folder-superclasses", root, cache=tmp_path / "cache")
+    with pytest.raises(UserError, match=r"data set 'folder-superclasses' needs root"):
+        data.load("folder-superclasses")

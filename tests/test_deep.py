@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cvxpy as cp
 import numpy as np
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 import opteq
 from opteq import operators as op
 from opteq.problems.deep.deep_opteq import BoundDeepOptEq
+from oracles import SHARP, cp
 
-SHARP = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
 EXACT = opteq.Anderson(tol=1e-14, max_steps=2000)
 
 

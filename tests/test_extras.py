@@ -94,23 +94,7 @@ def test_all_is_every_extra_of_the_program() -> None:
     assert PYPROJECT["optional-dependencies"]["all"] == ["opteq[train,cli,report,play]"]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_the_library_runs_without_extras() -> None:
-    extras = PYPROJECT["optional-dependencies"]
-    packages = names([one for extra in ("train", "cli", "report") for one in extras[extra]]) - ALWAYS_THERE
-    blocked = ["sklearn", *sorted(IMPORTED.get(package, package.replace("-", "_")) for package in packages)]
-    said = json.loads(fresh_process.run({"blocked": f"BLOCKED = {set(blocked)!r}\n{WITHOUT_EXTRAS}"})["blocked"])
-    assert said["fetch"] == "this needs huggingface_hub, which is not installed: pip install 'opteq[train]'"
-    assert said["plot"] == "this needs matplotlib, which is not installed: pip install 'opteq[report]'"
-    assert said["compare"] == "this needs rich, which is not installed: pip install 'opteq[cli]'"
-    assert said["augment"] == "this needs kornia, which is not installed: pip install 'opteq[train]'"
-    assert re.fullmatch(r"this needs \w+, which is not installed: pip install 'opteq\[train\]'", said["train"])
-    assert said["main"] == "2 opteq: this needs typer, which is not installed: pip install 'opteq[cli]'\n"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_play_and_export_name_their_extras() -> None:
-    code = """
+PLAY_AND_EXPORT = """
 import sys
 sys.modules.update(dict.fromkeys(["starlette", "uvicorn", "onnx", "onnxruntime", "onnxscript"]))
 import torch, opteq.models
@@ -123,9 +107,33 @@ for action in (lambda: __import__("opteq.play"), lambda: export(model, "m.onnx",
     except MissingExtraError as error:
         print(error)
 """
-    said = fresh_process.run({"blocked": code})["blocked"].splitlines()
-    assert said[0].endswith("pip install 'opteq[play]'")
-    assert said[1].endswith("pip install 'opteq[export]'")
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What processes say in which packages are missing."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+    extras = PYPROJECT["optional-dependencies"]
+    packages = names([one for extra in ("train", "cli", "report") for one in extras[extra]]) - ALWAYS_THERE
+    blocked = {"sklearn", *(IMPORTED.get(package, package.replace("-", "_")) for package in packages)}
+    return fresh_process.run({"all": f"BLOCKED = {blocked!r}\n{WITHOUT_EXTRAS}", "play and export": PLAY_AND_EXPORT})
+
+
+def test_the_library_runs_without_extras(said: dict[str, str]) -> None:
+    found = json.loads(said["all"])
+    assert found["fetch"] == "this needs huggingface_hub, which is not installed: pip install 'opteq[train]'"
+    assert found["plot"] == "this needs matplotlib, which is not installed: pip install 'opteq[report]'"
+    assert found["compare"] == "this needs rich, which is not installed: pip install 'opteq[cli]'"
+    assert found["augment"] == "this needs kornia, which is not installed: pip install 'opteq[train]'"
+    assert re.fullmatch(r"this needs \w+, which is not installed: pip install 'opteq\[train\]'", found["train"])
+    assert found["main"] == "2 opteq: this needs typer, which is not installed: pip install 'opteq[cli]'\n"
+
+
+def test_play_and_export_name_their_extras(said: dict[str, str]) -> None:
+    play, export = said["play and export"].splitlines()
+    assert play.endswith("pip install 'opteq[play]'")
+    assert export.endswith("pip install 'opteq[export]'")
 
 
 def test_a_module_of_our_own_that_is_missing_is_no_extra() -> None:

@@ -155,14 +155,14 @@ def test_linear_kernel_is_opteq_for_its_activations() -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh", "elu"])
-@pytest.mark.parametrize("gamma", [0.05, 0.3, 2.0, "auto"])
+@pytest.mark.parametrize("gamma", [0.05, 2.0, "auto"])
 def test_default_solvers_reach_the_equilibrium_up_to_the_edge_of_convexity(gamma: float | str, activation: str) -> None:
     """At ``|W|^2 = 2.1`` plain iteration cycles on some of these; the damping from the bound makes it converge."""
     undamped = opteq.Picard(tol=1e-9, max_steps=300, damping=1.0)
     failures = 0
     for seed in range(2):
         problem = random_geq(2.1, seed, kernels.Gaussian(gamma), activation)
-        x = 3 * torch.randn(64, 8, dtype=torch.float64)
+        x = 3 * torch.randn(32, 8, dtype=torch.float64)
         with torch.no_grad():
             states = [
                 opteq.Equilibrium(problem, solver, on_failure="raise").solve(x).state
@@ -198,7 +198,7 @@ def test_patches_too() -> None:
 @pytest.mark.parametrize("square", [3.0, 8.0, 30.0])
 def test_damping_finds_an_equilibrium_where_nothing_is_convex(square: float) -> None:
     problem = random_geq(square)
-    x = 3 * torch.randn(64, 8, dtype=torch.float64)
+    x = 3 * torch.randn(32, 8, dtype=torch.float64)
     with torch.no_grad():
         hidden = problem(x)
         assert hidden.damping == pytest.approx(1 / (1 + square))
@@ -248,7 +248,7 @@ def test_the_sigmoid_kernel_is_damped_sample_by_sample() -> None:
     """Its curvature grows with ``|c|^2``: large inputs make plain iteration jump, and damping finds them all."""
     torch.manual_seed(0)
     problem = GEQ(op.Dense(5, 6, bound=0.8), nn.Linear(4, 5), kernels.Sigmoid(), "relu").double()
-    x = torch.randn(200, 4, dtype=torch.float64) * 10 ** torch.linspace(-2, 1, 200, dtype=torch.float64)[:, None]
+    x = torch.randn(50, 4, dtype=torch.float64) * 10 ** torch.linspace(-2, 1, 50, dtype=torch.float64)[:, None]
     with torch.no_grad():
         hidden = problem(x)
         c = problem.U(x)
@@ -256,7 +256,7 @@ def test_the_sigmoid_kernel_is_damped_sample_by_sample() -> None:
         best, safe = 2 / (2 - 0.64), 1 / (1 + spread)
         expected = torch.where(0.64 + spread < 1, torch.full_like(safe, best), safe).clamp(max=1)
         torch.testing.assert_close(hidden.damping, expected)
-        y = torch.rand(200, 5, dtype=torch.float64)
+        y = torch.rand(50, 5, dtype=torch.float64)
         after = hidden.objective(y + hidden.damping[:, None] * (hidden.step(y) - y))
         assert (after <= hidden.objective(y) + 1e-10).all()
         plain = opteq.Equilibrium(problem, opteq.Picard(max_steps=500, damping=1.0), on_failure="ignore").solve(x)
@@ -374,10 +374,10 @@ PROBLEMS: list[tuple[Callable[[int], GEQ], tuple[int, ...]]] = [
 @pytest.mark.parametrize("which", range(len(PROBLEMS)), ids=["whole", "wide", "auto", "patches"])
 def test_certified_constants_are_never_exceeded(which: int, near: float) -> None:
     build, shape = PROBLEMS[which]
-    for seed in range(3):
+    for seed in range(2):
         problem = build(seed)
         certificate = problem.certificate()
-        a, b = pairs(near, 1000, shape)
+        a, b = pairs(near, 300, shape)
         with torch.no_grad():
             hidden = problem(a)
             y = 2 * torch.randn_like(hidden.start())
@@ -396,12 +396,12 @@ def test_certified_constants_are_within_a_factor_two_of_the_worst_case(square: f
     gamma = 0.3
     problem = dense_geq([[math.sqrt(square)]], gamma)
     certificate = problem.certificate()
-    x = torch.linspace(0.0, 8.0, 4001, dtype=torch.float64)[:, None]
+    x = torch.linspace(0.0, 8.0, 1001, dtype=torch.float64)[:, None]
     with torch.no_grad():
         layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-13, max_steps=500), on_failure="ignore")
         state = layer(x)
         slopes = (state[1:] - state[:-1]).abs() / (x[1:] - x[:-1])
-        y = torch.linspace(0.0, 8.0, 4001, dtype=torch.float64)[:, None]
+        y = torch.linspace(0.0, 8.0, 401, dtype=torch.float64)[:, None]
         hidden = problem(x[:1] + 2.0)
         jacobian = torch.stack([hidden.curvature(one[None], torch.ones(1, 1, dtype=torch.float64)) for one in y]).abs()
     assert certificate.lipschitz / 2 <= slopes.max() <= certificate.lipschitz * (1 + 1e-6)
@@ -427,7 +427,7 @@ def test_gradients_of_projection_and_gamma_by_finite_differences(square: float) 
         return probe_loss(functional_call(layer, dict(zip(weights, values, strict=True)), (x,)))
 
     values = [w.detach().clone().requires_grad_() for w in weights.values()]
-    assert torch.autograd.gradcheck(loss, (x, *values), atol=1e-7, rtol=1e-5)
+    assert torch.autograd.gradcheck(loss, (x, *values), atol=1e-6, rtol=1e-5, fast_mode=True)
     solution = layer.solve(x)
     probe_loss(solution.features).backward()
     assert solution.backward.method == "adjoint by CG"

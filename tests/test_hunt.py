@@ -113,12 +113,21 @@ def test_the_oracle_agrees_with_closed_forms() -> None:
         lambda w, x: x.norm(dim=1),
     )
     x = torch.ones(1, 1, dtype=torch.float64)
-    y = oracle.polished(equations, w, x, (0.3 * x,))
-    assert y is not None
+    y, found = oracle.polished(equations, w, x, (0.3 * x,))
+    assert bool(found)
     assert float(y[0]) == pytest.approx(4 / 3, rel=1e-12)
-    by_x, by_w = oracle.gradients(equations, w, x, y, lambda features: features[0].sum())
+    by_x, by_w = oracle.gradients(
+        equations, w, x, y, lambda features: features[0].sum(), oracle.jacobian(equations, w, x, y)
+    )
     assert float(by_x) == pytest.approx(4 / 3, rel=1e-12)
     assert float(by_w["W.weight"]) == pytest.approx(16 / 9, rel=1e-12)
+
+
+def test_the_oracle_has_the_adjoint_of_a_convolution() -> None:
+    weight, u = torch.randn(3, 2, 3, 3, dtype=torch.float64), torch.randn(4, 3, 2, 4, dtype=torch.float64)
+    zero = torch.zeros(4, 2, 2, 4, dtype=torch.float64)
+    (expected,) = torch.func.vjp(lambda v: oracle.forward(weight, v), zero)[1](u)
+    torch.testing.assert_close(oracle.backward(weight, u), expected)
 
 
 def test_a_hunt_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +138,7 @@ def test_a_hunt_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureF
         (path,) = tmp_path.glob("*.json")
         counted.append(json.loads(path.read_text())["next"]["recipes/plain"])
     assert counted[1] > counted[0] > 0
-    (tmp_path / "kills-seed3.json").write_text(json.dumps({"kills": 4, "runs": 2, "different": 0}))
+    (tmp_path / "kills-seed3-0.json").write_text(json.dumps({"kills": 4, "runs": 2, "different": 0}))
     assert f"recipes: {counted[1]}, {counted[1]} of them checked\n" in total(tmp_path)
     assert "kills: 4 in 2 trainings, 0 with other bytes" in total(tmp_path)
     assert main(["--seed", "3/recipes/plain/0"]) == 0
@@ -151,7 +160,7 @@ def test_a_failure_is_reported_with_what_reproduces_it(
 @pytest.mark.slow
 def test_trainings_survive_kills(tmp_path: Path) -> None:
     assert main(["--kills", "3", "--folder", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "kills-seed0.json").read_text())["kills"] >= 3
+    assert json.loads((tmp_path / "kills-seed0-0.json").read_text())["kills"] >= 3
 
 
 @pytest.mark.slow

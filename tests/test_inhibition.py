@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cvxpy
 import numpy as np
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 import opteq
 from opteq import operators as op
 from opteq.states import blocks, like, map_state
+from oracles import SHARP, cp
 
 EXACT = opteq.FISTA(tol=1e-12, max_steps=5000)
 
@@ -47,9 +47,9 @@ def test_the_minimiser_is_that_of_clarabel() -> None:
     found = opteq.Equilibrium(problem, EXACT)(x).detach().numpy()
     c, A = problem.U(x).detach().numpy(), problem.A.weight.detach().numpy()
     for sample in range(2):
-        y = cvxpy.Variable(6)
-        objective = problem.m / 2 * cvxpy.sum_squares(y) + cvxpy.sum_squares(A.T @ y) / 2 - c[sample] @ y
-        cvxpy.Problem(cvxpy.Minimize(objective), [y >= 0]).solve(solver=cvxpy.CLARABEL)
+        y = cp.Variable(6)
+        objective = problem.m / 2 * cp.sum_squares(y) + cp.sum_squares(A.T @ y) / 2 - c[sample] @ y
+        cp.Problem(cp.Minimize(objective), [y >= 0]).solve(**SHARP)
         assert np.abs(y.value - found[sample]).max() < 1e-5
 
 

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import opteq
 from all_cases import CASES
-from cases import EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name
+from cases import EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name, combined
 from opteq.gradients import Gradient
 from opteq.solvers import Solver
 from opteq.states import blocks
@@ -28,9 +28,7 @@ def reference(case: Case) -> list[torch.Tensor]:
     return gradients(unrolled_features(problem, x), [x, *problem.parameters()])
 
 
-@pytest.mark.parametrize("gradient", EXACT_GRADIENTS.values(), ids=EXACT_GRADIENTS)
-@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
-@pytest.mark.parametrize("case", CASES, ids=ids)
+@pytest.mark.parametrize(("case", "solver", "gradient"), combined(CASES, SOLVERS, EXACT_GRADIENTS, quick=2))
 def test_equal_to_a_long_unrolling(case: Case, solver: Solver, gradient: Gradient) -> None:
     problem = case.problem()
     x = case.input().requires_grad_()
@@ -119,9 +117,7 @@ def test_scaling_the_loss_changes_no_direction(dtype: torch.dtype, gradient: Gra
         assert difference([g / scale for g in scaled], plain) < (1e-9 if dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("gradient", ROUGH_GRADIENTS.values(), ids=ROUGH_GRADIENTS)
-@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
-@pytest.mark.parametrize("case", CASES, ids=ids)
+@pytest.mark.parametrize(("case", "solver", "gradient"), combined(CASES, SOLVERS, ROUGH_GRADIENTS))
 def test_rough_gradients_point_the_right_way(case: Case, solver: Solver, gradient: Gradient) -> None:
     problem = case.problem()
     x = case.input().requires_grad_()

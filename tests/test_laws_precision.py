@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opteq
 from all_cases import CASES
-from cases import SOLVERS, Case
+from cases import SOLVERS, Case, combined
 from opteq import operators as op
 from opteq.gradients import Gradient
 from opteq.solvers import Solver
@@ -20,14 +20,13 @@ NAMES = ("picard", "anderson", "broyden")
 KINDS = {"picard": opteq.Picard, "anderson": opteq.Anderson, "broyden": opteq.Broyden}
 # float32 is compared loosely: a bounded operator takes 0.05 % more margin in it than in float64.
 CLOSE = {torch.float32: 4e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+DTYPES = {str(dtype): dtype for dtype in CLOSE}
 # A factorisation or an inverse inside the step has no half-precision kernel in torch.
 IN_HALF = [case for case in CASES if case.name not in ("affine", "opteq-decorrelation")]
 GRADIENTS = {"implicit": opteq.Implicit(), "phantom": opteq.Phantom(steps=12), "unrolled": opteq.Unrolled(steps=20)}
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", IN_HALF, ids=[case.name for case in IN_HALF])
+@pytest.mark.parametrize(("case", "name", "dtype"), combined(IN_HALF, {name: name for name in NAMES}, DTYPES))
 def test_every_dtype_finds_the_equilibrium(case: Case, name: str, dtype: torch.dtype) -> None:
     exact = opteq.Equilibrium(case.problem(), SOLVERS["anderson"])(case.input())
     layer = opteq.Equilibrium(case.problem(dtype), KINDS[name](tol=1e-5, max_steps=100), on_failure="raise")
@@ -37,9 +36,7 @@ def test_every_dtype_finds_the_equilibrium(case: Case, name: str, dtype: torch.d
     assert difference(found, [part.detach() for part in blocks(exact)]) < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("case", IN_HALF, ids=[case.name for case in IN_HALF])
+@pytest.mark.parametrize(("case", "dtype", "gradient"), combined(IN_HALF, DTYPES, GRADIENTS))
 def test_every_dtype_finds_the_gradient(case: Case, dtype: torch.dtype, gradient: Gradient) -> None:
     def run(dtype: torch.dtype, solver: Solver) -> list[torch.Tensor]:
         problem = case.problem(dtype)

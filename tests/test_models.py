@@ -48,7 +48,27 @@ SIZES = {  # the printed numbers that the names stand for
     "augmented-neural-ode-172k": 172e3,
     "resnet18-cifar": 11.17e6,
     "resnet50-cifar": 23.5e6,
+    "plain-199k": 199e3,
+    "mdeq-18m-imagenet": 18e6,
+    "mdeq-single-18m-imagenet": 18e6,
+    "mdeq-63m-imagenet": 63e6,
+    "extractor-wide-resnet50": 27e6,
+    "resnet-13m": 13e6,
+    "hrnet-13m": 13e6,
 }
+# Published networks, of which every weight is known: our convolutions before a normalisation have no biases.
+PUBLISHED = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "wide-resnet50": 68_883_240,
+    "inception-v2": 11_295_240 - 10_016,
+    "hrnet-w18": 21_299_004 - 3_840,
+    "hrnet-13m": 13_187_464 - 3_840,
+    "mondeq-1m": 1_014_546 - 46_080,  # whose last layer sees a border of zeros, 10 x 10 pixels for our 8 x 8
+}
+ROUNDED = {"mondeq-1m": 1, "extractor-resnet50": 11, "hrnet-w18": 21, "resnet50": 26, "wide-resnet50": 69}  # millions
 # Sizes of the extractor, of OptEq and of the head where what the paper prints can't be had from the kernels it prints.
 EXTRACTED = {
     "opteq-small-imagenet": (8_543_296, 4_003_840, 4_676_584),  # printed: 8M, 7M, 3M
@@ -60,6 +80,10 @@ SIDES |= {"mopteq-13m-imagenet": 32, "opteq-small-imagenet": 16, "opteq-middle-i
 SIDES |= {"opteq-cityscapes": 16, "geq-5m-pyramid": 32, "mopteq-0.48m-pyramid": 32}
 SLOW = {"geq-8m", "geq-13m-imagenet", "mopteq-8.1m", "mopteq-10m-imagenette", "resnet50-cifar"}
 SLOW |= {"mopteq-13m-imagenet", "geq-6m-imagenet", "opteq-cityscapes", *EXTRACTED}
+LARGE = {"resnet18", "resnet34", "resnet50", "resnet101", "wide-resnet50", "resnet-13m", "inception-v2", "hrnet-w18"}
+LARGE |= {"hrnet-13m", "extractor-resnet50", "extractor-wide-resnet50", "fcn-cityscapes"}
+SLOW |= LARGE
+SIDES |= dict.fromkeys(LARGE, 64)
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in opteq.models.list()]
 
 
@@ -93,13 +117,29 @@ def training_step(model: Classifier, x: Tensor) -> None:
 
 
 def test_the_names_that_were_promised() -> None:
-    assert set(opteq.models.list()) == {*SIZES, *EXTRACTED, "opteq-cityscapes", "opteq-digits", "mdeq-10m"}
+    others = {"opteq-cityscapes", "fcn-cityscapes", "opteq-digits", "mdeq-10m"}
+    assert set(opteq.models.list()) == {*SIZES, *EXTRACTED, *PUBLISHED, *ROUNDED, *others}
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_size_is_the_printed_one(name: str) -> None:
     card = opteq.models.describe(name)
     assert abs(card.parameters / SIZES[name] - 1) <= 0.02, f"{name} has {card.parameters} parameters"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_size_is_that_of_the_published_network(name: str) -> None:
+    assert opteq.models.describe(name).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_size_rounds_to_the_printed_one(name: str) -> None:
+    assert round(opteq.models.describe(name).parameters / 1e6) == ROUNDED[name]
+
+
+def test_fcn_and_opteq_for_cityscapes_have_one_size() -> None:
+    sizes = [opteq.models.describe(f"{name}-cityscapes").parameters for name in ("fcn", "opteq")]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
 
 
 def test_cards_say_where_the_parameters_are() -> None:
@@ -174,7 +214,8 @@ def test_describe_counts_what_create_makes_and_draws_nothing() -> None:
 )
 def test_a_training_step(name: str) -> None:
     torch.manual_seed(0)
-    model = opteq.models.create(name, on_failure="raise") if "resnet" not in name else opteq.models.create(name)
+    baseline = opteq.models.describe(name).family == "baseline"
+    model = opteq.models.create(name) if baseline else opteq.models.create(name, on_failure="raise")
     training_step(model, make_images(name))
     layers = opteq.models.equilibria(model)
     assert bool(layers) == (opteq.models.describe(name).family != "baseline")

@@ -233,6 +233,12 @@ def test_updates_one_after_the_other_have_the_same_equilibria() -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+def test_one_channel_is_not_damped_for_products_that_it_does_not_have() -> None:
+    branch = opteq.Branch(op.Dense(1, 3, bound=0.8), nn.Linear(2, 3))
+    layer = opteq.Equilibrium(MOptEq([branch], diversity=0.1, smoothing=0.5), opteq.Picard(tol=1e-3, max_steps=40))
+    assert layer.solve(1e5 * torch.ones(1, 2)).status == (Status.CONVERGED,)
+
+
 def test_features_have_a_form_of_their_own() -> None:
     problem = MOptEq(pictures(1, 2), diversity=0.05, smoothing=0.5).double()
     with torch.no_grad():
@@ -255,7 +261,7 @@ def test_gradients_equal_finite_differences_with_signs_and_perturbations() -> No
         return torch.func.functional_call(layer, dict(zip(weights, values, strict=True)), (x,))
 
     values = [weight.detach().clone().requires_grad_() for weight in weights.values()]
-    assert torch.autograd.gradcheck(features, (x, *values), atol=1e-6, rtol=1e-4)
+    assert torch.autograd.gradcheck(features, (x, *values), atol=1e-6, rtol=1e-4, fast_mode=True)
 
 
 # Where it jumps
@@ -438,7 +444,7 @@ def test_perturbation_refuses_a_map_without_adjoint() -> None:
     torch.testing.assert_close(hidden.injections[1], x - 0.1 * hidden.perturbation[1][0])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("diversity", [None, 0.05])
 def test_proposition_2(seed: int, diversity: float | None) -> None:
     """For a minimiser and norms of at most 1: a reconstructed perturbation moves the objective or the features."""

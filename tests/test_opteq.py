@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cvxpy as cp
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 from torch import Tensor, nn
 
 import opteq
+from lazy import lazily
 from opteq import operators as op
 from opteq import penalties, regularizers
 from opteq.penalties import Penalty
-from opteq.problems.deep.block import Block
 from opteq.problems.linearisation import Structure
-from opteq.problems.opteq import BoundOptEq
+from opteq.problems.opteq import Block, BoundOptEq
 from opteq.states import blocks
-from oracles import dense_jacobian, relu_programme
+from oracles import SHARP, cp, dense_jacobian, relu_programme
 
-SHARP = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
 EXACT = opteq.Anderson(tol=1e-14, max_steps=1000)
+optimize = lazily("scipy.optimize")
 
 
 def linear_activation() -> Penalty:
@@ -298,7 +296,7 @@ def test_affine_change_of_variable_finds_the_minimiser_of_phi_of_a() -> None:
         (slope,) = torch.autograd.grad(value, point)
         return value.item(), slope.numpy()
 
-    found = scipy.optimize.minimize(phi_of_a, np.zeros(3), jac=True, tol=1e-12)
+    found = optimize.minimize(phi_of_a, np.zeros(3), jac=True, tol=1e-12)
     close(solution.features[0], found.x, 1e-6)
     close(problem(x).objective(solution.state)[0], found.fun, 1e-10)
     close(solution.features @ matrix.T + shift, solve(inner, x).features, 1e-11)
@@ -461,11 +459,11 @@ def test_plain_steps_decrease_the_merit(make: Callable[[], Penalty]) -> None:
                 merit = after
 
 
-@pytest.mark.parametrize("steps", [5, 20, 60])
+@pytest.mark.parametrize("steps", [5, 60])
 @pytest.mark.parametrize("activation", ["relu", "tanh", "softplus", "elu"])
 def test_acceleration_under_the_guard_ends_no_worse(activation: str, steps: int) -> None:
-    """Forty hard problems, ``|W|`` within a thousandth of 1: the merit is no higher than plain iteration's."""
-    for seed in range(4):
+    """Twenty hard problems, ``|W|`` within a thousandth of 1: the merit is no higher than plain iteration's."""
+    for seed in range(2):
         problem = opteq.OptEq(operator(random_matrix(12, 10, 0.999, seed)), activation=activation)
         x = random_vectors(10, 12, seed=seed) - 0.3
         hidden = problem(x)

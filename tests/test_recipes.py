@@ -113,6 +113,12 @@ def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
     same = [load_recipe(name) for name in recipes() if name.startswith("cifar10-jpeg-")]
     assert len(same) == 7
     rest = [recipe.model_dump(exclude={"name", "reproduces", "model"}) for recipe in same]
+    tiny = [load_recipe(name) for name in recipes() if name.startswith("tiny100-")]
+    assert len(tiny) == 7
+    for recipe in tiny:
+        assert (recipe.data.name == "folder-superclasses") == ("superclasses" in recipe.name)
+        tables = recipe.model_dump(exclude={"name", "reproduces", "model"})
+        rest.append({**tables, "data": {**tables["data"], "name": "folder"}})
     assert all(one == rest[0] for one in rest)
     assert (rest[0]["train"]["epochs"], rest[0]["train"]["precision"]) == (30, "bf16")
 

@@ -21,14 +21,14 @@ NAMES = [*KERNELS, *ABLATION, *ATTACKED, *SIX]
 
 
 def trains(name: str, side: int, **smaller: Any) -> None:
-    """Three steps of the recipe's optimiser, on attacked images where it says so."""
+    """Two steps of the recipe's optimiser, on attacked images where it says so."""
     torch.manual_seed(0)
     recipe = load_recipe(name)
     model = models.create(recipe.model.name, num_classes=10, **{**recipe.model.options, **smaller}, on_failure="raise")
     images, labels = torch.rand(4, 3, side, side), torch.arange(4)
     optimiser = torch.optim.SGD(model.parameters(), lr=recipe.optimizer.lr, momentum=recipe.optimizer.momentum)
     attack, losses = recipe.adversary.training(), []
-    for _ in range(3):
+    for _ in range(2):
         seen = images if attack is None else attack(model, images, labels)
         loss = F.cross_entropy(model(seen), labels)
         optimiser.zero_grad()

@@ -13,15 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import optimize, stats
 from torch import Tensor, nn
 
 import opteq
+from lazy import lazily
 from opteq import regularizers
 from opteq.gradients import Gradient
 from opteq.operators import Dense
 from opteq.regularizers import HSIC, L1, Decorrelation, Envelope, Incay, Regularizer, Ridge, base
 from opteq.regularizers.random_fourier import RandomFourier, _uniform
+
+optimize, stats = lazily("scipy.optimize"), lazily("scipy.stats")
 
 ALL = [
     Ridge(),

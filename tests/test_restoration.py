@@ -206,11 +206,16 @@ def test_folders_are_read_and_cropped(folders):
         Crops(torch.zeros(2, 8, 8), 16)
 
 
-def test_weights_that_look_at_the_image_keep_the_energy_convex():
+def guided(**options) -> Denoiser:
     torch.manual_seed(0)
-    model = Denoiser(DenoiserConfig(channels=(1, 2, 6), kernel_size=3, margin=0.05, hidden=3)).double()
-    for parameter in model.prior.weights.parameters():
-        parameter.data.normal_()
+    model = Denoiser(DenoiserConfig(channels=(1, 2, 6), kernel_size=3, margin=0.05, guide=4, depth=2, **options))
+    for parameter in model.prior.guide.parameters():
+        parameter.data.normal_(std=0.5)
+    return model.double()
+
+
+def test_a_guide_keeps_the_energy_convex():
+    model = guided()
     y, x = inputs(None)
     hidden = model.layer.problem(x)
     with torch.no_grad():
@@ -220,8 +225,44 @@ def test_weights_that_look_at_the_image_keep_the_energy_convex():
     certificate = model.layer.problem.certificate()
     assert certificate.unique
     assert certificate.lipschitz is None
-    model(*x).square().sum().backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in model.prior.weights.parameters())
+
+
+@pytest.mark.parametrize("size", [(8, 6), (7, 5)], ids=["even", "odd"])
+def test_gradients_of_a_guide_are_those_of_finite_differences(size):
+    model = guided(rho=0.0)
+    model.layer.solver = opteq.FISTA(tol=1e-13, max_steps=5000)
+    model.layer.gradient = opteq.Implicit(tol=1e-12, max_steps=500)
+    x = torch.rand(1, 1, *size, dtype=torch.float64)
+    sigma = torch.tensor([0.1], dtype=torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+
+    def restored(*values):
+        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x, sigma))
+
+    given = [p.detach().clone().requires_grad_() for _, p in model.named_parameters()]
+    assert torch.autograd.gradcheck(restored, given, eps=1e-6, atol=1e-5, fast_mode=True)
+
+
+def test_a_guided_energy_is_least_where_responses_are_as_expected():
+    """With x the image d and responses expected that are those of d, both terms vanish at d."""
+    model = guided()
+    clean = torch.rand(1, 1, 10, 10, dtype=torch.float64)
+    sigma = torch.tensor([0.1], dtype=torch.float64)
+    bound = model.prior.bind(sigma)
+
+    class Oracle(torch.nn.Module):
+        def forward(self, image, sigma):
+            expected = bound.filters(clean) / bound.scale
+            return torch.ones_like(expected), expected
+
+    model.prior.guide = Oracle()
+    solution = model.layer.solve((clean, sigma))
+    energy = model.layer.problem((clean, sigma)).value(clean).detach()
+    assert float(energy) == pytest.approx(0, abs=1e-12)
+    assert torch.allclose(solution.state, clean, atol=1e-9)
+    noisy = clean + 0.1 * torch.randn_like(clean)
+    error = model.layer.solve((noisy, sigma)).state - clean
+    assert error.norm() < 0.9 * (noisy - clean).norm()  # noise is taken off, whatever structure the image has
 
 
 def test_the_curvature_of_a_prior_can_be_limited() -> None:

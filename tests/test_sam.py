@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import cvxpy as cp
 import numpy as np
 import pytest
 import torch
@@ -17,8 +16,7 @@ from opteq import operators as op
 from opteq import regularizers
 from opteq.regularizers import Regularizer
 from opteq.solvers import Status
-
-SHARP = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
+from oracles import SHARP, cp
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ def test_the_prox_minimises_what_it_should(kind):
     u = torch.linspace(-2.5, 2.5, 11, dtype=torch.float64).expand(5, -1)
     found = ScaledPenalty(penalty, LENGTHS).prox(u)
     low, high = penalty.domain
-    grid = torch.linspace(max(low, -8), min(high, 8), 1_600_001, dtype=torch.float64)
+    grid = torch.linspace(max(low, -8), min(high, 8), 32_001, dtype=torch.float64)
     values = penalty.value(grid)
     for row, t in enumerate(LENGTHS):
         for column in range(0, 11, 2):
@@ -41,7 +41,7 @@ def test_the_prox_minimises_what_it_should(kind):
 def test_derivatives_are_those_of_finite_differences(kind):
     scaled = ScaledPenalty(penalties.get(kind), LENGTHS)
     u = torch.linspace(-2.53, 2.47, 9, dtype=torch.float64).expand(5, -1).contiguous().requires_grad_()
-    assert torch.autograd.gradcheck(scaled.prox, (u,), atol=1e-5)
+    assert torch.autograd.gradcheck(scaled.prox, (u,), atol=1e-5, fast_mode=True)
     (slope,) = torch.autograd.grad(scaled.prox(u).sum(), u)
     assert torch.allclose(slope, scaled.derivative(u), atol=1e-9)
     local = scaled.linearise(u.detach())

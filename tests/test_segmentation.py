@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.metrics import confusion_matrix, jaccard_score, recall_score
 from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from cityscapes_cases import CAR, EGO, ROAD, SKY, cityscapes, settings
+from lazy import lazily
 from opteq import data, models
 from opteq.cli import app
 from opteq.common.errors import UserError
@@ -36,6 +36,8 @@ from opteq.training.optim.schedules import schedule
 from opteq.training.recipe.sections import ScheduleSection
 from opteq.training.step import StepRunner
 from training_cases import lines
+
+sklearn_metrics = lazily("sklearn.metrics")
 
 # ---- Cityscapes
 
@@ -368,9 +370,11 @@ def test_counts_of_pixels() -> None:
     judged = labels != 255
     true, predicted = labels[judged].numpy(), logits.argmax(dim=1)[judged].numpy()
     assert counts.confusion is not None
-    assert np.array_equal(np.array(counts.confusion), confusion_matrix(true, predicted, labels=range(5)))
-    assert counts.mean_iou == pytest.approx(jaccard_score(true, predicted, average="macro"))
-    assert counts.class_accuracy == pytest.approx(recall_score(true, predicted, average="macro"))
+    assert np.array_equal(
+        np.array(counts.confusion), sklearn_metrics.confusion_matrix(true, predicted, labels=range(5))
+    )
+    assert counts.mean_iou == pytest.approx(sklearn_metrics.jaccard_score(true, predicted, average="macro"))
+    assert counts.class_accuracy == pytest.approx(sklearn_metrics.recall_score(true, predicted, average="macro"))
     assert counts.accuracy == pytest.approx(float((true == predicted).mean()))
     assert (counts.samples, counts.judged) == (5, int(judged.sum()))
     whole = F.cross_entropy(logits, labels, ignore_index=255, reduction="sum") / 42
@@ -502,7 +506,7 @@ def test_a_run_from_the_command_line(run: Path, streets: Path) -> None:
     with torch.no_grad():
         predicted = model((test.images / 255 - mean) / std).argmax(dim=1)
     judged = test.labels != 255
-    expected = jaccard_score(test.labels[judged].numpy(), predicted[judged].numpy(), average="macro")
+    expected = sklearn_metrics.jaccard_score(test.labels[judged].numpy(), predicted[judged].numpy(), average="macro")
     assert found["test_iou"] == pytest.approx(expected, abs=2e-3)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opteq.common.dynamo import constant, dynamo_disable
+from opteq.common.dynamo import constant
+from opteq.equilibrium import dynamo_disable
 
 
 def test_a_compiler_leaves_them_as_they_are() -> None:

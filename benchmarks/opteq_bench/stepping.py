@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opteq import engine
-from opteq.gradients.forward import find_no_grad
+from opteq.gradients.base import find_no_grad
 from opteq.solvers import Anderson, Picard, Solver
 from opteq.states import State, map_state
 from opteq_bench import floor, rivals

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.common.dynamo import dynamo_disable
 from opteq.common.errors import unknown_name
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
@@ -32,6 +34,35 @@ _PARTS: dict[str, tuple[type, str]] = {
 """The parts of a layer, which are checked whenever they are assigned: their class, and what they should be."""
 
 _ON_FAILURE = ("warn", "raise", "ignore")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_DISABLED = "_opteq_disabled"
+"""Where a function keeps what the compiler makes of it. (Not in a cache of functools, which the compiler warns of.)"""
+_REASON = (
+    "the number of solver steps depends on the data: compile without fullgraph, or export a model with a fixed number "
+    "of steps (opteq export --format exported), which compiles as one graph"
+)
+
+
+def dynamo_disable(function: Function) -> Function:
+    """``function`` as ``torch.compiler.disable`` makes it, once there is a compiler.
+
+    ``torch.compiler.disable`` itself loads all of torch's compiler, several times what torch takes to load.
+    """
+
+    @functools.wraps(function)
+    def called(*given: Any, **named: Any) -> Any:
+        # Who compiles a model has loaded the compiler before the model is called.
+        if "torch._dynamo" not in sys.modules:
+            return function(*given, **named)
+        if _DISABLED not in vars(function):
+            # torch 2.6 takes no reason.
+            known = "reason" in inspect.signature(torch.compiler.disable).parameters
+            said = {"reason": _REASON} if known else {}
+            setattr(function, _DISABLED, torch.compiler.disable(function, **said))  # type: ignore[no-untyped-call]
+        return getattr(function, _DISABLED)(*given, **named)
+
+    return called  # type: ignore[return-value]
 
 
 class Equilibrium(HoldsOptions, metaclass=NamedOptions):

@@ -7,6 +7,7 @@ import multiprocessing
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from hunt.run import KINDS, PATHS, Case, exit_with_work, total, work
 
@@ -15,9 +16,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit status: 1 where something failed."""
     given = _parser().parse_args(arguments)
     if given.kills:
-        from hunt.kills import killed
-
-        return killed(given.kills, int(given.seed), given.folder)
+        failed = _kill(given)
+        print(total(given.folder))
+        return failed
     if "/" in given.seed:
         case = Case.named(given.seed, given.device)
         verdict, failure = case.failure()
@@ -33,18 +34,42 @@ def _hunt(given: argparse.Namespace) -> int:
     seed = int(given.seed)
     if given.processes == 1:
         return int(work(seed, 0, *options) > 0)
-    # Fresh processes: CUDA does not survive a fork.
-    context = multiprocessing.get_context("spawn")
+    # CUDA does not survive a fork; a server that has imported torch, and computed nothing, starts others quickly.
+    context = multiprocessing.get_context("spawn" if given.device.startswith("cuda") else "forkserver")
+    if not given.device.startswith("cuda"):
+        context.set_forkserver_preload(["hunt.run", "torch._dynamo"])
     workers = [
         context.Process(target=exit_with_work, args=(seed, number, *options)) for number in range(given.processes)
     ]
+    return _joined(workers, given.folder)
+
+
+def _kill(given: argparse.Namespace) -> int:
+    """Trainings one after the other in every process, each with kills of its own."""
+    from hunt.kills import exit_with_kills, killed
+
+    if given.processes == 1:
+        return killed(given.kills, int(given.seed), 0, given.folder)
+    context = multiprocessing.get_context("spawn")
+    share, more = divmod(given.kills, given.processes)
+    workers = [
+        context.Process(target=exit_with_kills, args=(share + (number < more), int(given.seed), number, given.folder))
+        for number in range(given.processes)
+    ]
+    return _joined(workers, given.folder)
+
+
+def _joined(workers: list[Any], folder: Path) -> int:
+    """Waits for processes, and says how far they are about once a minute; 1 where one failed or died."""
     for worker in workers:
         worker.start()
-        time.sleep(0.1)
+    begun = time.monotonic()
+    while any(worker.is_alive() for worker in workers):
+        next(worker for worker in workers if worker.is_alive()).join(60)
+        print(f"{time.monotonic() - begun:.0f} s: " + "; ".join(total(folder).splitlines()[1:6]), flush=True)
     for number, worker in enumerate(workers):
-        worker.join()
         if worker.exitcode not in (0, 1):
-            print(f"worker {number} died ({worker.exitcode}); its case is in worker{number}.case in {given.folder}")
+            print(f"worker {number} died ({worker.exitcode}); its case is in a file *-worker{number}.case in {folder}")
     return int(any(worker.exitcode for worker in workers))
 
 

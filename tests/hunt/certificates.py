@@ -11,7 +11,7 @@ from torch import Tensor
 import opteq
 from hunt import oracle
 from hunt.drawing import Draw, require
-from hunt.oracle import flat, jacobian, polished, unflat
+from hunt.oracle import by_rows, flat, jacobian, polished, unflat
 from hunt.parts import DrawnProblem
 from hunt.problems import FAMILIES
 from opteq import operators as op
@@ -69,18 +69,20 @@ def _check_contraction(draw: Draw, drawn: DrawnProblem, x: Tensor, claim: float,
     equations = drawn.equations
     # An objective without penalty has equations of step length 1; a shorter step goes a part of that way.
     length = 1 / drawn.stretched(x.to(draw.device))[0]
-    for _ in range(3):
-        first = draw.power(-2, 2) * draw.normal(1, flat(equations.zero(1)).shape[1])
-        second = first + draw.power(-3, 2) * draw.normal(*first.shape)
-        images = [
-            torch.lerp(rows, flat(equations.step(w, x, unflat(rows, equations.shapes))), length)
-            for rows in (first, second)
-        ]
-        rate = float((images[0] - images[1]).norm() / (first - second).norm())
-        require(rate <= claim * (1 + _ROUNDING) + _ROUNDING, f"a step stretches by {rate}: {about}")
-        local = jacobian(equations, w, x, unflat(first, equations.shapes))
-        size = float(torch.linalg.matrix_norm(torch.lerp(torch.eye(len(local), dtype=local.dtype), local, length), 2))
-        require(size <= claim * (1 + _ROUNDING) + _ROUNDING, f"a step's derivative is {size}: {about}")
+    entries = flat(equations.zero(1)).shape[1]
+    first = torch.cat([draw.power(-2, 2) * draw.normal(1, entries) for _ in range(3)])
+    second = first + torch.cat([draw.power(-3, 2) * draw.normal(1, entries) for _ in range(3)])
+    inputs = x.expand(3, *x.shape[1:])
+    images = [
+        torch.lerp(rows, flat(equations.step(w, inputs, unflat(rows, equations.shapes))), length)
+        for rows in (first, second)
+    ]
+    rate = float(((images[0] - images[1]).norm(dim=1) / (first - second).norm(dim=1)).max())
+    require(rate <= claim * (1 + _ROUNDING) + _ROUNDING, f"a step stretches by {rate}: {about}")
+    local = jacobian(equations, w, inputs, unflat(first, equations.shapes))
+    slopes = torch.lerp(torch.eye(entries, dtype=local.dtype).expand_as(local), local, length)
+    size = float(torch.linalg.matrix_norm(slopes, 2).max())
+    require(size <= claim * (1 + _ROUNDING) + _ROUNDING, f"a step's derivative is {size}: {about}")
 
 
 def _check_equilibrium(draw: Draw, drawn: DrawnProblem, x: Tensor, certificate: opteq.Certificate, about: str) -> None:
@@ -96,9 +98,9 @@ def _check_equilibrium(draw: Draw, drawn: DrawnProblem, x: Tensor, certificate: 
             given = tuple(part.to(draw.device) for part in start)
             solution = layer.solve(x.to(draw.device), given if tupled else given[0])
             state = tuple(part.double().cpu() for part in blocks(solution.state))
-            exact = polished(equations, w, x, state) if bool(solution.converged.all()) else None
-            if exact is not None:
-                found.append(exact)
+            if bool(solution.converged.all()):
+                exact, there = polished(equations, w, x, state)
+                found += [exact] if bool(there) else []
     if len(found) == 2 and certificate.unique:
         distance = float((flat(found[0]) - flat(found[1])).norm())
         size = float(flat(found[0]).norm())
@@ -113,14 +115,14 @@ def _input_slope(drawn: DrawnProblem, x: Tensor, y: tuple[Tensor, ...]) -> float
     equations = drawn.equations
     w, _ = drawn.weights()
 
-    def step(inputs: Tensor) -> Tensor:
-        return flat(equations.step(w, inputs, y))[0]
+    def step(inputs: Tensor, rows: Tensor) -> Tensor:
+        return flat(equations.step(w, inputs, unflat(rows, equations.shapes)))
 
-    def read(row: Tensor, inputs: Tensor) -> Tensor:
-        return flat(equations.features(w, inputs, unflat(row[None], equations.shapes)))[0]
+    def read(inputs: Tensor, rows: Tensor) -> Tensor:
+        return flat(equations.features(w, inputs, unflat(rows, equations.shapes)))
 
-    system = torch.eye(flat(y).shape[1], dtype=torch.float64) - jacobian(equations, w, x, y)
-    moved = torch.linalg.solve(system, torch.func.jacrev(step)(x).reshape(len(system), -1))
-    features = torch.func.jacrev(read, argnums=(0, 1))(flat(y)[0], x)
-    total = features[0] @ moved + features[1].reshape(len(features[0]), -1)
-    return float(torch.linalg.matrix_norm(total, 2))
+    rows = flat(y)
+    system = torch.eye(rows.shape[1], dtype=torch.float64) - jacobian(equations, w, x, y)
+    moved = torch.linalg.solve(system, by_rows(step, x, rows))
+    by_state = by_rows(lambda state, inputs: read(inputs, state), rows, x)
+    return float(torch.linalg.matrix_norm(by_state @ moved + by_rows(read, x, rows), 2))

@@ -7,9 +7,11 @@ import platform
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,12 +22,17 @@ _A_RUN = 5
 """Kills that one run has to survive at most."""
 
 
-def killed(kills: int, seed: int, folder: Path) -> int:
+def exit_with_kills(*options: Any) -> None:
+    """:func:`killed` in a process of its own."""
+    sys.exit(killed(*options))
+
+
+def killed(kills: int, seed: int, worker: int, folder: Path) -> int:
     """Kill so often; 1 where a run ended with other bytes. Counts are added to ``kills-seed*.json`` in ``folder``."""
-    path = folder / f"kills-seed{seed}.json"
+    path = folder / f"kills-seed{seed}-{worker}.json"
     folder.mkdir(parents=True, exist_ok=True)
     count = json.loads(path.read_text()) if path.exists() else {"kills": 0, "runs": 0, "different": 0}
-    chance, done = random.Random(f"{seed}/{count['runs']}"), 0
+    chance, done = random.Random(f"{seed}/{worker}/{count['runs']}"), 0
     with tempfile.TemporaryDirectory() as place:
         images, alone = make_images(Path(place) / "images"), Path(place) / "alone"
         in_process(train_here, str(images), str(Path(place) / "first"), _MORE)  # which starts the server of processes
@@ -38,14 +45,13 @@ def killed(kills: int, seed: int, folder: Path) -> int:
             different = not _same(out, alone)
             if different:
                 print(f"FAILED: a run that was killed {survived} times has other weights or metrics")
-                shutil.copytree(out, folder / f"different-{count['runs']}", dirs_exist_ok=True)
+                shutil.copytree(out, folder / f"different-{worker}-{count['runs']}", dirs_exist_ok=True)
             shutil.rmtree(out)
             done += survived
             for key, more in (("kills", survived), ("runs", 1), ("different", int(different))):
                 count[key] += more
             count |= {"machine": platform.machine(), "torch": torch.__version__}
             path.write_text(json.dumps(count))
-    print(f"seed {seed}: {count['kills']} kills in {count['runs']} runs, {count['different']} with other bytes")
     return int(count["different"] > 0)
 
 

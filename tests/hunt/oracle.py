@@ -38,10 +38,10 @@ def forward(weight: Tensor, v: Tensor) -> Tensor:
 
 
 def backward(weight: Tensor, u: Tensor) -> Tensor:
-    """``W' u``, by autograd: the adjoint that follows from :func:`forward` and from nothing else."""
-    shape = (len(u), weight.shape[1], *u.shape[2:])
-    zero = torch.zeros(shape, dtype=u.dtype)
-    return torch.func.vjp(lambda v: forward(weight, v), zero)[1](u)[0]
+    """``W' u``."""
+    if weight.ndim == 2:
+        return u @ weight
+    return F.conv_transpose2d(u, weight, padding=(weight.shape[2] // 2, weight.shape[3] // 2))
 
 
 def matrix(weight: Tensor, size: tuple[int, ...] = ()) -> Tensor:
@@ -122,58 +122,82 @@ def unflat(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> State:
     return tuple(part.reshape(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-def residual(equations: Equations, w: Weights, x: Tensor, y: State) -> tuple[float, float]:
-    """``|T(y) - y|`` and ``|T(y)|`` of one sample."""
+def residual(equations: Equations, w: Weights, x: Tensor, y: State) -> tuple[Tensor, Tensor]:
+    """``|T(y) - y|`` and ``|T(y)|`` of each sample."""
     image = flat(equations.step(w, x, y))
-    return float((image - flat(y)).norm()), float(image.norm())
+    return (image - flat(y)).norm(dim=1), image.norm(dim=1)
+
+
+def by_rows(function: Callable[[Tensor, Tensor], Tensor], given: Tensor, fixed: Tensor) -> Tensor:
+    """The Jacobians of ``function(given, fixed)`` by ``given``, one per sample; samples don't depend on each other.
+
+    Every sample is repeated once per output, so that one pass back gives all rows.
+    """
+    with torch.no_grad():
+        count = function(given, fixed).shape[1]
+    copies = given.detach().repeat_interleave(count, 0).requires_grad_()
+    with torch.enable_grad():
+        outputs = function(copies, fixed.repeat_interleave(count, 0))
+        outputs = outputs + 0 * copies.reshape(len(copies), -1).sum(1, keepdim=True)  # where it depends on neither
+        which = torch.eye(count, dtype=given.dtype).repeat(len(given), 1)
+        (rows,) = torch.autograd.grad(outputs, copies, which, allow_unused=True, materialize_grads=True)
+    return rows.reshape(len(given), count, -1)
 
 
 def jacobian(equations: Equations, w: Weights, x: Tensor, y: State) -> Tensor:
-    """The Jacobian of the step for one sample, by autograd."""
-
-    def step(row: Tensor) -> Tensor:
-        return flat(equations.step(w, x, unflat(row[None], equations.shapes)))[0]
-
-    return torch.func.jacrev(step)(flat(y)[0])
+    """The Jacobians of the step by the state, ``(B, n, n)``, by autograd."""
+    return by_rows(lambda rows, inputs: flat(equations.step(w, inputs, unflat(rows, equations.shapes))), flat(y), x)
 
 
-def polished(equations: Equations, w: Weights, x: Tensor, y: State, steps: int = 30) -> State | None:
-    """The equilibrium of one sample close to ``y``, by Newton's method with a dense solve; None where it finds none."""
-    row = flat(y)
-    for _ in range(steps):
-        state = unflat(row, equations.shapes)
-        gap = flat(equations.step(w, x, state)) - row
-        if not bool(gap.isfinite().all()):
-            return None
-        if float(gap.norm()) <= 1e-14 * max(float(row.norm()), 1e-300):
-            return state
-        system = torch.eye(row.shape[1], dtype=row.dtype) - jacobian(equations, w, x, state)
-        move = torch.linalg.lstsq(system, gap.T).solution.T
-        if not bool(move.isfinite().all()):
-            return None
-        row = row + move
-    found = unflat(row, equations.shapes)
-    gap, size = residual(equations, w, x, found)
-    return found if gap <= 1e-11 * size else None
+def polished(
+    equations: Equations, w: Weights, x: Tensor, y: State, local: Tensor | None = None, steps: int = 30
+) -> tuple[State, Tensor]:
+    """Equilibria close to ``y``, by Newton's method with dense solves, and for which samples there is one.
+
+    ``local`` is the Jacobian at y where that is known.
+    """
+    rows = flat(y).clone()
+    left = rows.isfinite().all(dim=1).nonzero()[:, 0]
+    last = torch.full((len(rows),), torch.inf, dtype=rows.dtype)
+    for step in range(steps):
+        state = unflat(rows[left], equations.shapes)
+        gap = flat(equations.step(w, x[left], state)) - rows[left]
+        size, distance = rows[left].norm(dim=1), gap.norm(dim=1)
+        # Rounding ends it, too: close, and no longer halved.
+        still = (distance > 1e-14 * size.clamp_min(1e-300)) & ((distance > 1e-13 * size) | (distance < last[left] / 2))
+        still &= gap.isfinite().all(dim=1)
+        last[left] = distance
+        left, gap = left[still], gap[still]
+        if not len(left):
+            break
+        if step == 0 and local is not None:
+            found = local[left]
+        else:
+            found = jacobian(equations, w, x[left], tuple(part[still] for part in state))
+        system = torch.eye(rows.shape[1], dtype=rows.dtype) - found
+        fine = system.isfinite().all(dim=2).all(dim=1)
+        left = left[fine]
+        rows[left] += torch.linalg.lstsq(system[fine], gap[fine][:, :, None]).solution[:, :, 0]
+    state = unflat(rows, equations.shapes)
+    gap, size = residual(equations, w, x, state)
+    return state, gap <= 1e-11 * size
 
 
 def gradients(
-    equations: Equations, w: Weights, x: Tensor, y: State, probe: Callable[[State], Tensor], one_step: bool = False
+    equations: Equations, w: Weights, x: Tensor, y: State, probe: Callable[[State], Tensor], local: Tensor
 ) -> tuple[Tensor, Weights]:
-    """What ``probe(features)`` gives to the input and to every weight, for one sample at its equilibrium ``y``.
+    """What ``probe(features)`` gives to the input and to every weight, at equilibria ``y``.
 
-    The implicit function theorem, word for word: ``v = (I - J')^-1 g`` by a dense solve, then one step with v. With
-    ``one_step`` v is g.
+    The implicit function theorem, word for word: ``v = (I - J')^-1 g`` by a dense solve, then one step with v. J is
+    ``local``: the Jacobians of the step, or zero for the gradient of one step.
     """
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in w.items()}
     inputs = x.detach().clone().requires_grad_()
     state = tuple(part.detach().clone().requires_grad_() for part in y)
     loss = probe(equations.features(leaves, inputs, state))
     incoming = torch.autograd.grad(loss, state, retain_graph=True, allow_unused=True, materialize_grads=True)
-    system = torch.eye(flat(y).shape[1], dtype=torch.float64)
-    if not one_step:
-        system = system - jacobian(equations, w, x, y)
-    vector = unflat(torch.linalg.solve(system.T, flat(incoming)[0])[None], equations.shapes)
+    system = torch.eye(local.shape[-1], dtype=torch.float64) - local
+    vector = unflat(torch.linalg.solve(system.mT, flat(incoming)[:, :, None])[:, :, 0], equations.shapes)
     carried = sum((v * part).sum() for v, part in zip(vector, equations.step(leaves, inputs, state), strict=True))
     targets = [inputs, *leaves.values()]
     found = torch.autograd.grad(loss + carried, targets, allow_unused=True, materialize_grads=True)

@@ -122,6 +122,12 @@ def objective_equations(
     )  # fmt: skip
 
 
+def objective_frame(draw: Draw) -> Frame:
+    """Vectors; mostly a penalty whose prox is quick: others find a root in every step."""
+    frame, quick = Frame.drawn(draw, images=0), draw.one_of(["identity", "relu", "hardtanh", "soft_threshold"])
+    return frame if draw.chance(0.15) else dataclasses.replace(frame, activation=quick)
+
+
 def drawn_objective(name: str, problem: opteq.Objective, equations: Equations, shape: tuple[int, ...]) -> DrawnProblem:
     return DrawnProblem(name, problem, equations, shape, stretch=lambda x: (1 / problem(x).length).clamp_min(1))
 
@@ -146,8 +152,8 @@ class Least(opteq.Objective):
 
 
 def least(draw: Draw) -> DrawnProblem:
-    frame = Frame.drawn(draw, images=0)
-    condition, scale = draw.power(0, 4), draw.power(-1.5, 1.5)
+    frame = objective_frame(draw)
+    condition, scale = draw.power(0, 4 if draw.chance(0.1) else 2), draw.power(-1.5, 1.5)
     problem = Least(draw, frame, condition, scale).double()
 
     def slope(w: Weights, x: Tensor, y: Tensor) -> Tensor:
@@ -194,7 +200,7 @@ class Robust(opteq.Objective):
 
 
 def robust(draw: Draw) -> DrawnProblem:
-    frame, kind = Frame.drawn(draw, images=0), draw.one_of(list(SLOPES))
+    frame, kind = objective_frame(draw), draw.one_of(list(SLOPES))
     if kind == "Huber":  # whose kinks are in K y: no others beside them
         frame = dataclasses.replace(frame, activation=draw.one_of(["identity", "tanh", "softplus"]))
     strength = draw.number(0.1, 0.9) / max(CONCAVITY[kind], 0.5) * draw.one_of([1, 1, 5])

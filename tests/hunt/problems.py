@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,20 +24,19 @@ FAMILIES = [
     families.similarity, own.bowl, own.pair, own.least, own.robust, own.wells, own.restoration,
 ]  # fmt: skip
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
-_STEPS = 400
 
 
 def drawn_solver(draw: Draw, dtype: torch.dtype, default: bool) -> Solver | None:
     """Any solver, with a tolerance that the dtype allows for, or none at all; None leaves it to the layer."""
     least = {torch.float64: -11.0, torch.float32: -5.5}.get(dtype, -2.0)
-    tol = draw.power(least, -1.5)
+    tol, steps = draw.power(least, -1.5), draw.one_of([100, 100, 400])
     kind = draw.one_of(["picard", "anderson", "anderson", "broyden", "fista", "default" if default else "fixed"])
     if kind == "fixed":
         return opteq.Picard(tol=0, max_steps=draw.whole(1, 20))
     if kind == "anderson":
-        return opteq.Anderson(tol=tol, max_steps=_STEPS, memory=draw.whole(1, 8))
+        return opteq.Anderson(tol=tol, max_steps=steps, memory=draw.whole(1, 8))
     made = {"picard": opteq.Picard, "broyden": opteq.Broyden, "fista": opteq.FISTA}
-    return made[kind](tol=tol, max_steps=_STEPS) if kind in made else None
+    return made[kind](tol=tol, max_steps=steps) if kind in made else None
 
 
 def hunt(draw: Draw) -> str:
@@ -45,7 +46,9 @@ def hunt(draw: Draw) -> str:
     drawn.problem.to(draw.device, dtype)
     batch = drawn_batch(draw, drawn.shape, dtype)
     # The default solver of an objective takes up to 10,000 steps: only where it promises to converge.
-    default = drawn.stretch is not None and drawn.equations.amplification(drawn.weights()[0]) is not None
+    weights, _ = drawn.weights()
+    amplification = drawn.equations.amplification(weights)
+    default = drawn.stretch is not None and amplification is not None and torch.finfo(dtype).eps < 1e-6
     solver = drawn_solver(draw, dtype, default)
     layer = opteq.Equilibrium(drawn.problem, solver, on_failure="ignore")
     about = f"{drawn.name} | {batch.about} | {layer.solver}"
@@ -55,141 +58,175 @@ def hunt(draw: Draw) -> str:
         for _ in range(draw.calls):
             solution = layer.solve(batch.x)
     require(torch.equal(batch.x.nan_to_num(7), before.nan_to_num(7)), f"the input was written to: {about}")
-    weights, _ = drawn.weights()
-    x = batch.x.double().cpu()
     state, features = (
         tuple(part.detach().double().cpu() for part in blocks(found)) for found in (solution.state, solution.features)
     )
     with torch.no_grad():
         stretch = drawn.stretched(batch.x)
-    for index, status in enumerate(solution.status):
-        one = slice(index, index + 1)
-        sample = Sample(
-            drawn, weights, x[one], tuple(part[one] for part in state), tuple(part[one] for part in features), status,
-            max(solution.report.tol, float(torch.finfo(dtype).eps)), dtype, stretch[index], f"sample {index}: {about}",
+        tol = max(solution.report.tol, float(torch.finfo(dtype).eps))
+        solved = Solved(
+            drawn, weights, amplification, batch.x.double().cpu(), state, features, solution.status, tol, dtype,
+            stretch, about,
         )  # fmt: skip
-        if batch.bad[index]:
-            sample.check_not_finite()
-        elif layer.solver.tol == 0:
-            sample.check_fixed_steps(layer.solver.max_steps, int(solution.steps[index]))
+        solved.check_not_finite([index for index, bad in enumerate(batch.bad) if bad])
+        rows = [index for index, bad in enumerate(batch.bad) if not bad and solved.in_range[index]]
+        if layer.solver.tol == 0:
+            solved.check_fixed_steps(rows, layer.solver.max_steps, solution.steps.tolist())
         else:
-            sample.check(default=solver is None)
+            solved.check(rows, layer.solver.max_steps, default=solver is None)
     return drawn.family
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One sample of a solve.
+class Solved:
+    """A batch after its solve; samples are named by their rows.
 
     Attributes:
         drawn, weights: the problem.
+        amplification: from a residual to the distance from the only equilibrium, where that is known.
         x, y, z: input, state and features.
         tol: the relative residual that CONVERGED promises: the one asked for, or the rounding of the dtype.
-        stretch: factor from the library's residual to that of the equations.
+        stretch: factor from the library's residual to that of the equations, per sample.
     """
 
     drawn: DrawnProblem
     weights: Weights
+    amplification: float | None
     x: Tensor
     y: State
     z: State
-    status: Status
+    status: Sequence[Status]
     tol: float
     dtype: torch.dtype
-    stretch: float
+    stretch: list[float]
     about: str
 
-    def check_not_finite(self) -> None:
+    @functools.cached_property
+    def size(self) -> list[float]:
+        """Of what the input's share is made of."""
+        found: list[float] = self.drawn.equations.size(self.weights, self.x).tolist()
+        return found
+
+    @functools.cached_property
+    def in_range(self) -> list[bool]:
+        """Whether the dtype can hold that."""
+        limits = torch.finfo(self.dtype)
+        least, most = float(limits.tiny) / float(limits.eps), float(limits.max) / 100
+        return [size < most and not 0 < size < least for size in self.size]
+
+    def require(self, fact: bool, row: int, message: str) -> None:
+        require(fact, f"sample {row}, {self.status[row].name}: {message}: {self.about}" if not fact else "")
+
+    def check_not_finite(self, rows: list[int]) -> None:
         """A sample that is not finite is lost, unless the activation makes something finite of it."""
         equations = self.drawn.equations
-        first = flat(equations.step(self.weights, self.x, equations.zero(1)))
-        if bool(first.isnan().any()) and "polynomial" not in self.drawn.name:
-            require(self.status is Status.NON_FINITE, f"a sample with NaN ended as {self.status.name}: {self.about}")
-        if self.status is Status.NON_FINITE:
-            return
-        self._require_finite()
+        for row in rows:
+            first = flat(equations.step(self.weights, self.x[row : row + 1], equations.zero(1)))
+            lost = self.status[row] is Status.NON_FINITE
+            if bool(first.isnan().any()) and "polynomial" not in self.drawn.name:
+                self.require(lost, row, "a sample with NaN")
+            if not lost:
+                self._require_finite([row])
 
-    def check_fixed_steps(self, asked: int, taken: int) -> None:
+    def check_fixed_steps(self, rows: list[int], asked: int, taken: list[int]) -> None:
         """Of ``tol=0``: exactly the steps asked for, unless one of them is not finite."""
-        if not self._in_range():
-            return
-        fine = self.status in (Status.FIXED_STEPS, Status.NON_FINITE, Status.CYCLING, Status.CONVERGED)
-        require(fine, f"tol=0 ended as {self.status.name}: {self.about}")
-        if self.status is Status.FIXED_STEPS:
-            require(taken == asked, f"{taken} steps taken, {asked} asked for: {self.about}")
-            self._require_finite()
+        ends = (Status.FIXED_STEPS, Status.NON_FINITE, Status.CYCLING, Status.CONVERGED)
+        for row in rows:
+            self.require(self.status[row] in ends, row, "an end of tol=0")
+            if self.status[row] is Status.FIXED_STEPS:
+                self.require(taken[row] == asked, row, f"{taken[row]} steps taken, {asked} asked for")
+                self._require_finite([row])
 
-    def check(self, default: bool) -> None:
+    def check(self, rows: list[int], steps: int, default: bool) -> None:
         """What CONVERGED promises, and that there is no other end where plain steps would get there.
 
         CONVERGED: ``|T(y) - y| <= tol |T(y)|``, in the arithmetic of the dtype. In float64 that may be more, by the
         rounding of what T is made of: some units in the last place of the terms of the input's share and of the state.
         """
-        drawn, equations, w, x, y = self.drawn, self.drawn.equations, self.weights, self.x, self.y
-        if not self._in_range():
+        equations, w = self.drawn.equations, self.weights
+        eps, accurate = float(torch.finfo(self.dtype).eps), torch.finfo(self.dtype).eps < 1e-6
+        gap, image = (found.tolist() for found in residual(equations, w, self.x, self.y))
+        norms, entries = flat(self.y).norm(dim=1).tolist(), math.sqrt(flat(self.y).shape[1])
+        noise = [
+            16 * eps * (size + norm + 1e-300) * entries * stretch
+            for size, norm, stretch in zip(self.size, norms, self.stretch, strict=True)
+        ]
+        rate = equations.contraction(w)
+        # Plain steps alone would get there: rate^steps < tol, with room for the first.
+        easy = rate is not None and rate <= 0.9 and steps * math.log(max(rate, 1e-9)) < 2 * math.log(self.tol) - 5
+        for row in rows:
+            if self.status[row] is Status.CONVERGED or not accurate:
+                continue
+            if default:
+                # Law 12: strongly convex objectives converge with default options, up to a condition number of 1e4.
+                self.require(self.amplification is None, row, "a strongly convex objective")
+            elif easy and self.tol * max(image[row], 1e-12) > 20 * noise[row]:
+                self.require(False, row, f"plain steps contract by {rate:.3g}")
+        rows = [row for row in rows if self.status[row] is Status.CONVERGED]
+        if not rows:
             return
-        eps = float(torch.finfo(self.dtype).eps)
-        gap, image = residual(equations, w, x, y)
-        entries = math.sqrt(flat(y).shape[1])
-        noise = 16 * eps * (float(equations.size(w, x)) + float(flat(y).norm()) + 1e-300) * entries * self.stretch
-        rate, amplification = equations.contraction(w), equations.amplification(w)
-        if self.status is Status.CONVERGED:
-            self._require_finite()
-            # A tenth more: the library's own |T(y)| is that of its own rounded map.
-            allowed = 1.1 * self.tol * max(image, float(flat(y).norm()), 1e-12) * self.stretch + noise
-            require(gap <= allowed, f"CONVERGED with |T(y) - y| = {gap:.3g}, {allowed:.3g} allowed: {self.about}")
-            if amplification is not None:
-                self._check_distance(amplification * allowed)
-            if drawn.minimises and eps < 1e-6:
-                self._check_minimum()
-            expected = flat(equations.features(w, x, y))
-            off = float((flat(self.z) - expected).norm())
+        self._require_finite(rows)
+        # A tenth more: the library's own |T(y)| is that of its own rounded map.
+        allowed = {
+            row: 1.1 * self.tol * max(image[row], norms[row], 1e-12) * self.stretch[row] + noise[row] for row in rows
+        }
+        for row in rows:
+            self.require(gap[row] <= allowed[row], row, f"|T(y) - y| = {gap[row]:.3g}, {allowed[row]:.3g} allowed")
+        local = None
+        if self.amplification is not None or (self.drawn.minimises and accurate):
+            local = jacobian(equations, w, self.x[rows], self._state(rows))
+        if self.amplification is not None:
+            self._check_distance(rows, [self.amplification * allowed[row] for row in rows], local)
+        if self.drawn.minimises and accurate:
+            self._check_minimum(rows, local)
+        expected = flat(equations.features(w, self.x[rows], self._state(rows)))
+        off, size = (flat(self.z)[rows] - expected).norm(dim=1).tolist(), expected.norm(dim=1).tolist()
+        for index, row in enumerate(rows):
             # Features are those of the last step, the state may be one step ahead.
-            slack = 2 * self.tol * float(expected.norm()) * (amplification or 50) + 4 * noise
-            require(off <= slack, f"features are off by {off:.3g}, {slack:.3g} allowed: {self.about}")
-        elif default and eps < 1e-6:
-            # Law 12: strongly convex objectives converge with default options, up to a condition number of 1e4.
-            require(amplification is None, f"{self.status.name} of a strongly convex objective: {self.about}")
-        elif rate is not None and rate <= 0.9 and eps < 1e-6 and self.tol * max(image, 1e-12) > 20 * noise:
-            # Plain steps alone would get there: rate^steps < tol, with room for the first.
-            enough = _STEPS * math.log(max(rate, 1e-9)) < 2 * math.log(self.tol) - 5
-            require(not enough, f"{self.status.name} where plain steps contract by {rate:.3g}: {self.about}")
+            slack = 2 * self.tol * size[index] * (self.amplification or 50) + 4 * noise[row]
+            self.require(off[index] <= slack, row, f"features are off by {off[index]:.3g}, {slack:.3g} allowed")
 
-    def _in_range(self) -> bool:
-        """Whether the dtype can hold what the input's share is made of."""
-        limits, size = torch.finfo(self.dtype), float(self.drawn.equations.size(self.weights, self.x))
-        return size < float(limits.max) / 100 and not 0 < size < float(limits.tiny) / float(limits.eps)
+    def _state(self, rows: list[int]) -> State:
+        return tuple(part[rows] for part in self.y)
 
-    def _require_finite(self) -> None:
+    def _require_finite(self, rows: list[int]) -> None:
         for name, part in (("state", self.y), ("features", self.z)):
-            require(bool(flat(part).isfinite().all()), f"{self.status.name}, but {name} not finite: {self.about}")
+            for row, fine in zip(rows, flat(part)[rows].isfinite().all(dim=1).tolist(), strict=True):
+                self.require(fine, row, f"{name} not finite")
 
-    def _check_distance(self, allowed: float) -> None:
+    def _check_distance(self, rows: list[int], allowed: list[float], local: Tensor) -> None:
         """Against the only equilibrium, by Newton's method, or by plain steps where kinks make that cycle."""
-        equations, w, x = self.drawn.equations, self.weights, self.x
-        exact = polished(equations, w, x, self.y)
-        if exact is None and equations.contraction(w) is not None:
-            exact = self.y
+        equations, w, x, y = self.drawn.equations, self.weights, self.x[rows], self._state(rows)
+        exact, found = polished(equations, w, x, y, local)
+        if not bool(found.all()) and equations.contraction(w) is not None:
+            left = (~found).nonzero()[:, 0]
+            image = tuple(part[left] for part in y)
             for _ in range(3000):
-                image = equations.step(w, x, exact)
-                gap, exact = float((flat(image) - flat(exact)).norm()), image
-                if gap <= 1e-15 * float(flat(exact).norm()):
+                before, image = flat(image), equations.step(w, x[left], image)
+                if bool(((flat(image) - before).norm(dim=1) <= 1e-15 * before.norm(dim=1)).all()):
                     break
-        if exact is None:
-            return
-        distance = float((flat(self.y) - flat(exact)).norm())
-        slack = allowed + 1e-12 * float(flat(exact).norm())
-        require(distance <= slack, f"{distance:.3g} from the equilibrium, {slack:.3g} allowed: {self.about}")
+            for part, more in zip(exact, image, strict=True):
+                part[left] = more
+            found[left] = True
+        size = flat(exact).norm(dim=1).tolist()
+        distance = (flat(y) - flat(exact)).norm(dim=1).tolist()
+        for index, row in enumerate(rows):
+            slack = allowed[index] + 1e-12 * size[index]
+            fine = not found[index] or distance[index] <= slack
+            self.require(fine, row, f"{distance[index]:.3g} from the equilibrium, {slack:.3g} allowed")
 
-    def _check_minimum(self) -> None:
+    def _check_minimum(self, rows: list[int], local: Tensor) -> None:
         """No clearly negative curvature: eigenvalues of the step's Jacobian above 1, by a dense eigensolver.
 
         The library looks with 30 Lanczos steps, which miss a twentieth of the spectrum once in 10^4 cases at worst.
         Where a unit is exactly at a kink there is no Hessian, and nothing is checked.
         """
-        inside = flat(self.drawn.equations.inside(self.weights, self.x, self.y))
-        if any(float((inside - kink).abs().min()) < 1e-6 * (1 + abs(kink)) for kink in self.drawn.equations.kinks):
-            return
-        found = torch.linalg.eigvals(jacobian(self.drawn.equations, self.weights, self.x, self.y)).real
-        spread = max(1.0, float((1 - found).max()))
-        require(float(found.max()) <= 1 + 0.05 * spread, f"CONVERGED at a saddle or a maximum: {self.about}")
+        inside = flat(self.drawn.equations.inside(self.weights, self.x[rows], self._state(rows)))
+        smooth = torch.ones(len(rows), dtype=torch.bool)
+        for kink in self.drawn.equations.kinks:
+            smooth &= (inside - kink).abs().amin(dim=1) >= 1e-6 * (1 + abs(kink))
+        found = torch.linalg.eigvals(local).real
+        spread = (1 - found).amax(dim=1).clamp_min(1)
+        fine = ~smooth | (found.amax(dim=1) <= 1 + 0.05 * spread)
+        for index, row in enumerate(rows):
+            self.require(bool(fine[index]), row, "a saddle or a maximum")

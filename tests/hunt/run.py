@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -22,8 +23,9 @@ import opteq
 from hunt.drawing import Draw, FailureError
 from opteq.common.errors import MissingExtraError
 
-KINDS = {"problems": 10, "gradients": 3, "certificates": 2, "files": 3, "recipes": 2}
-"""The kinds, each a module with a function ``hunt``, and how many cases of each make a round."""
+KINDS = {"problems": 20, "gradients": 3, "certificates": 2, "files": 2, "recipes": 1}
+"""The kinds, each a module with a function ``hunt``, and how many cases of each make a round: two of three gradients
+can be checked, so that these are 100 problems to 10 gradients, 10 certificates, 10 files and 5 recipes."""
 PATHS = ("plain", "engine")
 _BOTH = ("problems", "gradients", "certificates")
 _SECONDS = 120
@@ -32,6 +34,10 @@ _UNCHECKED = ("unsolved", "at a kink", "ill-conditioned", "unrolled", "one step"
 """What becomes of cases about which the oracle has nothing to say."""
 _APART = 10**7
 """Between the first numbers of two workers: each has cases of its own, however many workers there are."""
+_NOTED = 5
+"""Seconds between two writes of the counts: a hunt that is killed loses no more."""
+_SELDOM = 10
+"""On a CPU the engine leaves nearly everything to the plain path: it has every tenth round."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,10 @@ class Tally:
     """How far a worker has come, and what it has seen; it goes on from here.
 
     Attributes:
+        seconds, computed: by the clock, and of the processor's time.
         next: for ``kind/path``, the number of the next case.
         seen: for ``kind/path``, how many cases were checked as what.
-        failed: names of cases.
+        failed: cases by name, and what is wrong.
     """
 
     seed: int
@@ -95,9 +102,10 @@ class Tally:
     machine: str = field(default_factory=platform.machine)
     torch: str = torch.__version__
     seconds: float = 0.0
+    computed: float = 0.0
     next: dict[str, int] = field(default_factory=dict)
     seen: dict[str, dict[str, int]] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def path(cls, folder: Path, seed: int, worker: int, device: str) -> Path:
@@ -114,22 +122,28 @@ class Tally:
         draft.write_text(json.dumps(asdict(self), indent=1))
         os.replace(draft, path)
 
-    def note(self, case: Case, verdict: str) -> None:
+    def note(self, case: Case, verdict: str, failure: str | None) -> None:
         key = f"{case.kind}/{case.path}"
         self.next[key] = case.number + 1
         counts = self.seen.setdefault(key, {})
         counts[verdict] = counts.get(verdict, 0) + 1
-        if verdict == "failed":
-            self.failed.append(str(case))
+        if failure is not None:
+            self.failed[str(case)] = failure[:2000]
 
     def cases(self, kinds: list[str], paths: list[str]) -> Iterator[Case]:
         """Cases without end, from where this stands."""
-        while True:
-            for kind in kinds:
-                for path in paths if kind in _BOTH else paths[:1]:
+        for turn in itertools.count():
+            for path in paths:
+                if path == "engine" and len(paths) > 1 and self.device == "cpu" and turn % _SELDOM:
+                    continue
+                for kind in kinds if path == paths[0] else [kind for kind in kinds if kind in _BOTH]:
                     for _ in range(KINDS[kind]):
-                        number = self.next.get(f"{kind}/{path}", self.worker * _APART)
-                        yield Case(self.seed, kind, path, number, self.device)
+                        yield Case(self.seed, kind, path, self._number(kind, path), self.device)
+
+    def _number(self, kind: str, path: str) -> int:
+        """Of the next case. Paths have cases of their own, too: no problem counts twice."""
+        first = self.worker * _APART + (_APART // 2 if path == "engine" else 0)
+        return self.next.get(f"{kind}/{path}", first)
 
 
 def work(seed: int, worker: int, device: str, minutes: float, kinds: list[str], paths: list[str], folder: Path) -> int:
@@ -140,23 +154,21 @@ def work(seed: int, worker: int, device: str, minutes: float, kinds: list[str], 
     path = Tally.path(folder, seed, worker, device)
     tally = Tally.read(path, seed, worker, device)
     begun = noted = time.monotonic()
-    end, before, count, failures = begun + 60 * minutes, tally.seconds, 0, 0
+    end, before, failures = begun + 60 * minutes, (tally.seconds, tally.computed - time.process_time()), 0
     folder.mkdir(parents=True, exist_ok=True)
     under_way = path.with_suffix(".case")
     for case in tally.cases(kinds, paths):
         under_way.write_text(str(case))  # where the process itself dies, this is the case
         verdict, failure = case.failure()
-        tally.note(case, verdict)
-        now, count = time.monotonic(), count + 1
-        tally.seconds = before + now - begun
+        tally.note(case, verdict, failure)
+        now = time.monotonic()
+        tally.seconds, tally.computed = before[0] + now - begun, before[1] + time.process_time()
         if failure is not None:
             failures += 1
             print(f"FAILED {case}: {failure}\n  again: make hunt SEED={case}", flush=True)
-        if now - noted > 10 or failure is not None or now >= end:
+        if now - noted > _NOTED or failure is not None or now >= end:
             tally.write(path)
-        if now - noted > 10:
             noted = now
-            print(f"worker {worker}: {count} cases in {now - begun:.0f} s, {failures} failed", flush=True)
         if now >= end:
             break
     under_way.unlink()
@@ -177,7 +189,8 @@ def total(folder: Path) -> str:
             for verdict, number in counts.items():
                 sums.setdefault(key, {})[verdict] = sums.setdefault(key, {}).get(verdict, 0) + number
     places = sorted({f"{t.device} {t.machine} torch {t.torch} seed {t.seed}" for t in tallies})
-    lines = [f"{len(tallies)} workers, {sum(t.seconds for t in tallies) / 60:.1f} minutes: {'; '.join(places)}"]
+    minutes, computed = (sum(getattr(t, name) for t in tallies) / 60 for name in ("seconds", "computed"))
+    lines = [f"{len(tallies)} workers, {minutes:.1f} minutes, {computed:.1f} of them computing: {'; '.join(places)}"]
     for kind in KINDS:
         pairs = [pair for key, counts in sums.items() if key.startswith(kind) for pair in counts.items()]
         run = sum(number for _, number in pairs)
@@ -188,7 +201,8 @@ def total(folder: Path) -> str:
     for path in sorted(folder.glob("kills-*.json")):
         found = json.loads(path.read_text())
         lines.append(f"  kills: {found['kills']} in {found['runs']} trainings, {found['different']} with other bytes")
-    return "\n".join(lines + [f"  failed: make hunt SEED={name}" for tally in tallies for name in tally.failed])
+    failed = [pair for tally in tallies for pair in tally.failed.items()]
+    return "\n".join(lines + [f"  failed: make hunt SEED={name}  # {message[:300]}" for name, message in failed[:30]])
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Analysis of equilibrium networks: gradients, bounds, certificates at the point, branches, attacks and maps."""
 
 from opteq.analysis import attack, attention, bounds, branches, saliency, terms
+from opteq.analysis.apgd import APGD
 from opteq.analysis.attack import PGD
 from opteq.analysis.attention import attention_map
 from opteq.analysis.branches import measure_branches, reconstructed_perturbation
@@ -12,6 +13,7 @@ from opteq.analysis.saliency import saliency_map
 from opteq.analysis.terms import LayerTerms, objective_terms
 
 __all__ = [
+    "APGD",
     "PGD",
     "Counterfactual",
     "Evidence",

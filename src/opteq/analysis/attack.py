@@ -96,12 +96,8 @@ class PGD(metaclass=NamedOptions):
         from opteq.data.dataset import IGNORE_INDEX  # imported here: `import opteq` does not load data sets
 
         images = images.detach()
-        _check_normalisation(mean, std, images.shape[1])
-        radius, stride = (_channels([value / s for s in std], images) for value in (self.epsilon, self.length))
-        black, white = (
-            _channels([(value - m) / s for m, s in zip(mean, std, strict=True)], images) for value in (0.0, 1.0)
-        )
-        least, most = torch.maximum(images - radius, black), torch.minimum(images + radius, white)
+        least, most = ball(self.epsilon, images, mean, std)
+        radius, stride = (channel_values([value / s for s in std], images) for value in (self.epsilon, self.length))
         unlabelled = IGNORE_INDEX if labels.ndim == 3 else -100
         moved = images
         if self.random_start:
@@ -121,6 +117,16 @@ class PGD(metaclass=NamedOptions):
         return moved.detach()
 
 
+def ball(epsilon: float, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """The smallest and largest values of normalised images within ``epsilon`` of these, for pixels in 0..1."""
+    _check_normalisation(mean, std, images.shape[1])
+    radius = channel_values([epsilon / s for s in std], images)
+    black, white = (
+        channel_values([(value - m) / s for m, s in zip(mean, std, strict=True)], images) for value in (0.0, 1.0)
+    )
+    return torch.maximum(images - radius, black), torch.minimum(images + radius, white)
+
+
 def _check_normalisation(mean: Sequence[float], std: Sequence[float], channels: int) -> None:
     numbers = [*mean, *std]
     fitting = len(mean) == len(std) and len(mean) in (1, channels)
@@ -131,7 +137,7 @@ def _check_normalisation(mean: Sequence[float], std: Sequence[float], channels: 
         )
 
 
-def _channels(values: Sequence[float], images: Tensor) -> Tensor:
+def channel_values(values: Sequence[float], images: Tensor) -> Tensor:
     """One value per channel as ``(1, C, 1, 1)``, filled in on the device: a copy from the host would wait for it."""
     return torch.cat([torch.full_like(images[:1, :1, :1, :1], value) for value in values], dim=1)
 

@@ -17,6 +17,7 @@ from opteq.data.augmentation.shard import Shard
 from opteq.data.augmentation.transform import BatchTransform
 from opteq.data.dataset import Split
 from opteq.data.prefetch import Residency, fits_on_device, prefetch, to_device
+from opteq.data.streaming import StreamedImages
 
 _ORDER, _AUGMENTATION, _NOISE = 0, 1, 2  # purposes of random numbers; part of their seed
 _BREAKS_LABEL_MAPS = ("crop_padding", "randaugment", "mixup", "cutmix")
@@ -48,7 +49,8 @@ class Batches(metaclass=NamedOptions):
             every process takes part in every step.
         channels_last: return images in that memory format.
         keep: ``"device"`` keeps all images on the device; ``"host"`` prefetches batches through pinned memory;
-            ``"auto"`` chooses the device if the images take at most 40 % of its free memory.
+            ``"auto"`` chooses the device if the images take at most 40 % of its free memory. Streamed images are
+            always prefetched, by their workers.
         num_classes: K of soft labels; by default the largest label plus one. Required for segmentation, where finding
             it would read every label map.
 
@@ -98,8 +100,10 @@ class Batches(metaclass=NamedOptions):
                 f"Batches.num_classes should be at least {least}, the largest label plus one; got {num_classes!r}"
             )
         beside = split.labels.numel() if self.dense else 0
-        self.kept_on_device = fits_on_device(split.images, self.device, keep, beside)
-        self._images = split.images.to(self.device) if self.kept_on_device else split.images
+        self._images = split.images
+        self.kept_on_device = False
+        if isinstance(split.images, Tensor) and fits_on_device(split.images, self.device, keep, beside):
+            self.kept_on_device, self._images = True, split.images.to(self.device)
         # Classes of images are small; label maps are as large as the images, and stay beside them.
         self._labels = split.labels.to(self.device) if self.kept_on_device or not self.dense else split.labels
         self._make = BatchTransform(self.augmentation, mean, std, self.num_classes, self.device, channels_last)
@@ -210,14 +214,21 @@ class Batches(metaclass=NamedOptions):
         )
         on_device = to_device(order, self.device)  # once per epoch; batches index into it
         shards = (self._shard(number, index) for index in range(skip, len(self)))
-        if self.kept_on_device:
+        images = self._images
+        if self.kept_on_device and isinstance(images, Tensor):
             for shard in shards:
                 rows = shard.rows(on_device)
-                yield self._make(self._images, rows, self._labels[rows], shard)
+                yield self._make(images, rows, self._labels[rows], shard)
             return
         ahead, shards_again = itertools.tee(shards)
-        sources = (self._images, self._labels) if self.dense else (self._images,)
-        with closing(prefetch(sources, (shard.rows(order) for shard in ahead), self.device)) as arriving:
+        wanted = (shard.rows(order) for shard in ahead)
+        if isinstance(images, StreamedImages):
+            with closing(images.batches(wanted, self.device)) as decoded:
+                for shard, batch in zip(shards_again, decoded, strict=True):
+                    yield self._make(batch, None, self._labels[shard.rows(on_device)], shard)
+            return
+        sources = (images, self._labels) if self.dense else (images,)
+        with closing(prefetch(sources, wanted, self.device)) as arriving:
             for shard, (images, *maps) in zip(shards_again, arriving, strict=True):
                 labels = maps[0] if maps else self._labels[shard.rows(on_device)]
                 yield self._make(images, None, labels, shard)

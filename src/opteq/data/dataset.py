@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from opteq.data.streaming import StreamedImages
 
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -23,6 +27,8 @@ class Split:
 
     For segmentation (``dense``) ``labels`` is uint8 ``(N, H, W)``, with 255 for pixels without a class.
 
+    ``images`` may also be :class:`~opteq.data.StreamedImages`, which are decoded when they are needed.
+
     uint8 takes a quarter of the memory of float32, on the host and on the device, and processes that map the same cache
     file share one copy. :class:`~opteq.data.Batches` converts one batch at a time to float32.
 
@@ -31,7 +37,7 @@ class Split:
     5
     """
 
-    images: Tensor
+    images: Tensor | StreamedImages
     labels: Tensor
 
     def __post_init__(self) -> None:

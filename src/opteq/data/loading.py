@@ -19,9 +19,10 @@ from opteq.data.paths import cache_folder
 from opteq.data.readers.cifar import find_cifar
 from opteq.data.readers.cityscapes import find_cityscapes
 from opteq.data.readers.digits import load_digits
-from opteq.data.readers.folder import find_folder
+from opteq.data.readers.folder import find_folder, find_superclasses, list_splits
 from opteq.data.readers.idx import find_fashion_mnist
 from opteq.data.readers.source import Found, Source, Stream
+from opteq.data.streaming import streamed
 
 _ARRAYS: dict[str, Callable[[Path | None], Found]] = {
     "fashion-mnist": find_fashion_mnist,
@@ -33,7 +34,7 @@ _ARRAYS: dict[str, Callable[[Path | None], Found]] = {
 
 def names() -> list[str]:
     """The names that :func:`load` takes."""
-    return ["digits", *_ARRAYS, "folder", "cityscapes"]
+    return ["digits", *_ARRAYS, "folder", "folder-superclasses", "cityscapes"]
 
 
 def load(
@@ -42,8 +43,10 @@ def load(
     cache: str | os.PathLike[str] | None = None,
     image_size: int | None = None,
     test_only: bool = False,
+    stream: bool = False,
+    workers: int | None = None,
 ) -> Dataset:
-    """Load a data set by name. Images are decoded once into a cache, which is then memory-mapped.
+    """Load a data set by name. Images are decoded once into a cache, which is then memory-mapped, or streamed.
 
     - ``digits``: 1797 grey 8x8 images inside this package; a fixed, stratified fifth is the test split. No file is
       needed.
@@ -52,9 +55,18 @@ def load(
       either. The pickles of the python version are read without executing anything in them.
     - ``cifar100-superclasses``: the same archive with its 20 super-classes as labels. The last of the five classes of
       each is left out of training and test; its test images are ``unseen``.
-    - ``folder``: ``root`` has ``train/<class>/*`` and ``test/<class>/*`` (or ``val``). All images become RGB.
+    - ``folder``: ``root`` has ``train/<class>/*`` and ``test/<class>/*`` (or ``val``). All images become RGB. In place
+      of class folders there may be uncompressed tar archives, with a class as a folder in them, as ``<key>.cls`` beside
+      ``<key>.jpg``, or as the archive's name.
+    - ``folder-superclasses``: the same with a table ``superclasses.csv`` in ``root`` (columns ``class`` and
+      ``superclass``), whose super-classes are the labels. The last class of each, by the alphabet, is left out of
+      training and test; its test images are ``unseen``.
     - ``cityscapes``: ``root`` has ``leftImg8bit`` and ``gtFine``, of which ``train`` and ``val`` are used. Labels are
       label maps with 19 classes, and 255 for pixels without one.
+
+    With ``stream`` the images of a folder or of archives are decoded when they are needed, by ``workers`` processes (by
+    default the number of cores, at most 8), and there is no cache: for data sets that are too large to be decoded at
+    once. Mean and std are then those of 1024 images.
 
     With ``test_only`` a ``folder`` may lack ``train``: its training split then holds one test image per class.
     ``image_size`` resizes the shorter side to that size and crops the centre square (Cityscapes is not cropped). A
@@ -71,12 +83,15 @@ def load(
     if image_size is not None and (isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1):
         raise UserError(f"image_size should be a positive integer; got {image_size!r}")
     place = None if root is None else Path(root).expanduser()
+    _check_streaming(name, stream, workers, cache)
     if name == "digits":
         if place is not None:
             raise UserError(f"data set 'digits' is inside this package and takes no root; got {str(root)!r}")
         return _resized_digits(image_size)
     folder = (cache_folder() if cache is None else Path(cache).expanduser()) / "data"
     try:
+        if stream:
+            return streamed(name, list_splits(name, place, test_only), image_size, workers)
         return cached(name, _find(name, place, image_size, test_only), folder, image_size)
     except OSError as error:  # a folder without read permission, a file that was removed meanwhile
         raise UserError(
@@ -84,9 +99,24 @@ def load(
         ) from error
 
 
+def _check_streaming(name: str, stream: bool, workers: int | None, cache: object) -> None:
+    if not stream:
+        if workers is not None:
+            raise UserError(f"workers = {workers} has no effect without stream = true: the cache is filled by threads")
+        return
+    if not name.startswith("folder"):
+        raise UserError(f"stream = true is for folders of images; {name!r} is small: leave it out")
+    if cache is not None:
+        raise UserError(f"cache = {str(cache)!r} has no effect with stream = true; leave one of them out")
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
+        raise UserError(f"workers should be a number of processes, 0 for none; got {workers!r}")
+
+
 def _find(name: str, root: Path | None, image_size: int | None, test_only: bool) -> Found:
     if name == "folder":
         return find_folder(root, image_size, test_only)
+    if name == "folder-superclasses":
+        return find_superclasses(root, image_size, test_only)
     if name == "cityscapes":
         return find_cityscapes(root, image_size)
     found = _ARRAYS[name](root)
@@ -99,11 +129,10 @@ def _resized_digits(size: int | None) -> Dataset:
     dataset = load_digits()
     if size is None:
         return dataset
-    train, test = (
-        Split(torch.from_numpy(resized(split.images.numpy(), size)), split.labels)
-        for split in (dataset.train, dataset.test)
-    )
-    mean, std = channel_statistics([train.images.numpy()], channels=1)
+    splits = dataset.train, dataset.test
+    larger = [resized(split.images[torch.arange(len(split))].numpy(), size) for split in splits]
+    train, test = (Split(torch.from_numpy(one), split.labels) for one, split in zip(larger, splits, strict=True))
+    mean, std = channel_statistics(larger[:1], channels=1)
     return replace(dataset, train=train, test=test, mean=mean, std=std)
 
 

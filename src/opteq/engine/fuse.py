@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch._inductor
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -36,7 +34,9 @@ class FusedGraph:
         if self._compiled is None:
             # Not torch.compile: Dynamo is switched off inside of a layer, and there is a graph already.
             # Layouts stay as they are: channels-last would slow down convolutions with few channels.
-            self._compiled = torch._inductor.compile(self._graph, list(tensors), options={"layout_optimization": False})
+            from torch import _inductor  # loads the compiler of torch, which takes longer than torch itself
+
+            self._compiled = _inductor.compile(self._graph, list(tensors), options={"layout_optimization": False})
         return list(self._compiled(*tensors))
 
 

@@ -1,20 +1,23 @@
-"""What every gradient is: a way to run the solver and to make its answer differentiable."""
+"""What every gradient is: a way to find the equilibrium of a bound problem and to make it differentiable."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from opteq import engine
 from opteq.common.options import NamedOptions
-from opteq.gradients.forward import find_no_grad
-from opteq.problems.hidden import BoundMap
+from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
-from opteq.states import State, blocks
+from opteq.solvers.base import FixedPointTask
+from opteq.solvers.loop import iterate
+from opteq.states import State, blocks, map_state
 
 Record = Callable[[Report], None]
 
@@ -58,3 +61,76 @@ def approximate(method: str, state: State, steps: int) -> Report:
         codes=torch.full((batch,), int(Status.APPROXIMATE), dtype=torch.int64, device=first.device),
         tol=float("nan"),
     )
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """A bound problem as a solver sees it.
+
+    Attributes:
+        hidden: the problem.
+        form: the problem written for its features; None where the solver works on the state.
+    """
+
+    hidden: BoundMap
+    form: FeatureForm | None
+
+    @classmethod
+    def of(cls, hidden: BoundMap, solver: Solver, same_steps: bool = False) -> Formulation:
+        """The formulation for ``solver``: the smaller variable, unless every step is to be one of the state.
+
+        Args:
+            hidden: the problem.
+            solver: what will solve it.
+            same_steps: whether the steps are those of the state, for a network that consists of a number of them.
+        """
+        if solver.works_on_features:
+            return cls(hidden, hidden.feature_form())
+        return cls(hidden, None if same_steps else hidden.compact_form())
+
+    def task(self, start: State | None) -> FixedPointTask:
+        """What the solver is given; ``start`` is a state, or None for the problem's own."""
+        hidden, form = self.hidden, self.form
+        if form is None:
+            begin = hidden.start() if start is None else start
+            measured = None if hidden.contracts else hidden.measured
+            return FixedPointTask(hidden.step, begin, measured, hidden.project, hidden.damping, hidden.coupled)
+        begin = form.start if start is None else hidden.features(start)
+        measured = None if hidden.contracts else form.measured
+        return FixedPointTask(form.step, begin, measured, None, hidden.damping, hidden.coupled)
+
+    def state(self, found: State) -> State:
+        """The state that belongs to what the solver found."""
+        if self.form is None:
+            return found
+        state = self.form.state(found)
+        # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
+        return map_state(lambda part: torch.where(torch.isfinite(part), part, 0.0), state)
+
+
+def find(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = True) -> Outcome:
+    """The equilibrium of ``hidden`` with all that the solver learned, differentiable where autograd is enabled."""
+    formulation = Formulation.of(hidden, solver, same_steps)
+    solve = solver.open(formulation.task(start))
+    with solve.caller.off():
+        iterate(solve.iteration)
+        outcome = solve.outcome()
+    return replace(outcome, state=formulation.state(outcome.state))
+
+
+def find_no_grad(
+    hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False, keep_inverse: bool = False
+) -> tuple[State, Outcome]:
+    """The equilibrium as a constant: nothing of the iterations is kept for the backward pass.
+
+    Args:
+        hidden: the problem with its input bound.
+        solver: finds the equilibrium.
+        start: where to begin; None leaves it to the problem.
+        same_steps: as for :meth:`Formulation.of`.
+        keep_inverse: whether the solver's estimate of the inverse Jacobian, on states, is needed.
+    """
+    with torch.no_grad():
+        outcome = None if keep_inverse else engine.solve(hidden, solver, start, same_steps)
+        outcome = outcome or find(hidden, solver, start, same_steps or keep_inverse)
+    return map_state(Tensor.detach, outcome.state), outcome

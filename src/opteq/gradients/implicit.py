@@ -11,8 +11,7 @@ from opteq import engine
 from opteq.common.validate import positive, whole
 from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.attach import attach, refuse_hidden_batches
-from opteq.gradients.base import Gradient, Record, wants_gradient
-from opteq.gradients.forward import find_no_grad
+from opteq.gradients.base import Gradient, Record, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Structure
 from opteq.solution import Report

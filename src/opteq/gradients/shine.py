@@ -10,8 +10,7 @@ from torch import Tensor
 from opteq.common.autocast import Autocast
 from opteq.common.validate import positive
 from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, wants_gradient
-from opteq.gradients.forward import find_no_grad
+from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.method import InverseEstimate

@@ -17,7 +17,7 @@ from opteq.models.pretrained.released import released_folder
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.problems.restoration import FilterPrior, Restoration
-from opteq.problems.restoration.image_weights import ResponseWeights
+from opteq.problems.restoration.guide import Guide
 from opteq.problems.restoration.noise_levels import NoiseLevels
 from opteq.solvers import FISTA, Picard, Solver
 
@@ -36,7 +36,8 @@ class DenoiserConfig:
         least, most, degree: noise levels, see :class:`~opteq.problems.restoration.noise_levels.NoiseLevels`.
         margin: strong convexity of the energy.
         steepest: largest curvature of the prior.
-        hidden: channels of the ``ResponseWeights``; 0 for a prior that is the same everywhere.
+        guide, depth: channels and blocks of the :class:`~opteq.problems.restoration.guide.Guide` that sets the prior's
+            terms from the given image; ``guide=0`` for a prior that is the same everywhere.
         steps: 0 for the minimiser of the energy; else exactly so many plain steps towards it.
     """
 
@@ -51,7 +52,8 @@ class DenoiserConfig:
     degree: int = 2
     margin: float = 0.01
     steepest: float | None = 50.0
-    hidden: int = 0
+    guide: int = 0
+    depth: int = 24
     steps: int = 0
 
 
@@ -80,8 +82,8 @@ class Denoiser(nn.Module):
         levels = NoiseLevels(width, config.least, config.most, config.degree)
         with torch.no_grad():  # potentials bend at about twice the noise of a response
             levels.log_scale[0] = (2 * filters.prepare().composed().flatten(1).norm(dim=1)).log()
-        weights = ResponseWeights(width, config.hidden) if config.hidden else None
-        self.prior = FilterPrior(filters, potential, levels, config.margin, weights, config.steepest)
+        guide = Guide(width, config.guide, config.depth) if config.guide else None
+        self.prior = FilterPrior(filters, potential, levels, config.margin, guide, config.steepest)
         if config.steps:
             solver, gradient = Picard(tol=0, max_steps=config.steps), Unrolled(config.steps)
         solver = FISTA(tol=1e-5, max_steps=1000) if solver is None else solver

@@ -17,7 +17,7 @@ from opteq.models import pretrained, segmenter
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier, FeatureExtractor
-from opteq.models.comparators import mdeq, mondeq, neural_ode, residual_networks
+from opteq.models.comparators import feedforward, hrnet, inception, mdeq, mondeq, neural_ode, residual_networks
 from opteq.models.custom import Builder, builder_of, options_of
 from opteq.models.families import extracted, geq, inhibition, mopteq, opteq
 from opteq.models.families.redesigned import PYRAMIDS
@@ -100,12 +100,19 @@ def _inhibition(summary: str, **options: Any) -> _Entry:
     return _Entry("inhibition", inhibition.build, inhibition.InhibitionOptions(**options), summary)
 
 
-def _resnet(summary: str, **options: Any) -> _Entry:
-    return _Entry("baseline", residual_networks.build_resnet, residual_networks.ResNetOptions(**options), summary)
+def _baseline(
+    build: Callable[[int, int, Any], Parts], options: Options, summary: str, reproduces: str = "", classes: int = 10
+) -> _Entry:
+    return _Entry("baseline", build, options, summary, reproduces, classes)
 
 
-def _mdeq(summary: str, reproduces: str, **options: Any) -> _Entry:
-    return _Entry("comparator", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces)
+def _resnet(summary: str, reproduces: str = "", classes: int = 10, **options: Any) -> _Entry:
+    chosen = residual_networks.ResNetOptions(**options)
+    return _baseline(residual_networks.build_resnet, chosen, summary, reproduces, classes)
+
+
+def _mdeq(summary: str, reproduces: str, classes: int = 10, **options: Any) -> _Entry:
+    return _Entry("comparator", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces, classes)
 
 
 def _neural_ode(summary: str, reproduces: str, **options: Any) -> _Entry:
@@ -240,6 +247,27 @@ _MODELS: dict[str, _Entry] = {
         "MOptEq paper, CIFAR-10, single-tier monDEQ, 854k parameters",
         hidden=(200,),
     ),
+    "mondeq-1m": _mondeq(
+        "monDEQ of three tiers, each half as large as the one before",
+        "MOptEq paper, CIFAR-10, multi-tier monDEQ, 1M parameters",
+        hidden=(64, 128, 128),
+    ),
+    "mdeq-18m-imagenet": _mdeq(
+        "MDEQ of four scales for images of 224x224, halved twice by its stem",
+        "OptEq paper, ImageNet, MDEQ-small, 18M parameters",
+        classes=1000, hidden=(32, 64, 128, 256), heads=(28, 56, 112, 224), downsample=2, max_steps=24,
+    ),
+    "mdeq-single-18m-imagenet": _mdeq(
+        "MDEQ of one scale for images of 224x224; the paper prints its number of parameters alone",
+        "OptEq paper, ImageNet, MDEQ-single branch, 18M parameters",
+        classes=1000, hidden=(392,), expansion=4, heads=(224,), last=2048, downsample=2, max_steps=24,
+    ),
+    "mdeq-63m-imagenet": _mdeq(
+        "MDEQ of four scales with more channels for images of 224x224; the paper prints its number of parameters",
+        "OptEq paper, ImageNet, MDEQ-large, 63M parameters",
+        classes=1000, hidden=(72, 144, 288, 576), expansion=6, heads=(32, 64, 128, 256), last=1680, downsample=2,
+        max_steps=24,
+    ),
     "neural-ode-172k": _neural_ode(
         "neural ODE on the image itself, for images of 32x32",
         "OptEq and MOptEq papers, CIFAR-10, Neural ODE, 172k parameters",
@@ -249,9 +277,73 @@ _MODELS: dict[str, _Entry] = {
         "OptEq and MOptEq papers, CIFAR-10, Aug. Neural ODE, 172k parameters",
         filters=64, augment=10,
     ),
+    "plain-199k": _baseline(
+        feedforward.build_plain,
+        feedforward.PlainOptions(channels=32, hidden=(16, 32, 64, 80, 80)),
+        "feed-forward layers that see the input, between the stem and the head of opteq-199k; the paper prints their "
+        "number of parameters alone",
+        "OptEq paper, CIFAR-10, the network of its Eq. 1, 199k parameters",
+    ),
     "resnet18-cifar": _resnet("ResNet-18 in its usual form for 32x32 images, 11.17M parameters"),
     "resnet50-cifar": _resnet(
         "ResNet-50 in its usual form for 32x32 images, 23.5M parameters", blocks=(3, 4, 6, 3), bottleneck=True
+    ),
+    "resnet18": _resnet(
+        "ResNet-18 in its usual form for large images, 11.7M parameters where the paper prints 13M",
+        "OptEq paper, ImageNet; GEQ paper, ImageNette and ImageNet-100", 1000, large=True,
+    ),
+    "resnet34": _resnet(
+        "ResNet-34 in its usual form for large images", "OptEq paper, ImageNet", 1000, blocks=(3, 4, 6, 3), large=True
+    ),
+    "resnet50": _resnet(
+        "ResNet-50 in its usual form for large images",
+        "OptEq paper, ImageNet; GEQ paper, ImageNette and ImageNet-100", 1000,
+        blocks=(3, 4, 6, 3), bottleneck=True, large=True,
+    ),
+    "resnet101": _resnet(
+        "ResNet-101 in its usual form for large images, 44.5M parameters where the paper prints 52M",
+        "OptEq paper, ImageNet", 1000, blocks=(3, 4, 23, 3), bottleneck=True, large=True,
+    ),
+    "wide-resnet50": _resnet(
+        "Wide-ResNet-50-2 in its usual form for large images", "OptEq paper, ImageNet, W-ResNet-50", 1000,
+        blocks=(3, 4, 6, 3), bottleneck=True, widen=2, large=True,
+    ),
+    "resnet-13m": _resnet(
+        "ResNet of 18 layers for large images, with 68 channels where ResNet-18 has 64",
+        "MOptEq paper, ImageNet, ResNet, 13M parameters", 1000, width=68, large=True,
+    ),
+    "inception-v2": _baseline(
+        inception.build, inception.InceptionOptions(),
+        "Inception-V2 (BN-Inception), 11.3M parameters where the paper prints 12M",
+        "OptEq paper, ImageNet, Inception-V2", 1000,
+    ),
+    "hrnet-w18": _baseline(
+        hrnet.build, hrnet.HRNetOptions(), "HRNet-W18 for large images", "OptEq paper, ImageNet, HRNet-W18", 1000
+    ),
+    "hrnet-13m": _baseline(
+        hrnet.build,
+        hrnet.HRNetOptions(hidden=(16, 32, 64, 128), modules=(1, 1, 1), depth=2, first_width=32, first_depth=1),
+        "HRNet-W18-small-v1 for large images", "MOptEq paper, ImageNet, HR-Net, 13M parameters", 1000,
+    ),
+    "extractor-resnet50": _baseline(
+        feedforward.build_extractor, feedforward.ExtractorClassifierOptions(head_widths=(512, 1024)),
+        "the extractor of opteq-small-imagenet and a classification layer, half as wide so that the size is "
+        "the printed one",
+        "OptEq paper, ImageNet, Res-Extr. + Cls., 11M parameters", 1000,
+    ),
+    "extractor-wide-resnet50": _baseline(
+        feedforward.build_extractor, feedforward.ExtractorClassifierOptions(head_widths=(512, 1024), widen=2),
+        "the extractor of opteq-middle-imagenet and a classification layer, half as wide so that the size is the "
+        "printed one",
+        "OptEq paper, ImageNet, W-Res-Extr. + Cls., 27M parameters", 1000,
+    ),
+    "fcn-cityscapes": replace(
+        _baseline(
+            segmenter.build_fcn, segmenter.FCNOptions(dropout=0.1),
+            "fully convolutional network: three stages of ResNet-50 and the head of opteq-cityscapes",
+            "OptEq paper, Cityscapes, FCN (of its layout nothing is printed but a similar number of parameters)", 19,
+        ),
+        make=segmenter.Segmenter,
     ),
 }  # fmt: skip
 

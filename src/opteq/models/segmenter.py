@@ -13,7 +13,7 @@ from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import option, whole
 from opteq.models.classifier import Classifier
-from opteq.models.families.extracted import ExtractedOptions, extracted_problem, make_extractor
+from opteq.models.families.extracted import ExtractedOptions, ExtractorOptions, extracted_problem, make_extractor
 
 
 class Segmenter(Classifier):
@@ -55,20 +55,25 @@ class Segmenter(Classifier):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmenterOptions(ExtractedOptions):
-    """Options of a segmenter with an extractor."""
+class FCNOptions(ExtractorOptions):
+    """Options of a segmenter that is an extractor and a head."""
 
     head_width: int = option(256, whole(), "channels of the 3x3 convolution before the last layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmenterOptions(FCNOptions, ExtractedOptions):
+    """Options of a segmenter with OptEq behind an extractor."""
 
 
 class PixelHead(nn.Module):
     """A 3x3 convolution, normalised and rectified, then scores by a 1x1 convolution: the head of an FCN."""
 
-    def __init__(self, channels: int, num_classes: int, options: SegmenterOptions) -> None:
+    def __init__(self, channels: int, num_classes: int, width: int, dropout: float) -> None:
         super().__init__()
-        self.convolution = normalised_conv(channels, options.head_width)
-        self.dropout = nn.Dropout2d(options.dropout)
-        self.scores = last_layer(options.head_width, num_classes, pixels=True)
+        self.convolution = normalised_conv(channels, width)
+        self.dropout = nn.Dropout2d(dropout)
+        self.scores = last_layer(width, num_classes, pixels=True)
 
     def embed(self, features: Tensor) -> Tensor:
         """The input of the last layer, ``(B, F, h', w')``."""
@@ -85,4 +90,11 @@ def build_segmenter(in_channels: int, num_classes: int, options: SegmenterOption
     """Extractor, Deep OptEq and head of a segmenter."""
     extractor = make_extractor(in_channels, options)
     layer = options.layer(extracted_problem(options))
-    return Parts(extractor, layer, PixelHead(options.channels, num_classes, options))
+    return Parts(extractor, layer, PixelHead(options.channels, num_classes, options.head_width, options.dropout))
+
+
+def build_fcn(in_channels: int, num_classes: int, options: FCNOptions) -> Parts:
+    """A fully convolutional network: the extractor's stages and the same head, without an equilibrium."""
+    first, *stages = make_extractor(in_channels, options).children()
+    head = PixelHead(options.extracted, num_classes, options.head_width, options.dropout)
+    return Parts(first, nn.Sequential(*stages), head)

@@ -15,6 +15,7 @@ from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.inhibition import Inhibition
 from opteq.problems.linearisation import Structure
 from opteq.problems.monotone import MonDEQ
+from opteq.problems.monotone_tiers import TieredMonDEQ
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
 from opteq.problems.variants.affine import AffineOptEq
@@ -42,4 +43,5 @@ __all__ = [
     "Problem",
     "Splitting",
     "Structure",
+    "TieredMonDEQ",
 ]

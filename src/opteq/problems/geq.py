@@ -12,8 +12,7 @@ from opteq.kernels import Gaussian, Kernel, Similarity
 from opteq.kernels.linear import LinearSimilarity
 from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem
-from opteq.problems.branches.branch import check_injection, check_operator, inject, unknown_norm
+from opteq.problems.base import Problem, check_injection, check_operator, inject, unknown_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import Hidden
 from opteq.problems.linearisation import Structure

@@ -13,9 +13,8 @@ from opteq.common.autocast import Autocast
 from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.base import Problem
-from opteq.problems.branches.branch import Branch, check_injection, check_operator, inject, unknown_norm
-from opteq.problems.branches.common import check_branches, views
+from opteq.problems.base import Problem, check_injection, check_operator, inject, unknown_norm
+from opteq.problems.branches.branch import Branch, check_branches, views
 from opteq.problems.branches.common_space import CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden

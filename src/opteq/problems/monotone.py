@@ -7,12 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq.common.validate import positive
+from opteq.common.validate import positive, share
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.fixed_point import FixedPoint
 
 SPLITTINGS = ("peaceman-rachford", "forward-backward")
+
+
+def strongly_monotone(m: float) -> Certificate:
+    """What follows from m alone."""
+    reason = f"I - W is {m:g}-strongly monotone whatever the weights are, and relu is a prox"
+    none = "plain steps relu(W z + U x) need not contract; splitting converges all the same"
+    moves = f"|z - z'| <= |U x - U x'| / {m:g}; the norm of U is not known"
+    reasons = {"exists": reason, "unique": reason, "contraction": none, "lipschitz": moves}
+    return Certificate(True, True, None, None, reasons)
+
+
+def checked_splitting(problem: Any) -> None:
+    """Raise unless ``m``, ``alpha`` and ``splitting`` of a problem are right."""
+    share(problem, "m")
+    positive(problem, "alpha")
+    if problem.splitting not in SPLITTINGS:
+        kind = type(problem).__name__
+        raise ValueError(f"{kind}.splitting should be one of {', '.join(SPLITTINGS)}; got {problem.splitting!r}")
 
 
 class MonDEQ(FixedPoint):
@@ -40,6 +58,7 @@ class MonDEQ(FixedPoint):
     """
 
     takes_tuples = False
+    eye: Tensor
 
     def __init__(
         self,
@@ -52,30 +71,22 @@ class MonDEQ(FixedPoint):
     ) -> None:
         Problem.__init__(self)  # the map is a method here
         self.m, self.alpha, self.splitting, self.U = m, alpha, splitting, U
-        positive(self, "m")
-        positive(self, "alpha")
-        if m > 1:
-            raise ValueError(f"MonDEQ.m should lie in (0, 1]; got {m}")
-        if splitting not in SPLITTINGS:
-            raise ValueError(f"MonDEQ.splitting should be one of {', '.join(SPLITTINGS)}; got {splitting!r}")
+        checked_splitting(self)
         shape = channels, channels, kernel_size, kernel_size
         self.A, self.B = (nn.Parameter(torch.randn(shape)) for _ in range(2))
         self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
+        # A buffer, and adjoints by function: W and the inverse depend on weights alone and are computed once a solve.
+        self.register_buffer("eye", torch.eye(channels), persistent=False)
 
     @for_finite_weights
     def certificate(self) -> Certificate:
         """Existence and uniqueness from m alone."""
-        reason = f"I - W is {self.m:g}-strongly monotone for every A and B, and relu is a prox"
-        none = "plain steps relu(W z + U x) need not contract; splitting converges all the same"
-        moves = f"|z - z'| <= |U x - U x'| / {self.m:g}; the norm of U is not known"
-        reasons = {"exists": reason, "unique": reason, "contraction": none, "lipschitz": moves}
-        return Certificate(True, True, None, None, reasons)
+        return strongly_monotone(self.m)
 
     def symbol(self, height: int, width: int) -> Tensor:
         """W at every frequency of images ``(height, width)``: ``(height, width // 2 + 1, n, n)``, complex."""
         A, B = self._spectrum(self.A, self.gain_A, height, width), self._spectrum(self.B, self.gain_B, height, width)
-        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-        symbol: Tensor = (1 - self.m) * eye - A.mH @ A + B - B.mH
+        symbol: Tensor = (1 - self.m) * self.eye - torch.adjoint(A) @ A + B - torch.adjoint(B)
         return symbol
 
     def _spectrum(self, kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
@@ -99,10 +110,9 @@ class MonDEQ(FixedPoint):
         """One step of the splitting."""
         given = self.U(x)
         W = self.symbol(*given.shape[2:])
-        eye = torch.eye(W.shape[-1], dtype=W.dtype, device=W.device)
         if self.splitting == "forward-backward":
-            return torch.relu(z - self.alpha * (_apply(eye - W, z) - given))
-        inverse = torch.linalg.inv(eye + self.alpha * (eye - W))
+            return torch.relu(z - self.alpha * (_apply(self.eye - W, z) - given))
+        inverse = torch.linalg.inv(self.eye + self.alpha * (self.eye - W))
         half = 2 * torch.relu(z) - z
         reflected: Tensor = 2 * _apply(inverse, half + self.alpha * given) - half
         return reflected

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.operators import Operator, module_norm, unhooked
+from opteq.common.errors import ConvergenceError
+from opteq.operators import LinearMap, Operator, unhooked
 from opteq.penalties import Linearised, Penalty
-from opteq.problems.base import Problem
-from opteq.problems.branches.branch import check_injection, check_operator, check_positive, inject, unknown_norm
-from opteq.problems.certificate import Certificate, existence, for_finite_weights
-from opteq.problems.deep.block import Block, half_square
+from opteq.problems.base import Problem, check_injection, check_operator, check_positive, inject
+from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
-from opteq.problems.prior import check_prior, prior_factors
+from opteq.problems.opteq_certificate import certify, check_prior
 from opteq.regularizers import Regularizer
-from opteq.states import State, inner, single
+from opteq.solvers import Anderson
+from opteq.states import State, inner, single, sum_over_sample
 
 
 class OptEq(Problem):
@@ -79,50 +79,78 @@ class OptEq(Problem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """Theorem 1, with existence put right: strict convexity alone does not give a minimiser.
+        """Theorem 1; see :func:`~opteq.problems.opteq_certificate.certify`."""
+        return certify(self.W, self.U, self.penalty, self.mu, self.regularizer, self.gamma)
 
-        With a regulariser: a step takes ``z - gamma grad R(z)``, which stretches distances by some factor, and
-        ``<dz, d(z - gamma grad R)>`` is at most ``|dz|^2`` times another one, which is 1 for every convex R. The first
-        bounds the step. The second is enough for uniqueness and the Lipschitz constant: sigma is the gradient of a
-        convex function, so ``<dy, dt> >= |dy|^2 / L`` for the states y and pre-activations t of two equilibria.
+
+class Block:
+    """``T = prox_phi`` where ``phi = psi* - 1/2 |.|^2`` and ``psi(z) = sum antiderivative(W z + c) / mu``.
+
+    Theorem 1 of OptEq. ``phi`` itself needs an inverse of W, its values at images of T do not: that is what the
+    methods here use (for any u with ``p = T(u)``, ``phi(p) = <p, u> - psi(u) - 1/2 |p|^2``).
+    """
+
+    def __init__(self, W: LinearMap, c: Tensor, penalty: Penalty, mu: float) -> None:
+        self.W = W
+        self.c = c
+        self.penalty = penalty
+        self.mu = mu
+
+    def preactivation(self, z: Tensor) -> Tensor:
+        """``W z + c``."""
+        return self.W(z) + self.c
+
+    def activation(self, z: Tensor) -> Tensor:
+        """``sigma(W z + c)``."""
+        return self.penalty.prox(self.preactivation(z))
+
+    def back(self, u: Tensor) -> Tensor:
+        """``W' u / mu``."""
+        z = self.W.adjoint(u)
+        return z if self.mu == 1 else z / self.mu
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """``T(z)``."""
+        return self.back(self.activation(z))
+
+    def potential(self, z: Tensor) -> Tensor:
+        """``psi(z)``, of which T is the gradient."""
+        return self.penalty.potential(self.preactivation(z)) / self.mu
+
+    def merit(self, z: Tensor) -> Tensor:
+        """``1/2 |z|^2 - psi(z)``: the Moreau envelope of phi, whose gradient is ``z - T(z)``."""
+        return half_square(z) - self.potential(z)
+
+    def envelope(self, u: Tensor, alpha: float | Tensor) -> Tensor:
+        """The Moreau envelope of phi with parameter ``1 - alpha`` at ``alpha T(u) + (1 - alpha) u``.
+
+        For ``alpha = 1`` that is phi itself at ``T(u)``.
         """
-        norm, slope = float(unhooked(self.W, "W").norm()), self.penalty.lipschitz
-        factor = slope * norm**2 / self.mu
-        stretch, pull = prior_factors(self.regularizer, self.gamma)
-        contraction = None if stretch is None else factor * stretch
-        exists, unique, reasons = self._existence(factor, contraction)
-        if contraction is None:
-            reasons["contraction"] = f"the gradient of {_name(self.regularizer)} has no known Lipschitz constant"
-        else:
-            reasons["contraction"] = f"L |W|^2 / mu with L = {slope:.4g} and |W| <= {norm:.4g}"
-            if self.regularizer is not None:
-                reasons["contraction"] += f", times |I - gamma hess R| <= {stretch:.4g}"
-        carried = 1.0 if self.U is None else module_norm(self.U)
-        lipschitz = None
-        if pull is None:
-            reasons["lipschitz"] = reasons["contraction"]
-        elif factor * pull >= 1:
-            reasons["lipschitz"] = f"needs L |W|^2 / mu below {1 / pull:.4g}; it is bounded by {factor:.4g}"
-        elif carried is None:
-            reasons["lipschitz"] = unknown_norm(self.U)
-        else:
-            lipschitz = float(carried) * slope * norm / self.mu / (1 - factor * pull)
-            share = "" if pull == 1 else f"{pull:.4g} "
-            reasons["lipschitz"] = (
-                f"|U| L |W| / mu / (1 - {share}L |W|^2 / mu), since sigma is a convex function's gradient"
-            )
-        return Certificate(exists, unique, contraction, lipschitz, reasons)
+        image = self(u)
+        return (
+            sum_over_sample(image * u) - self.potential(u) - half_square(image) + (1 - alpha) * half_square(u - image)
+        )
 
-    def _existence(self, factor: float, contraction: float | None) -> tuple[bool | None, bool | None, dict[str, str]]:
-        R = self.regularizer
-        banach = contraction is not None and contraction < 1
-        if R is not None and R.convex and factor < 1 and not banach:
-            why = "phi is strongly convex where L |W|^2 < mu, so phi + gamma R has exactly one minimiser"
-            return True, True, {"exists": why, "unique": why}
-        if R is None or R.gradient_lipschitz is not None or not self.penalty.bounded:
-            return existence(contraction, self.penalty.bounded)
-        # Decorrelation, for one, has a gradient that jumps where a feature vanishes: Brouwer needs it continuous.
-        return existence(contraction, False, f"the gradient of {_name(R)} is not known to be continuous")
+    def preimage(self, v: Tensor, alpha: float, tol: float = 1e-12, max_steps: int = 500) -> Tensor:
+        """The u with ``alpha T(u) + (1 - alpha) u = v``, for ``alpha < 1``.
+
+        ``u -> v + alpha (u - T(u))`` has it as fixed point and contracts by alpha where T is a prox.
+        """
+        solver = Anderson(tol=tol, max_steps=max_steps)
+        with torch.no_grad():
+            outcome = solver.solve(lambda u: v + alpha * (u - self(u)), v)  # type: ignore[operator, arg-type]
+        if bool((outcome.codes > 0).any()):
+            raise ConvergenceError(
+                f"the envelope's preimage was not found (worst residual {float(outcome.residual.max()):.1e} after "
+                f"{max_steps} steps); alpha={alpha} is too close to 1, or W is not bounded by sqrt(mu)"
+            )
+        assert isinstance(outcome.state, Tensor)
+        return outcome.state
+
+    def jacobian_at(self, z: Tensor) -> Callable[[Tensor], Tensor]:
+        """``v -> W' D W v / mu``, symmetric, with D the activation's derivative at ``z``."""
+        local = self.penalty.linearise(self.preactivation(z))
+        return lambda v: self.back(local.factor(local.factor_adjoint(self.W(v))))
 
 
 class BoundOptEq(Hidden):
@@ -247,17 +275,18 @@ class BoundOptEq(Hidden):
 
     def _measured_features(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""
-        inside = self.block.preactivation(single(z))
-        merit = half_square(single(z)) - self.penalty.potential(inside) / self.mu
-        return self.block.back(self.penalty.prox(inside)), merit
+        image, merit = self._activated(single(z))
+        return self.block.back(image), merit
 
     def _measured(self, y: State) -> tuple[State, Tensor]:
         """The step, and the merit ``1/2 |z|^2 - psi(z)`` that plain steps decrease, from the same pre-activation."""
-        z = self.features(y)
+        return self._activated(self.features(y))
+
+    def _activated(self, z: Tensor) -> tuple[Tensor, Tensor]:
         inside = self.block.preactivation(z)
-        merit = half_square(z) - self.penalty.potential(inside) / self.mu
-        return self.penalty.prox(inside), merit
+        return self.penalty.prox(inside), half_square(z) - self.penalty.potential(inside) / self.mu
 
 
-def _name(regularizer: Regularizer | None) -> str:
-    return type(regularizer).__name__
+def half_square(z: Tensor) -> Tensor:
+    """``1/2 |z|^2``, one value per sample."""
+    return sum_over_sample(z.to(torch.promote_types(z.dtype, torch.float32)).square()) / 2

@@ -166,7 +166,8 @@ def _findings(run: Run, seconds: float) -> Findings:
         return found
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found.model.to(device).eval()
-    asked = {key: value for key, value in run.section("data").items() if key in ("name", "root", "cache", "image_size")}
+    known = ("name", "root", "cache", "image_size", "stream", "workers")
+    asked = {key: value for key, value in run.section("data").items() if key in known}
     if "name" not in asked:
         run.notes.append("The recipe names no data, so no test images are shown.")
         return found

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import share, whole
+from opteq.solvers.anderson import History, with_column
 from opteq.solvers.base import Solver
-from opteq.solvers.history import History, with_column
 from opteq.solvers.method import InverseEstimate, Method, Task
 from opteq.states import row_norms, zeros_a_row
 

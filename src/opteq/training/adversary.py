@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from opteq.analysis import PGD
+from opteq.analysis import APGD, PGD
 from opteq.data import Batches
+
+Attack = PGD | APGD
 
 
 class Adversary:
@@ -19,7 +21,7 @@ class Adversary:
         batches: the batches whose images are attacked.
     """
 
-    def __init__(self, attack: PGD, batches: Batches) -> None:
+    def __init__(self, attack: Attack, batches: Batches) -> None:
         self.attack = attack
         self.batches = batches
 

@@ -5,32 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch import nn
 
-from opteq import data, models
 from opteq.analysis import PGD
 from opteq.common.errors import UserError
-from opteq.common.files import draft, plain_errors, write_atomically
-from opteq.data import Batches, Dataset, Split
-from opteq.gradients import Unrolled
-from opteq.models import equilibria
-from opteq.solvers import SAM
 from opteq.training.certified import CertifiedShare
-from opteq.training.devices import Accelerator, make_accelerator
-from opteq.training.input_size import check_input_size
-from opteq.training.metrics import Metrics, RunningMetrics
-from opteq.training.recipe.sections import AdversarySection, Recipe, fraction
-from opteq.training.run.folder import RunFolder
-from opteq.training.validation import validate
-
-MAX_STEPS = 500
-"""Default of ``max_steps`` where a tolerance is given: large enough that the tolerance ends the solve."""
+from opteq.training.metrics import Metrics
+from opteq.training.opened import OpenedRun, open_run
+from opteq.training.recipe.sections import AdversarySection, fraction
 
 
 def evaluate(
@@ -71,42 +56,13 @@ def evaluate(
         pixels, and ``test_iou`` (mean intersection over union) and ``test_class_accuracy`` (mean over classes) replace
         ``test_top5``.
     """
-    folder = RunFolder(Path(run))
-    recipe = folder.recipe()
-    if not isinstance(recipe, Recipe):
-        raise UserError(f"{folder.path} holds a denoiser: use opteq.training.denoising.evaluate")
-    if not (folder.path / "model.safetensors").exists():
-        raise UserError(
-            f"{folder.path} holds no finished run: continue with `opteq train --resume --out {folder.path}`"
-        )
-    if tol is not None and not tol > 0:
-        raise UserError(f"tol should be a positive number; got {tol}")
-    pgd = _attack(recipe.adversary, attack, attack_steps, attack_step_size)
-    exact = tol is not None
-    precision = precision or ("no" if exact else recipe.train.precision)
-    accelerator = make_accelerator(device, precision, recipe.train.tf32 and not exact, recipe.train.threads)
-    model = models.from_pretrained(folder.path)
-    set_solvers(model, tol, max_steps)
-    root = recipe.data.root if root is None else root
-    dataset = data.load(
-        recipe.data.name, root=root, cache=recipe.data.cache, image_size=recipe.data.image_size, test_only=True
-    )
-    if dataset.test.dense and pgd is not None:
+    opened = open_run(run, tol, max_steps, device, precision, root)
+    pgd = _attack(opened.recipe.adversary, attack, attack_steps, attack_step_size)
+    if opened.dataset.test.dense and pgd is not None:
         raise UserError("--attack: attacks need a classifier of images, and this data set is for segmentation")
-    _check_classes(dataset.classes, model.config["extra"].get("classes", dataset.classes))
-    settings = {"tol": tol, "max_steps": max_steps, "precision": precision, "device": str(accelerator.device)}
-    target = folder.path / "evaluation.json"
-    writing = partial(
-        plain_errors, f"writing the evaluation of {folder.path}", "make room, or evaluate a copy of the run elsewhere"
-    )
-    if accelerator.is_main_process:
-        # Before hours are spent: the folder may be read-only.
-        with writing(), draft(target, b"can this be written?"):
-            pass
-    result = _Evaluation(model, recipe, dataset, accelerator).result(pgd, settings)
-    if accelerator.is_main_process:
-        with writing():
-            write_atomically(target, (json.dumps(_as_json(result), indent=2) + "\n").encode())
+    opened.check_writable("evaluation.json")
+    result = _measured(opened, pgd)
+    opened.write("evaluation.json", json.dumps(_as_json(result), indent=2) + "\n")
     return result
 
 
@@ -117,66 +73,28 @@ def _as_json(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Evaluation:
-    """Metrics of a model on the splits of a data set, attacked or not."""
-
-    def __init__(self, model: models.Classifier, recipe: Recipe, dataset: Dataset, accelerator: Accelerator) -> None:
-        self.extra = model.config["extra"]
-        self.model = accelerator.prepare_model(model, evaluation_mode=True)
-        self.recipe, self.dataset, self.accelerator = recipe, dataset, accelerator
-
-    def result(self, attack: PGD | None, settings: dict[str, Any]) -> dict[str, Any]:
-        """The metrics of the test split with the ``settings``, then of the unseen split and under attack."""
-        dataset = self.dataset
-        certified = CertifiedShare(self.accelerator.unwrap_model(self.model), self.accelerator.device)
-        with certified.watching():
-            counts = self.counts(dataset.test)
-        share = {"certified": certified.share(self.accelerator)}
-        figures = _figures(counts, dataset.test.dense)
-        if len(dataset.classes) <= 5:  # all classes are among the first five
-            figures.pop("test_top5", None)
-        result = {**figures, **share, **settings}
-        if dataset.unseen is not None:
-            unseen = self.counts(dataset.unseen)
-            result |= {"unseen_accuracy": unseen.accuracy, "unseen_loss": unseen.mean_loss}
-        if attack is not None:
-            robust = self.counts(dataset.test, attack)
-            norm = self.recipe.adversary.norm
-            result |= {
-                "test_robust_accuracy": robust.accuracy,
-                "test_robust_loss": robust.mean_loss,
-                "attack": {**dataclasses.asdict(attack), "step_size": attack.length, "norm": norm},
-            }
-        return result
-
-    def counts(self, split: Split, attack: PGD | None = None) -> Metrics:
-        """Metrics of one split, attacked or not, over all processes."""
-        accelerator, dense = self.accelerator, self.dataset.test.dense
-        # Mean and std are those of training: images under another root may have others.
-        batches = Batches(
-            split,
-            self.extra.get("mean", self.dataset.mean),
-            self.extra.get("std", self.dataset.std),
-            self.recipe.train.test_batch_size,
-            device=accelerator.device,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            empty_shares=True,
-            num_classes=len(self.dataset.classes),
-        )
-        check_input_size(self.model, batches)
-        classes = batches.num_classes if dense else None
-        metrics = RunningMetrics(accelerator.device, self.recipe.guard.residual, with_top5=not dense, classes=classes)
-        validate(self.model, batches, metrics, attack=attack)
-        return metrics.compute(accelerator)
-
-
-def _check_classes(found: Sequence[str], trained_on: Sequence[str]) -> None:
-    if list(found) != list(trained_on):
-        raise UserError(
-            f"the images have the classes {', '.join(found)}, but the model was trained on "
-            f"{', '.join(trained_on)}; give the right ones with --root"
-        )
+def _measured(opened: OpenedRun, attack: PGD | None) -> dict[str, Any]:
+    """The metrics of the test split with the settings, then of the unseen split and under attack."""
+    dataset, accelerator = opened.dataset, opened.accelerator
+    certified = CertifiedShare(accelerator.unwrap_model(opened.model), accelerator.device)
+    with certified.watching():
+        counts = opened.counts(dataset.test)
+    share = {"certified": certified.share(accelerator)}
+    figures = _figures(counts, dataset.test.dense)
+    if len(dataset.classes) <= 5:  # all classes are among the first five
+        figures.pop("test_top5", None)
+    result = {**figures, **share, **opened.settings}
+    if dataset.unseen is not None:
+        unseen = opened.counts(dataset.unseen)
+        result |= {"unseen_accuracy": unseen.accuracy, "unseen_loss": unseen.mean_loss}
+    if attack is not None:
+        robust = opened.counts(dataset.test, attack)
+        result |= {
+            "test_robust_accuracy": robust.accuracy,
+            "test_robust_loss": robust.mean_loss,
+            "attack": {**dataclasses.asdict(attack), "step_size": attack.length, "norm": opened.recipe.adversary.norm},
+        }
+    return result
 
 
 def _figures(counts: Metrics, dense: bool) -> dict[str, Any]:
@@ -221,26 +139,3 @@ def _attack(
         name = {"epsilon": "--attack", "test_steps": "--attack-steps", "test_step_size": "--attack-step-size"}
         reason = first["msg"].replace("Input should", "it should")
         raise UserError(f"{name[str(first['loc'][0])]} {first['input']} is not right: {reason}") from None
-
-
-def set_solvers(model: nn.Module, tol: float | None, max_steps: int | None) -> None:
-    """Set tolerance and maximal number of steps of every equilibrium layer; None leaves them unchanged.
-
-    A model without feedback is a feed-forward network, which neither of them would leave what it is: it stays as it is.
-    """
-    config = getattr(model, "config", {})
-    if config.get("options", {}).get("feedback", "equilibrium") != "equilibrium":
-        return
-    for _, layer in equilibria(model):
-        changes: dict[str, Any] = {}
-        if tol is not None:
-            changes["tol"] = tol
-            changes["max_steps"] = max(layer.solver.max_steps, MAX_STEPS)
-        if max_steps is not None:
-            changes["max_steps"] = max_steps
-            if isinstance(layer.solver, SAM):  # keep the share of plain steps at the end
-                changes["polish"] = layer.solver.polish * max_steps // layer.solver.max_steps
-        if changes:
-            layer.solver = dataclasses.replace(layer.solver, **changes)
-            if isinstance(layer.gradient, Unrolled):  # which sets the number of steps itself
-                layer.gradient = dataclasses.replace(layer.gradient, steps=changes["max_steps"])

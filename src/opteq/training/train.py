@@ -63,9 +63,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, console: Consol
 
 
 def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerator, console: Console | None) -> None:
-    dataset = data.load(
-        recipe.data.name, root=recipe.data.root, cache=recipe.data.cache, image_size=recipe.data.image_size
-    )
+    dataset = data.load(**recipe.data.arguments())
     rng.seed(recipe.train.seed)
     model = _model(recipe, dataset, accelerator)
     # From here on processes draw different random numbers.

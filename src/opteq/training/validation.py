@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from opteq.analysis import PGD
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import equilibria
 from opteq.solution import Report
-from opteq.training.adversary import Adversary
+from opteq.training.adversary import Adversary, Attack
 from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import cross_entropy
 from opteq.training.run import rng
+
+Change = Callable[[Tensor, Batches, int], Tensor]
+"""From the images of this process's share of a batch, the batches and the batch's index to changed images."""
 
 
 def solve_reports(layers: list[tuple[str, Equilibrium]]) -> list[Report]:
@@ -47,13 +49,14 @@ def validate(
     batches: Batches,
     metrics: RunningMetrics,
     should_stop: Callable[[], bool] = lambda: False,
-    attack: PGD | None = None,
+    attack: Attack | None = None,
+    change: Change | None = None,
 ) -> bool:
     """Update ``metrics`` with loss, accuracy and solves over all ``batches``, in evaluation mode.
 
-    The loss is the plain cross-entropy. With an ``attack``, the metrics are those of the attacked images; solves inside
-    the attack are not counted. Random state and the model's mode stay unchanged. Returns False if ``should_stop`` ended
-    it early.
+    The loss is the plain cross-entropy. Images are changed by ``change`` first, then attacked: the metrics are those of
+    the images that result, and solves inside an attack are not counted. Random state and the model's mode stay
+    unchanged. Returns False if ``should_stop`` ended it early.
     """
     was_training = model.training
     model.eval()
@@ -65,6 +68,8 @@ def validate(
                     return False
                 # A process may have an empty share of the last batch.
                 if len(labels):
+                    if change is not None:
+                        images = change(images, batches, index)
                     if adversary is not None:
                         images = adversary(model, images, labels, adversary.start(0, index))
                     logits = model(images)

@@ -7,51 +7,68 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from opteq.common.errors import UserError, needs_extra
 from opteq.data.dataset import Pixels
+from opteq.data.readers.files import Files
 from opteq.data.readers.source import reason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+Given = TypeVar("Given")
+
 PIECE = 4 << 20  # bytes per chunk: enough to hide the overhead of a thread, few enough to keep memory small
 SMALL = 96 * 96  # pixels; below, opening an image costs more than decoding it, and only decoding runs in parallel
 
 
-def decode_all(
-    paths: Sequence[Path], first: Path, shape: tuple[int, int, int], image_size: int | None
-) -> Iterator[Pixels]:
-    """The images in order, in chunks. Each has to have ``shape``, that of the image ``first``.
+@dataclass(frozen=True)
+class Decoder:
+    """Makes pixels of image files: uint8 ``shape``, which is that of the image called ``first``."""
 
-    Threads and not processes: Pillow releases the GIL while it decodes and resizes, threads do not import the caller's
-    main module, and they do not disturb a CUDA context. Small images use one thread, since opening them holds the GIL
-    (20,000 JPEGs of 32x32 on 2 cores: 3.5 s with one thread, 4.4 s with two).
-    """
-    _, height, width = shape
-    workers = 1 if height * width <= SMALL and image_size is None else os.cpu_count() or 1
+    shape: tuple[int, int, int]
+    first: str
+    image_size: int | None
 
-    def decode(path: Path) -> Pixels:
-        image = decode_one(path, image_size)
-        if image.shape != shape:
-            _, other_height, other_width = image.shape
+    @classmethod
+    def like(cls, files: Files, row: int, image_size: int | None) -> Decoder:
+        """A decoder for images of the shape of image ``row``."""
+        channels, height, width = decode_one(files.open(row), image_size, files.name(row)).shape
+        return cls((channels, height, width), files.name(row), image_size)
+
+    def __call__(self, files: Files, row: int) -> Pixels:
+        """The pixels of image ``row``."""
+        image = decode_one(files.open(row), self.image_size, files.name(row))
+        if image.shape != self.shape:
+            _, height, width = image.shape
             raise UserError(
-                f"{path} is {other_width}x{other_height} pixels but {first} is {width}x{height}; "
+                f"{files.name(row)} is {width}x{height} pixels but {self.first} is {self.shape[2]}x{self.shape[1]}; "
                 "give image_size to bring all images to one size"
             )
         return image
 
-    return in_pieces(paths, shape, decode, workers)
+    def all(self, files: Files) -> Iterator[Pixels]:
+        """The images in order, in chunks.
+
+        Threads and not processes: Pillow releases the GIL while it decodes and resizes, threads do not import the
+        caller's main module, and they do not disturb a CUDA context. Small images use one thread, since opening them
+        holds the GIL (20,000 JPEGs of 32x32 on 2 cores: 3.5 s with one thread, 4.4 s with two).
+        """
+        small = self.shape[1] * self.shape[2] <= SMALL and self.image_size is None
+        return in_pieces(
+            range(len(files)), self.shape, lambda row: self(files, row), 1 if small else os.cpu_count() or 1
+        )
 
 
 def in_pieces(
-    paths: Sequence[Path], shape: tuple[int, ...], decode: Callable[[Path], Pixels], workers: int
+    paths: Sequence[Given], shape: tuple[int, ...], decode: Callable[[Given], Pixels], workers: int
 ) -> Iterator[Pixels]:
-    """``decode`` of every path, in order, stacked to chunks, with ``workers`` threads."""
+    """``decode`` of every path (or row), in order, stacked to chunks, with ``workers`` threads."""
     count = max(1, PIECE // math.prod(shape))
 
     def piece_at(start: int) -> Pixels:
@@ -73,9 +90,9 @@ def in_pieces(
         pool.shutdown(cancel_futures=True)
 
 
-def decode_one(path: Path, image_size: int | None) -> Pixels:
+def decode_one(source: Path | IO[bytes], image_size: int | None, name: str | None = None) -> Pixels:
     """One image as uint8 ``(3, H, W)``: EXIF orientation applied, RGB, resized to ``image_size`` if given."""
-    image = open_image(path)
+    image = open_image(source, name)
     if image_size is not None:
         image = resize_and_crop(image, image_size, image_size)
     pixels: Pixels = np.asarray(image, dtype=np.uint8).transpose(2, 0, 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy.typing as npt
 
 from opteq.common.errors import UserError
 from opteq.data.dataset import Labels, Pixels
-from opteq.data.readers.source import Source, Stream
+from opteq.data.readers.source import Source, Stream, reason
 
+TABLE = "superclasses.csv"
+HEADER = "expected a first line class,superclass and then a line for every class folder"
 PARTS = 5
 """Sub-classes of each of CIFAR-100's super-classes."""
 
@@ -71,3 +74,55 @@ def _chosen(stream: Stream, where: npt.NDArray[np.bool_]) -> Stream:
             start += len(piece)
 
     return Stream(stream.labels[where], stream.shape, pieces)
+
+
+def read_table(path: Path, classes: Sequence[str]) -> tuple[tuple[str, ...], dict[int, int], dict[int, int]]:
+    """The super-classes of a folder's ``classes``, from a table with the columns ``class`` and ``superclass``.
+
+    Returns:
+        The names of the super-classes in alphabetical order, and two maps from labels of classes to labels of
+        super-classes: of all classes but the last of each super-class, and of these last ones.
+    """
+    owner = _owner_by_name(path)
+    for name in classes:
+        if name not in owner:
+            raise UserError(f"{path}: has no line for the class {name!r}; add one with its super-class")
+    for name in owner:
+        if name not in classes:
+            raise UserError(f"{path}: there are no images of the class {name!r}; add them or remove its line")
+    names = tuple(sorted(set(owner.values())))
+    known: dict[int, int] = {}
+    held_out: dict[int, int] = {}
+    for number, whose in enumerate(names):
+        parts = [label for label, name in enumerate(classes) if owner[name] == whose]
+        if len(parts) < 2:
+            raise UserError(
+                f"{path}: the super-class {whose!r} has the class {classes[parts[0]]!r} alone; "
+                "it needs two at least, since one is held out"
+            )
+        *first, last = sorted(parts, key=lambda label: classes[label])
+        known |= dict.fromkeys(first, number)
+        held_out[last] = number
+    return names, known, held_out
+
+
+def _owner_by_name(path: Path) -> dict[str, str]:
+    """The super-class of each class, as the file says."""
+    owner: dict[str, str] = {}
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            table = csv.DictReader(file, skipinitialspace=True)
+            if not {"class", "superclass"} <= set(table.fieldnames or ()):
+                raise UserError(f"{path}: its first line is {','.join(table.fieldnames or ()) or 'empty'}; {HEADER}")
+            for row in table:
+                name, whose = ((row[column] or "").strip() for column in ("class", "superclass"))
+                if not name or not whose:
+                    raise UserError(f"{path}: line {table.line_num} has no class or no super-class; {HEADER}")
+                if name in owner:
+                    raise UserError(f"{path}: line {table.line_num} names the class {name!r} again; give it one line")
+                owner[name] = whose
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file, the table of super-classes; {HEADER}") from error
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read as a table ({reason(error)}); {HEADER}") from error
+    return owner

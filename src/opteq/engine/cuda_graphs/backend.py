@@ -18,7 +18,7 @@ from opteq.engine.cuda_graphs.traced import Traces
 from opteq.engine.flatten import NotFlattenableError, flatten
 from opteq.engine.log import note
 from opteq.engine.triton.solvers import open_fixed_point
-from opteq.gradients.forward import Formulation
+from opteq.gradients.base import Formulation
 from opteq.operators import Conv2d, Dense, SeparableConv2d
 from opteq.operators.spectral.norms import known_scales
 from opteq.problems.hidden import BoundMap

@@ -159,7 +159,7 @@ class FusedAnderson(FusedPlain):
     point. With a memory of m that is 6 vectors of states and ``2 m + 2`` columns read or written a step.
 
     It is the method of :class:`~opteq.solvers.anderson.Anderson` with its guard
-    (:class:`~opteq.solvers.guarded.GuardedIteration`): columns are kept at their own scale and the Gram matrix is
+    (:class:`~opteq.solvers.loop.GuardedIteration`): columns are kept at their own scale and the Gram matrix is
     scaled instead, which is the same up to rounding.
     """
 

@@ -8,7 +8,7 @@ import torch
 
 from opteq.common.autocast import Autocast
 from opteq.engine.triton.launch import may_launch
-from opteq.gradients.forward import Formulation
+from opteq.gradients.base import Formulation
 from opteq.penalties import ElementwisePenalty
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Anderson, Picard, Solver

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -74,16 +77,16 @@ class ScaleBlock(nn.Module):
 class Resized(nn.Module):
     """From one scale to another: strided convolutions downwards, a 1x1 convolution and repeated pixels upwards."""
 
-    def __init__(self, inputs: int, outputs: int, levels: int, groups: int) -> None:
+    def __init__(self, inputs: int, outputs: int, levels: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.factor = 2 ** max(0, -levels)
         if levels < 0:
-            self.net = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(groups, outputs))
+            self.net = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), norm(outputs))
             return
         parts: list[nn.Module] = []
         for level in range(levels):
             size = outputs if level == levels - 1 else inputs
-            parts += [nn.Conv2d(inputs, size, 3, 2, 1, bias=False), nn.GroupNorm(groups, size), nn.ReLU()]
+            parts += [nn.Conv2d(inputs, size, 3, 2, 1, bias=False), norm(size), nn.ReLU()]
         self.net = nn.Sequential(*parts[:-1])
 
     def forward(self, z: Tensor) -> Tensor:
@@ -92,18 +95,34 @@ class Resized(nn.Module):
         return image if self.factor == 1 else F.interpolate(image, scale_factor=self.factor, mode="nearest")
 
 
+def all_paths(channels: Sequence[int], norm: Callable[[int], nn.Module]) -> nn.ModuleDict:
+    """From every scale to every other one."""
+    return nn.ModuleDict({
+        f"{source}-{target}": Resized(inputs, outputs, target - source, norm)
+        for target, outputs in enumerate(channels)
+        for source, inputs in enumerate(channels)
+        if source != target
+    })  # fmt: skip
+
+
+def exchanged(made: Sequence[Tensor], paths: nn.ModuleDict) -> list[Tensor]:
+    """Every scale as the rectified sum of all of them."""
+    totals = []
+    for target, total in enumerate(made):
+        for source, part in enumerate(made):
+            if source != target:
+                total = total + paths[f"{source}-{target}"](part)
+        totals.append(torch.relu(total))
+    return totals
+
+
 class MultiscaleStep(nn.Module):
     """``f(z, x)``: a block per scale, then every scale is the sum of all of them, mixed and normalised."""
 
     def __init__(self, channels: tuple[int, ...], expansion: int, groups: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(ScaleBlock(size, expansion, groups) for size in channels)
-        self.paths = nn.ModuleDict({
-            f"{source}-{target}": Resized(inputs, outputs, target - source, groups)
-            for target, outputs in enumerate(channels)
-            for source, inputs in enumerate(channels)
-            if source != target
-        })  # fmt: skip
+        self.paths = all_paths(channels, partial(nn.GroupNorm, groups))
         self.mixed = nn.ModuleList(UnitConv2d(size, size, 1) for size in channels)
         self.norms = nn.ModuleList(nn.GroupNorm(max(1, groups // 2), size) for size in channels)
 
@@ -112,12 +131,8 @@ class MultiscaleStep(nn.Module):
         given = z if isinstance(z, tuple) else (z,)
         seen = [x, *[None] * (len(given) - 1)]
         made = [block(part, its) for block, part, its in zip(self.blocks, given, seen, strict=True)]
-        answers = []
-        for target, total in enumerate(made):
-            for source, part in enumerate(made):
-                if source != target:
-                    total = total + self.paths[f"{source}-{target}"](part)
-            answers.append(self.norms[target](self.mixed[target](torch.relu(total))))
+        totals = exchanged(made, self.paths)
+        answers = [norm(mix(total)) for norm, mix, total in zip(self.norms, self.mixed, totals, strict=True)]
         return tuple(answers) if isinstance(z, tuple) else answers[0]
 
 
@@ -144,15 +159,15 @@ class Zeros:
 class MultiscaleHead(nn.Module):
     """A bottleneck block per scale, summed from fine to coarse, a 1x1 convolution, the mean, a linear layer."""
 
-    def __init__(self, options: MDEQOptions, num_classes: int) -> None:
+    def __init__(
+        self, channels: Sequence[int], heads: Sequence[int], last: int, dropout: float, num_classes: int
+    ) -> None:
         super().__init__()
-        pairs = list(zip(options.hidden, options.heads, strict=True))
-        self.blocks = nn.ModuleList(Bottleneck(channels, width, 1) for channels, width in pairs)
-        steps = zip(options.heads[:-1], options.heads[1:], strict=True)
-        self.down = nn.ModuleList(normalised_conv(4 * fine, 4 * coarse, stride=2) for fine, coarse in steps)
-        self.mixed = normalised_conv(4 * options.heads[-1], options.last, 1)
-        self.dropout = nn.Dropout(options.dropout)
-        self.linear = last_layer(options.last, num_classes)
+        self.blocks = nn.ModuleList(Bottleneck(size, width, 1) for size, width in zip(channels, heads, strict=True))
+        self.down = nn.ModuleList(normalised_conv(4 * fine, 4 * coarse, stride=2) for fine, coarse in pairwise(heads))
+        self.mixed = normalised_conv(4 * heads[-1], last, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.linear = last_layer(last, num_classes)
 
     def embed(self, features: tuple[Tensor, ...] | Tensor) -> Tensor:
         """The input of the linear layer."""
@@ -177,4 +192,5 @@ def build(in_channels: int, num_classes: int, options: MDEQOptions) -> Parts:
     stem = stem or [normalised_conv(in_channels, width)]
     problem = FixedPoint(MultiscaleStep(options.hidden, options.expansion, options.groups), Zeros(options.hidden))
     layer = options.layer(problem)
-    return Parts(nn.Sequential(*stem, normalised_conv(width, width, 1)), layer, MultiscaleHead(options, num_classes))
+    head = MultiscaleHead(options.hidden, options.heads, options.last, options.dropout, num_classes)
+    return Parts(nn.Sequential(*stem, normalised_conv(width, width, 1)), layer, head)

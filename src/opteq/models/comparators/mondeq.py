@@ -1,4 +1,4 @@
-"""monDEQ with one convolution (Winston and Kolter 2020): a fixed point, average pooling, a linear layer."""
+"""monDEQ of one tier or several (Winston and Kolter 2020): a fixed point, average pooling, a linear layer."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.checks import number, one_of, option, whole
 from opteq.models.options import SolvingOptions
 from opteq.problems.monotone import SPLITTINGS, MonDEQ
+from opteq.problems.monotone_tiers import TieredMonDEQ
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonDEQOptions(SolvingOptions):
-    """Options of monDEQ; ``hidden`` is the number of channels."""
+    """Options of monDEQ; ``hidden`` are the channels of its tiers, each half as large as the one before."""
 
     m: float = option(0.1, number(0, 1), "strong monotonicity")
     splitting: str = option("peaceman-rachford", one_of(SPLITTINGS), "how the fixed point is found")
     alpha: float = option(1.0, number(), "step length of the splitting")
     cells: int = option(8, whole(), "height and width to which features are averaged before the linear layer")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.hidden) != 1:
-            raise UserError(f"hidden should be one number, the channels of the state; got {list(self.hidden)}")
 
 
 class CellHead(nn.Module):
@@ -48,8 +43,9 @@ class CellHead(nn.Module):
 
 
 def build(in_channels: int, num_classes: int, options: MonDEQOptions) -> Parts:
-    """The image itself is the input of the equilibrium: there is no stem."""
-    channels, kernel = options.hidden[0], options.injection_kernel
-    injection = nn.Conv2d(in_channels, channels, kernel, padding=kernel // 2)
-    problem = MonDEQ(channels, injection, options.weight_kernel, options.m, options.splitting, options.alpha)
-    return Parts(nn.Identity(), options.layer(problem), CellHead(channels, options.cells, num_classes))
+    """The image itself is the input of the equilibrium: there is no stem. The head sees the last tier."""
+    channels, kernel = options.hidden, options.injection_kernel
+    injection = nn.Conv2d(in_channels, channels[0], kernel, padding=kernel // 2)
+    rest = injection, options.weight_kernel, options.m, options.splitting, options.alpha
+    problem = MonDEQ(channels[0], *rest) if len(channels) == 1 else TieredMonDEQ(channels, *rest)
+    return Parts(nn.Identity(), options.layer(problem), CellHead(channels[-1], options.cells, num_classes))

@@ -1,4 +1,4 @@
-"""Baselines: residual networks in their usual form for small images."""
+"""Baselines: residual networks in their usual form for small and for large images."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.blocks.residual import ResidualBlock, normalised_conv
 from opteq.models.checks import flag, number, option, whole, wholes
@@ -22,7 +23,14 @@ class ResNetOptions(Options):
     )
     width: int = option(64, whole(), "channels of the first stage; each stage doubles them")
     bottleneck: bool = option(False, flag(), "blocks of 1x1, 3x3, 1x1 with four times the channels at the end")
+    widen: int = option(1, whole(most=64), "factor of the channels inside bottleneck blocks; 2 is the wide network")
+    large: bool = option(False, flag(), "begin with a 7x7 convolution and a max-pooling, which both halve pictures")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.widen > 1 and not self.bottleneck:
+            raise UserError(f"widen = {self.widen} has no effect on basic blocks; set bottleneck = true")
 
 
 class Bottleneck(nn.Module):
@@ -60,19 +68,23 @@ class PooledHead(nn.Module):
         return scores
 
 
+def large_stem(in_channels: int, width: int) -> nn.Sequential:
+    """A 7x7 convolution and a max-pooling, which both halve: how networks for large images begin."""
+    return nn.Sequential(normalised_conv(in_channels, width, 7, 2), nn.MaxPool2d(3, 2, padding=1))
+
+
 def build_resnet(in_channels: int, num_classes: int, options: ResNetOptions) -> Parts:
-    """A residual network for images of 32 x 32: a 3x3 convolution first, and no pooling before the stages."""
+    """A residual network. For images of 32 x 32 it begins with a 3x3 convolution, and nothing halves before stage 2."""
     inputs, stages = options.width, []
     for index, count in enumerate(options.blocks):
         width = options.width * 2**index
         for position in range(count):
             stride = 2 if index > 0 and position == 0 else 1
             stages.append(
-                Bottleneck(inputs, width, stride) if options.bottleneck else ResidualBlock(inputs, width, stride)
+                Bottleneck(inputs, width, stride, options.widen)
+                if options.bottleneck
+                else ResidualBlock(inputs, width, stride)
             )
             inputs = 4 * width if options.bottleneck else width
-    return Parts(
-        normalised_conv(in_channels, options.width),
-        nn.Sequential(*stages),
-        PooledHead(inputs, num_classes, options.dropout),
-    )
+    stem = large_stem(in_channels, options.width) if options.large else normalised_conv(in_channels, options.width)
+    return Parts(stem, nn.Sequential(*stages), PooledHead(inputs, num_classes, options.dropout))

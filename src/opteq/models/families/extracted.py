@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +12,16 @@ from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Parts, last_layer, make_injection
 from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import flag, number, option, whole, wholes
-from opteq.models.comparators.residual_networks import Bottleneck
+from opteq.models.comparators.residual_networks import Bottleneck, large_stem
 from opteq.models.families.opteq import LayerOptions, make_problem
+from opteq.models.options import Options
 from opteq.operators import Conv2d, Operator, SeparableConv2d
 from opteq.problems.base import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractedOptions(LayerOptions):
-    """Options shared by OptEq models with an extractor."""
+class ExtractorOptions(Options):
+    """Options of the first stages of a residual network, and of dropout."""
 
     extractor_blocks: tuple[int, ...] = option(
         (3, 4, 6), wholes(most=256, longest=8), "bottleneck blocks of each stage of the extractor"
@@ -27,10 +29,6 @@ class ExtractedOptions(LayerOptions):
     extractor_strides: tuple[int, ...] = option((1, 2, 1), wholes(), "2 for a stage that halves pictures, 1 for others")
     extractor_width: int = option(64, whole(), "channels of its first convolution; the stages have 4, 8, 16 times that")
     widen: int = option(1, whole(), "factor of the channels inside its blocks; 2 is the wide residual network")
-    channels: int = option(512, whole(), "channels of the features, where the layers' W begin and end")
-    separable: bool = option(
-        True, flag(), "W and U as a filter per channel and a mixing of channels, not as one kernel"
-    )
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
 
     def __post_init__(self) -> None:
@@ -41,14 +39,34 @@ class ExtractedOptions(LayerOptions):
                 f"got {len(self.extractor_blocks)} and {len(self.extractor_strides)}"
             )
 
+    @property
+    def extracted(self) -> int:
+        """Channels of the extractor's output."""
+        return 4 * self.extractor_width << len(self.extractor_blocks) - 1
+
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractedClassifierOptions(ExtractedOptions):
-    """Options of a classifier with an extractor."""
+class ExtractedOptions(ExtractorOptions, LayerOptions):
+    """Options shared by OptEq models with an extractor."""
+
+    channels: int = option(512, whole(), "channels of the features, where the layers' W begin and end")
+    separable: bool = option(
+        True, flag(), "W and U as a filter per channel and a mixing of channels, not as one kernel"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepHeadOptions(Options):
+    """Options of a head with convolutions."""
 
     head_widths: tuple[int, ...] = option(
         (1024, 2048), wholes(), "channels of the head's 1x1 convolutions, each followed by max-pooling by 2"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractedClassifierOptions(DeepHeadOptions, ExtractedOptions):
+    """Options of a classifier with an extractor."""
 
 
 class SeparableInjection(SeparableConv2d):
@@ -76,15 +94,15 @@ class SeparableInjection(SeparableConv2d):
 class DeepHead(nn.Module):
     """1x1 convolutions, each rectified and max-pooled by 2, then the mean over pixels and a linear layer."""
 
-    def __init__(self, channels: int, num_classes: int, options: ExtractedClassifierOptions) -> None:
+    def __init__(self, channels: int, num_classes: int, widths: Sequence[int], dropout: float) -> None:
         super().__init__()
         parts: list[nn.Module] = []
-        for width in options.head_widths:
+        for width in widths:
             # Rounded up, so that an image of one pixel keeps it.
             parts += [normalised_conv(channels, width, 1), nn.MaxPool2d(2, ceil_mode=True)]
             channels = width
         self.convolutions = nn.Sequential(*parts)
-        self.dropout = nn.Dropout(options.dropout)
+        self.dropout = nn.Dropout(dropout)
         self.linear = last_layer(channels, num_classes)
 
     def embed(self, features: Tensor) -> Tensor:
@@ -102,17 +120,17 @@ def build_classifier(in_channels: int, num_classes: int, options: ExtractedClass
     """Extractor, Deep OptEq and head of a classifier for large images."""
     extractor = make_extractor(in_channels, options)
     layer = options.layer(extracted_problem(options))
-    return Parts(extractor, layer, DeepHead(options.channels, num_classes, options))
+    return Parts(extractor, layer, DeepHead(options.channels, num_classes, options.head_widths, options.dropout))
 
 
-def make_extractor(in_channels: int, options: ExtractedOptions) -> nn.Sequential:
+def make_extractor(in_channels: int, options: ExtractorOptions) -> nn.Sequential:
     """A 7x7 convolution and a max-pooling, which both halve, then stages of bottleneck blocks.
 
     With blocks (3, 4, 6), (1, 2, 2) as strides and ``widen`` 1 or 2 these are the first stages of ResNet-50 or
     Wide-ResNet-50-2.
     """
     inputs = options.extractor_width
-    parts: list[nn.Module] = [normalised_conv(in_channels, inputs, 7, 2), nn.MaxPool2d(3, 2, padding=1)]
+    parts: list[nn.Module] = [*large_stem(in_channels, inputs)]
     for index, (count, stride) in enumerate(zip(options.extractor_blocks, options.extractor_strides, strict=True)):
         width = options.extractor_width * 2**index
         for position in range(count):
@@ -123,9 +141,8 @@ def make_extractor(in_channels: int, options: ExtractedOptions) -> nn.Sequential
 
 def extracted_problem(options: ExtractedOptions) -> Problem:
     """The OptEq layers on the output of :func:`make_extractor`."""
-    inputs = 4 * options.extractor_width * 2 ** (len(options.extractor_blocks) - 1)
     layers = [
-        (_operator(size, options), _injection(inputs, size, options) if options.sees_input(index) else None)
+        (_operator(size, options), _injection(options.extracted, size, options) if options.sees_input(index) else None)
         for index, size in enumerate(options.hidden)
     ]
     return make_problem(layers, options)

@@ -1,15 +1,16 @@
-"""A pair of maps: one to the features, one from the input."""
+"""Branches: their maps, their checks, and how each of them sees the input."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
-from opteq.operators import Operator, is_hooked, unhooked
+from opteq.operators import AveragePool, Operator
+from opteq.problems.base import check_injection, check_operator
+from opteq.states import State
 
 
 class Branch(nn.Module, metaclass=NamedOptions):
@@ -34,55 +35,57 @@ class Branch(nn.Module, metaclass=NamedOptions):
         return f"scale={self.scale}"
 
 
-def check_operator(W: Any, name: str) -> Operator:
-    """``W`` if it is an operator without hooks."""
-    if not isinstance(W, Operator):
-        raise TypeError(f"{name} should be one of opteq.operators, which have an exact adjoint; got {type(W).__name__}")
-    return unhooked(W, name)
+def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
+    """What each branch sees: ``x`` averaged over squares of its scale's pixels, or its own tensor where ``x`` has one.
 
+    A tuple is a pyramid of one picture: tensor i is to be smaller than the picture by the scale of branch i, as the
+    average would be. Whatever made it, convolutions for instance, takes the place of averaging.
 
-def check_injection(U: Any) -> nn.Module | None:
-    """``U`` if it is a module or nothing."""
-    if U is not None and not isinstance(U, nn.Module):
-        raise TypeError(f"U should be a torch module that carries the input into the state's space; got {U!r}")
-    return U
-
-
-def unknown_norm(U: nn.Module | None, where: str = "") -> str:
-    """Why the norm of ``U`` is not known."""
-    why = ": it has hooks, which may change what it gives" if U is not None and is_hooked(U) else ""
-    return f"the norm of U{where}, a {type(U).__name__}, is not known{why}"
-
-
-def check_positive(name: str, value: float) -> float:
-    """``value`` as a float if it is positive and finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        raise ValueError(f"{name} should be a positive finite number; got {value!r}")
-    return float(value)
-
-
-def inject(U: nn.Module | None, x: Tensor, W: Operator | None = None) -> Tensor:
-    """``U x + b``, with an error that shows the input's shape; as wide as the output of ``W`` where that is known."""
-    try:
-        injected = x if U is None else U(x)
-    except RuntimeError as error:
-        raise ValueError(f"U could not take an input of shape {tuple(x.shape)}: {error}") from error
-    if not isinstance(injected, torch.Tensor):
-        raise TypeError(f"U should return a tensor; got {type(injected).__name__}")
-    if injected.ndim < 2:  # every entry would pass for a sample, and be solved by itself
+    Args:
+        x: a tensor that all branches see, or a tuple with a tensor a branch.
+        scales: the factor by which each branch sees a smaller picture.
+        who: what errors call a branch.
+    """
+    if not isinstance(x, tuple):
+        return [_shrunk(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
+    if len(x) != len(scales):
+        raise ValueError(f"the input should be one tensor, or a tuple with {len(scales)}, one a {who}; got {len(x)}")
+    if len({part.shape[0] for part in x}) > 1:
+        raise ValueError(f"the tensors of an input should have one batch size; got {[part.shape[0] for part in x]}")
+    whole = [tuple(scale * side for side in part.shape[2:]) for part, scale in zip(x, scales, strict=True)]
+    if len(set(whole)) > 1:
         raise ValueError(
-            f"the input has no batch dimension; its shape is {tuple(x.shape)}. Give x[None] for one sample"
+            f"the tensors of an input should be views of one picture, each smaller by its {who}'s scale; got sizes "
+            f"{[tuple(part.shape[2:]) for part in x]} for scales {list(scales)}"
         )
-    if W is not None:
-        _check_width(injected, W)
-    return injected
+    return list(x)
 
 
-def _check_width(injected: Tensor, W: Operator) -> None:
-    for name, dim, kind in (("out_channels", 1, "channels"), ("out_features", -1, "entries")):
-        wanted = getattr(W, name, None)
-        if isinstance(wanted, int) and injected.shape[dim] != wanted:
-            raise ValueError(
-                f"U x + b should have {wanted} {kind}, as many as the output of W; it has {injected.shape[dim]} (shape "
-                f"{tuple(injected.shape)})"
-            )
+def _shrunk(x: Tensor, scale: int, who: str) -> Tensor:
+    if scale == 1:
+        return x
+    if x.ndim != 4 or x.shape[2] % scale or x.shape[3] % scale:
+        raise ValueError(
+            f"{who} has scale={scale}, so it needs pictures (batch, channels, height, width) whose height and width "
+            f"divide by {scale}; got an input of shape {tuple(x.shape)}. Pad or crop it"
+        )
+    return AveragePool(scale).prepare()(x)
+
+
+def check_branches(branches: Sequence[Any]) -> list[Branch]:
+    """``branches`` as a list, if there are any and all are branches."""
+    if not isinstance(branches, Sequence | nn.ModuleList) or not branches:
+        raise ValueError(f"branches should be a list with at least one opteq.Branch; got {branches!r}")
+    for index, branch in enumerate(branches):
+        if not isinstance(branch, Branch):
+            raise TypeError(f"branch {index} should be an opteq.Branch(W, U, scale); got {branch!r}")
+    return list(branches)
+
+
+def feature_channels(W: Operator) -> int | None:
+    """How many channels (or entries) the features of ``W`` have, where it says so."""
+    for name in ("in_channels", "in_features"):
+        count = getattr(W, name, None)
+        if isinstance(count, int):
+            return count
+    return None

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.operators import Operator, unhooked
-from opteq.problems.base import Problem
-from opteq.problems.branches.branch import check_operator
+from opteq.problems.base import Problem, check_operator
 from opteq.problems.branches.common_space import measured_square, prepare_common, squared_norm
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown

@@ -12,10 +12,9 @@ from opteq import penalties
 from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
 from opteq.operators import Conv2d, LinearMap, unhooked
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem
-from opteq.problems.branches.branch import Branch, inject
+from opteq.problems.base import Problem, inject
+from opteq.problems.branches.branch import Branch, check_branches, feature_channels, views
 from opteq.problems.branches.chattering import Tensors, inclusion_residual, returns, signs_change
-from opteq.problems.branches.common import check_branches, feature_channels, views
 from opteq.problems.branches.mopteq_certificate import certify
 from opteq.problems.branches.perturbation import PerturbationChain
 from opteq.problems.certificate import Certificate, for_finite_weights
@@ -291,7 +290,10 @@ class BoundMOptEq(Hidden):
         if not (self.coupling.diversity and self.coupling.smoothing):
             return 1.0
         y = tuple(self.penalty.prox(c) for c in self.injections)
-        inside = self._carry(Coupling(heritage=self.coupling.heritage).fuse(self.features(y)), self.injections)
+        features = self.features(y)
+        if features[0].shape[1] == 1:  # one channel has no products with others
+            return 1.0
+        inside = self._carry(Coupling(heritage=self.coupling.heritage).fuse(features), self.injections)
         y = tuple(self.penalty.prox(part) for part in inside)
         images = self._carry(largest_neighbours(self.features(y)))
         reach = torch.stack([inner(part, part) for part in images]).amax(dim=0) * (2 if len(y) <= 2 else 1)

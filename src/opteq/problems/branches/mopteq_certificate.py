@@ -10,7 +10,8 @@ from torch import nn
 from opteq.couplings import Coupling
 from opteq.operators import Conv2d, Identity, SeparableConv2d, is_hooked, module_norm, unhooked
 from opteq.penalties import Penalty
-from opteq.problems.branches.branch import Branch, unknown_norm
+from opteq.problems.base import unknown_norm
+from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from opteq.problems.base import Problem
-from opteq.problems.branches.common import views
+from opteq.problems.branches.branch import views
 from opteq.problems.branches.side_by_side import BoundParallel, HiddenParallel
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import Hidden

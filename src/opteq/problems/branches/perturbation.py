@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opteq.common.derivatives import pullback
-from opteq.problems.branches.branch import Branch, inject
+from opteq.problems.base import inject
+from opteq.problems.branches.branch import Branch
 
 Tensors = tuple[Tensor, ...]
 

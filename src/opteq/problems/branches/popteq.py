@@ -15,8 +15,7 @@ from opteq.common.errors import unknown_name
 from opteq.operators import module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
-from opteq.problems.branches.branch import Branch
-from opteq.problems.branches.common import check_branches
+from opteq.problems.branches.branch import Branch, check_branches
 from opteq.problems.branches.mopteq_certificate import keeps_size
 from opteq.problems.branches.parallel import SideBySide
 from opteq.problems.branches.side_by_side import BoundParallel

@@ -13,16 +13,15 @@ from opteq import penalties
 from opteq.common.errors import unknown_name
 from opteq.operators import Operator, Stack, module_norm, unhooked
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem
-from opteq.problems.branches.branch import Branch, check_positive, inject, unknown_norm
+from opteq.problems.base import Problem, check_positive, inject, unknown_norm
+from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
-from opteq.problems.deep.block import Block, half_square
 from opteq.problems.deep.convolutional import by_conv_slots
 from opteq.problems.deep.feedforward import by_gram, by_slots, read_mlp
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.linearisation import Linearisation
-from opteq.problems.opteq import OptEq
-from opteq.problems.prior import check_prior, prior_factors
+from opteq.problems.opteq import Block, OptEq, half_square
+from opteq.problems.opteq_certificate import check_prior, prior_factors
 from opteq.regularizers import Regularizer
 from opteq.states import State, single
 

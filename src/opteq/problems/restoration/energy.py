@@ -20,7 +20,7 @@ from opteq.potentials.base import scaled_derivative, scaled_second
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.linearisation import Structure
 from opteq.problems.objective import BoundObjective, Objective
-from opteq.problems.restoration.image_weights import ResponseWeights
+from opteq.problems.restoration.guide import Guide
 from opteq.problems.restoration.noise_levels import NoiseLevels
 from opteq.solvers.fista import FISTA
 from opteq.states import State, single, sum_over_sample
@@ -38,7 +38,8 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         potential: the potentials, one per channel or one for all.
         levels: scales and weights by noise level.
         margin: strong convexity of the energy of denoising; None leaves weights as they are.
-        weights: further weights by channel and pixel, from the responses of the given image; None for none.
+        guide: further weights, and expected responses, by channel and pixel, from the given image; None for none. A
+            term is then ``psi_c((K y)_c - r_c)`` with the expected response ``r_c``.
         steepest: the largest curvature of R; weights are divided where it would be larger. It bounds the condition of
             the energy, and so the number of steps. None for no limit.
     """
@@ -49,7 +50,7 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         potential: Potential,
         levels: NoiseLevels,
         margin: float | None = 0.01,
-        weights: ResponseWeights | None = None,
+        guide: Guide | None = None,
         steepest: float | None = None,
     ) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
         if margin is not None and not 0 <= margin < 1:
             raise ValueError(f"FilterPrior.margin should lie in [0, 1), or be None; got {margin!r}")
         self.filters, self.potential, self.levels, self.margin = filters, potential, levels, margin
-        self.weights = weights
+        self.guide = guide
         if steepest is not None and steepest <= 0:
             raise ValueError(f"FilterPrior.steepest should be positive, or None; got {steepest!r}")
         self.steepest = steepest
@@ -68,7 +69,7 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
 
         Args:
             sigma: noise levels.
-            image: the given image, which weights may look at.
+            image: the given image, which the guide reads.
         """
         chain = self.filters.prepare()
         kernel = chain.composed()
@@ -86,9 +87,11 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
             weight = weight * shrink[:, None].to(weight.dtype)
             concavity, curvature = concavity * shrink, curvature * shrink
         scale, weight = scale[:, :, None, None], weight[:, :, None, None]
-        if self.weights is not None and image is not None:
-            weight = weight * self.weights(chain(image) / scale)
-        return BoundPrior(chain, self.potential.prepare(), scale, weight, concavity, curvature)
+        expected = None
+        if self.guide is not None and image is not None:
+            share, expected = self.guide(image, sigma)
+            weight, expected = weight * share, expected * scale
+        return BoundPrior(chain, self.potential.prepare(), scale, weight, concavity, curvature, expected)
 
 
 class BoundPrior:
@@ -98,12 +101,20 @@ class BoundPrior:
         filters, curve: K and psi.
         scale, weight: ``(B, C, 1, 1)``; the weight is ``(B, C, h, w)`` where it depends on the image.
         concavity, curvature: the Hessian of R lies between ``-concavity`` and ``curvature``, ``(B,)``.
+        expected: responses ``(B, C, h, w)`` at which potentials are centred; None for zero.
     """
 
     def __init__(
-        self, filters: ChainMap, curve: Curve, scale: Tensor, weight: Tensor, concavity: Tensor, curvature: Tensor
+        self,
+        filters: ChainMap,
+        curve: Curve,
+        scale: Tensor,
+        weight: Tensor,
+        concavity: Tensor,
+        curvature: Tensor,
+        expected: Tensor | None = None,
     ) -> None:
-        self.filters, self.curve = filters, curve
+        self.filters, self.curve, self.expected = filters, curve, expected
         self.scale, self.weight = scale, weight
         self.concavity, self.curvature = concavity, curvature
         self.inverse = 1 / self.scale
@@ -111,17 +122,21 @@ class BoundPrior:
 
     def value(self, y: Tensor) -> Tensor:
         """R, one number per sample."""
-        values = self.curve.value(self.filters(y) * self.inverse)
+        values = self.curve.value(self._responses(y) * self.inverse)
         return sum_over_sample(self.force * self.scale * values)
 
     def gradient(self, y: Tensor) -> Tensor:
         """``K' (w s psi'(K y / s))``."""
-        return self.filters.adjoint(scaled_derivative(self.filters(y), self.curve, self.inverse, self.force))
+        return self.filters.adjoint(scaled_derivative(self._responses(y), self.curve, self.inverse, self.force))
 
     def hessian_at(self, y: Tensor) -> Callable[[Tensor], Tensor]:
         """``v -> K' (w psi''(K y / s) K v)``."""
-        slopes = scaled_second(self.filters(y), self.curve, self.inverse, self.weight)
+        slopes = scaled_second(self._responses(y), self.curve, self.inverse, self.weight)
         return lambda v: self.filters.adjoint(slopes * self.filters(v))
+
+    def _responses(self, y: Tensor) -> Tensor:
+        responses = self.filters(y)
+        return responses if self.expected is None else responses - self.expected
 
 
 class Restoration(Objective):
@@ -179,8 +194,8 @@ class Restoration(Objective):
         strong = f"the energy is {least:.4g}-strongly convex: the data term outweighs the concavity of the prior"
         step = f"a gradient step of length 1/{most:.4g} on an energy with Hessian in [{least:.4g}, {most:.4g}]"
         slope = f"|A| / m with m = {least:.4g} (from x to y, at a fixed noise level)"
-        if self.prior.weights is not None:
-            slope, lipschitz = "the weights of the prior depend on x in a way that is not bounded", math.nan
+        if self.prior.guide is not None:
+            slope, lipschitz = "the terms of the prior depend on x in a way that is not bounded", math.nan
         reasons = {"exists": strong, "unique": strong, "contraction": step, "lipschitz": slope}
         constant = None if math.isnan(lipschitz) else lipschitz / least
         return Certificate(True, True, 1 - least / most, constant, reasons)

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
-from opteq.problems.deep.block import Block
 from opteq.problems.hidden import BoundMap
-from opteq.problems.opteq import OptEq
+from opteq.problems.opteq import Block, OptEq
 from opteq.states import State, single, working_dtype
 
 

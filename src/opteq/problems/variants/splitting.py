@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opteq.problems.base import Problem
-from opteq.problems.branches.branch import check_positive
+from opteq.problems.base import Problem, check_positive
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.deep.block import Block
 from opteq.problems.hidden import BoundMap, FeatureForm
-from opteq.problems.opteq import OptEq
+from opteq.problems.opteq import Block, OptEq
 from opteq.regularizers import Regularizer
 from opteq.states import State, single
 

@@ -101,11 +101,11 @@ class DenoisingTrainer:
         prior = self.model.prior
         self.average = {name: tensor.detach().clone() for name, tensor in prior.state_dict().items()}
         # Potentials and noise levels are few numbers that have to travel further than filters.
-        self.rates = {"filters": 1.0, "curves": 2.0, "weights": 1.0}
+        self.rates = {"filters": 1.0, "curves": 2.0, "guide": 0.25}
         groups = {
             "filters": list(prior.filters.parameters()),
             "curves": [*prior.potential.parameters(), *prior.levels.parameters()],
-            "weights": [] if prior.weights is None else list(prior.weights.parameters()),
+            "guide": [] if prior.guide is None else list(prior.guide.parameters()),
         }
         self.optimizer = torch.optim.Adam(
             [{"params": group, "name": name} for name, group in groups.items()], lr=recipe.train.lr, betas=(0.9, 0.99)
@@ -211,4 +211,7 @@ def built(recipe: DenoisingRecipe, device: torch.device) -> Denoiser:
     every = 1 if device.type == "cpu" else 8
     solver = FISTA(tol=options.tol, max_steps=options.max_steps, check_every=every)
     linear = CG(tol=options.gradient_tol, max_steps=options.gradient_steps, check_every=every)
-    return Denoiser(recipe.model.config(), solver, Implicit(linear=linear), on_failure="ignore").to(device)
+    model = Denoiser(recipe.model.config(), solver, Implicit(linear=linear), on_failure="ignore").to(device)
+    if options.bfloat16 and model.prior.guide is not None:
+        model.prior.guide.compute_dtype = torch.bfloat16
+    return model

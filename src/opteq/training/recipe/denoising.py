@@ -18,19 +18,21 @@ class PriorSection(Section):
 
     name: Literal["denoiser"] = "denoiser"
     width: Count = 56
+    kernel_size: Count = 5
     knots: Count = 24
     rho: NotNegative = 1.0
     mu: Positive = 10.0
     margin: Share = 0.01
     steepest: Positive = 50.0
-    hidden: Annotated[int, Field(ge=0)] = 0
+    guide: Annotated[int, Field(ge=0)] = 0
+    depth: Count = 24
     steps: Annotated[int, Field(ge=0)] = 0
 
     def config(self) -> DenoiserConfig:
         """What the model is made of."""
         return DenoiserConfig(
-            channels=(1, 4, 8, self.width), knots=self.knots, rho=self.rho, mu=self.mu, margin=self.margin,
-            steepest=self.steepest, hidden=self.hidden, steps=self.steps,
+            channels=(1, 4, 8, self.width), kernel_size=self.kernel_size, knots=self.knots, rho=self.rho, mu=self.mu,
+            margin=self.margin, steepest=self.steepest, guide=self.guide, depth=self.depth, steps=self.steps,
         )  # fmt: skip
 
 
@@ -57,6 +59,7 @@ class NoiseSection(Section):
 class DenoisingTrainSection(Section):
     """Length of training, batches, and how the energy is minimised on the way.
 
+    ``bfloat16`` is for the network that guides a prior, not for the energy.
     ``border`` pixels at each side of a patch do not count in the loss: there the image ends where a real one goes on.
     """
 
@@ -68,6 +71,7 @@ class DenoisingTrainSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tf32: bool = False
+    bfloat16: bool = False
     threads: Count | None = None
     tol: Positive = 1e-4
     max_steps: Count = 120

@@ -58,12 +58,22 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The data set: a name of :func:`opteq.data.names`, its folder, and the image size."""
+    """The data set: a name of :func:`opteq.data.names`, its folder, the image size, and how images are read.
+
+    With ``stream`` images are decoded when they are needed, by ``workers`` processes for each process that trains.
+    """
 
     name: str
     root: str | None = None
     cache: str | None = None
     image_size: Count | None = None
+    stream: bool = False
+    workers: Annotated[int, Field(ge=0)] | None = None
+
+    def arguments(self, root: str | None = None) -> dict[str, Any]:
+        """The arguments of :func:`opteq.data.load`; ``root`` replaces the recipe's where it is given."""
+        given = self.model_dump()
+        return given if root is None else {**given, "root": root}
 
 
 class TrainSection(Section):

@@ -1,0 +1,242 @@
+"""How far an image may move before the prediction can change: from Lipschitz constants of the parts of a classifier.
+
+A classifier is ``head(equilibrium(stem(x)))``. With constants s of the stem and q of the equilibrium, and ``h[a, b]``
+of the difference of the logits a and b as a function of the features, that difference changes by at most ``h[a, b] q s
+d`` where the image moves by d (Euclidean norm). So the prediction a stays as long as ``d < min over b of (logit_a -
+logit_b) / (h[a, b] q s)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from opteq.analysis.local import local_certificate
+from opteq.analysis.terms import evaluating
+from opteq.common.errors import UserError
+from opteq.equilibrium import Equilibrium
+from opteq.models.blocks.parts import Head
+from opteq.models.blocks.pyramid import Pyramid
+from opteq.models.blocks.residual import InvertedBlock, ResidualBlock
+from opteq.models.classifier import Classifier
+from opteq.operators.spectral.norms import module_norm
+from opteq.states import blocks
+
+_CONTRACTIONS = (nn.ReLU, nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Hardtanh, nn.Tanh, nn.Sigmoid)
+
+
+@dataclass(frozen=True)
+class CertifiedRadius:
+    """For each of B images the distance within which the prediction is proved to stay.
+
+    Attributes:
+        radius: Euclidean distance, for pixels in 0..1, ``(B,)``.
+        predicted: the predicted classes, ``(B,)``.
+        source: ``"weights"`` where the equilibrium's Lipschitz constant is that of its certificate, for all inputs at
+            once; ``"point"`` where it is :func:`~opteq.analysis.local_certificate`'s.
+        probability: that the radius is right for a given image; 1 where it comes from the weights.
+    """
+
+    radius: Tensor
+    predicted: Tensor
+    source: str
+    probability: float
+
+
+class CertifiedClassifier:
+    """The Lipschitz constants of a classifier, computed once, and certified radii from them.
+
+    Statements are about exact equilibria, so give its layer a tight tolerance. At the point they are about the
+    equilibrium that continues the one found; it is the only one where the certificate says so.
+
+    Args:
+        model: with one equilibrium layer between stem and head.
+        std: by which pixels were divided.
+
+    Raises:
+        UserError: a part of the model has no known Lipschitz constant; the message names it.
+    """
+
+    def __init__(self, model: Classifier, std: tuple[float, ...] = (1.0,)) -> None:
+        if not isinstance(model, Classifier) or not isinstance(model.equilibrium, Equilibrium):
+            raise UserError("a certified radius needs a classifier with one equilibrium layer between stem and head")
+        if not isinstance(model.head, Head) or model.head.fuse is not None:
+            raise UserError("a certified radius needs the usual head, without a fusion of branches before it")
+        if not isinstance(model.head.linear, nn.Linear):
+            raise UserError("a certified radius needs classes, and this model has none")
+        self.model, self.layer = model, model.equilibrium
+        with evaluating(model):
+            self.stem = lipschitz_bound(model.stem) / min(std)
+            self.equilibrium = self.layer.problem.certificate().lipschitz
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, steps: int = 60, failure: float = 1e-3) -> CertifiedRadius:
+        """The radii of images ``(B, C, H, W)``, normalised as the model takes them.
+
+        Args:
+            x: the images.
+            steps: Lanczos steps of the certificate at the point.
+            failure: probability that its bounds fail for an image.
+        """
+        model, layer = self.model, self.layer
+        with evaluating(model):
+            given = model.stem(x)
+            features = layer(given)
+            logits: Tensor = model.head(features).double()
+            assert isinstance(model.head, Head)
+            slopes = head_slopes(model.head, blocks(features))
+            predicted = logits.argmax(dim=1)
+            margin = logits.gather(1, predicted[:, None]) - logits
+            # Of the own class: no margin, and nothing to fear.
+            distance = torch.where(margin > 0, margin / slopes[predicted].clamp_min(1e-300), 0.0)
+            distance = distance.scatter(1, predicted[:, None], torch.inf).amin(dim=1)
+            if self.equilibrium is not None:
+                radius = distance / max(self.equilibrium, 1e-300) / self.stem
+                return CertifiedRadius(radius, predicted, "weights", 1.0)
+            try:
+                local = local_certificate(layer, given, steps, failure)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+            if local.radius is None:
+                raise UserError(
+                    "the Lipschitz constant of the equilibrium is known neither from the weights nor in a ball around "
+                    "a point: its objective is not piecewise quadratic"
+                )
+            reach = torch.minimum(distance / local.lipschitz.double(), local.radius.double())
+            return CertifiedRadius(torch.nan_to_num(reach, nan=0.0) / self.stem, predicted, "point", local.probability)
+
+
+def head_slopes(head: Head, features: tuple[Tensor, ...]) -> Tensor:
+    """``h[a, b]``: a Lipschitz constant of ``logit_a - logit_b`` by the features, ``(K, K)``, in evaluation mode.
+
+    With the weights w of the difference, the scales s of the batch normalisation and n pixels in a window of the
+    pooling, it is ``(sum w^2 s^2 / n)^1/2`` by Cauchy and Schwarz.
+    """
+    assert isinstance(head.linear, nn.Linear)
+    weight = head.linear.weight.double()
+    if isinstance(head.hidden, nn.Identity):
+        widths = [len(_scale(norm)) * _windows(head.pool) for norm in head.norms]
+        shared = head.readout == "mean"
+        parts = [weight / len(widths)] * len(widths) if shared else list(weight.split(widths, dim=1))
+        scaled = torch.cat(
+            [
+                part * _per_entry(norm, head.pool) * _pooling(head.pool, z.shape[2:])
+                for part, norm, z in zip(parts, head.norms, features, strict=True)
+            ],
+            dim=1,
+        )
+        return torch.cdist(scaled, scaled, compute_mode="donot_use_mm_for_euclid_dist")
+    inner = max(
+        float(_scale(norm).max()) * _pooling(head.pool, z.shape[2:])
+        for norm, z in zip(head.norms, features, strict=True)
+    )
+    if head.readout == "mean":
+        inner /= math.sqrt(len(features))
+    between = torch.cdist(weight, weight, compute_mode="donot_use_mm_for_euclid_dist")
+    return between * inner * lipschitz_bound(head.hidden)
+
+
+def lipschitz_bound(module: nn.Module) -> float:
+    """A Lipschitz constant of a module in evaluation mode, for stems and hidden layers as this library makes them.
+
+    A normalisation is folded into the convolution before it, whose norm is then certified for images of every size.
+
+    >>> lipschitz_bound(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) > 0
+    True
+    """
+    if isinstance(module, Pyramid):
+        return _pyramid(module)
+    if isinstance(module, ResidualBlock) and isinstance(module.weights, nn.Identity):
+        return lipschitz_bound(module.past) + lipschitz_bound(module.first) * lipschitz_bound(module.second)
+    if isinstance(module, InvertedBlock) and isinstance(module.weights, nn.Identity):
+        made = math.prod(lipschitz_bound(part) for part in (module.spread, module.widen, module.narrow))
+        return lipschitz_bound(module.past) + made
+    if isinstance(module, nn.Sequential):
+        return math.prod(lipschitz_bound(part) for part in _folded(list(module)))
+    if isinstance(module, nn.BatchNorm2d):
+        return float(_scale(module).max())
+    if isinstance(module, nn.LayerNorm):
+        weight = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
+        return weight / math.sqrt(module.eps)
+    if isinstance(module, _CONTRACTIONS):
+        return 1.0
+    if isinstance(module, nn.AvgPool2d) and module.padding in (0, (0, 0)) and module.kernel_size == module.stride:
+        return 1.0  # windows do not overlap; at the border they may hold a single pixel
+    norm = module_norm(module)
+    if norm is None:
+        raise UserError(f"no Lipschitz constant is known of a {type(module).__name__}")
+    return float(norm)
+
+
+def _folded(parts: list[nn.Module]) -> list[nn.Module]:
+    """The parts, each batch normalisation that follows a convolution multiplied into its kernel."""
+    result: list[nn.Module] = []
+    for part in parts:
+        before = result[-1] if result else None
+        if isinstance(part, nn.BatchNorm2d) and isinstance(before, nn.Conv2d):
+            result[-1] = _Kernel(before.weight.detach() * _scale(part).to(before.weight)[:, None, None, None], before)
+        else:
+            result.append(part)
+    return result
+
+
+class _Kernel(nn.Conv2d):
+    """A convolution with another kernel, of which only the norm is wanted."""
+
+    def __init__(self, weight: Tensor, like: nn.Conv2d) -> None:
+        super().__init__(
+            like.in_channels, like.out_channels, like.kernel_size, like.stride, like.padding, like.dilation,
+            like.groups, bias=False, padding_mode=like.padding_mode, device="meta",
+        )  # fmt: skip
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _pyramid(stem: Pyramid) -> float:
+    """Of all its levels together: the root of the sum of squares over the branches that see them."""
+    constants, so_far = [], 1.0
+    for stage in stem.stages:
+        so_far *= lipschitz_bound(stage)
+        constants.append(so_far)
+    return so_far if stem.levels is None else math.hypot(*(constants[level] for level in stem.levels))
+
+
+def _scale(norm: nn.Module) -> Tensor:
+    """By what a batch normalisation multiplies every channel, ``(C,)``; of a sequence, its first part."""
+    if isinstance(norm, nn.Sequential):
+        return _scale(norm[0])
+    assert isinstance(norm, nn.BatchNorm2d)
+    if norm.running_var is None:
+        raise UserError("batch normalisation without running averages has no Lipschitz constant")
+    weight = torch.ones_like(norm.running_var) if norm.weight is None else norm.weight.detach()
+    return weight.double().abs() / (norm.running_var.double() + norm.eps).sqrt()
+
+
+def _per_entry(norm: nn.Module, pool: nn.AdaptiveAvgPool2d) -> Tensor:
+    """The scale of every entry after pooling and flattening."""
+    return _scale(norm).repeat_interleave(_windows(pool))
+
+
+def _windows(pool: nn.AdaptiveAvgPool2d) -> int:
+    size = pool.output_size
+    sides = (size, size) if isinstance(size, int) else (int(size[0] or 1), int(size[1] or 1))
+    return sides[0] * sides[1]
+
+
+def _pooling(pool: nn.AdaptiveAvgPool2d, size: torch.Size) -> float:
+    """A Lipschitz constant of the pooling: ``1 / sqrt(n)`` for disjoint windows of n pixels.
+
+    Where a side is not a multiple of the number of windows, a pixel may lie in two of them.
+    """
+    wanted = pool.output_size
+    sides = (wanted, wanted) if isinstance(wanted, int) else wanted
+    squared = 1.0
+    for side, count in zip(size, sides, strict=True):
+        count = side if count is None else int(count)
+        squared *= (1 if side % count == 0 else 2) / max(1, side // count)
+    return math.sqrt(squared)
+
+
+__all__ = ["CertifiedClassifier", "CertifiedRadius", "lipschitz_bound"]

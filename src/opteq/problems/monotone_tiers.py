@@ -1,0 +1,171 @@
+"""monDEQ with several tiers, each half as large as the one before (Winston and Kolter 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opteq.problems.base import Problem
+from opteq.problems.certificate import Certificate, for_finite_weights
+from opteq.problems.fixed_point import FixedPoint
+from opteq.problems.monotone import checked_splitting, strongly_monotone
+
+
+class TieredMonDEQ(FixedPoint):
+    """``z = relu(W z + U x + b)`` with z on several tiers; tier i is fed by tier i - 1, the first one by x.
+
+    ``W = (1 - m) I - A'A + S`` with a skew S. A has a circular convolution ``A_i`` for each tier and below it a strided
+    one ``C_i`` from tier i to tier i + 1. S has ``B_i - B_i'`` on the diagonal and beside it what makes W block
+    triangular: tier i + 1 sees ``-2 A_(i+1)' C_i z_i`` and tier i does not see tier i + 1. As with one tier
+    (:class:`~opteq.problems.MonDEQ`), ``I - W`` is m-strongly monotone whatever the weights are.
+
+    The inverse of Peaceman-Rachford splitting goes from tier to tier. Strided convolutions mix four frequencies; the
+    Woodbury formula takes them to one small matrix per frequency of the next tier.
+
+    Args:
+        channels: of the tiers, ``(n_1, n_2, ...)``; the state is a tuple ``((B, n_1, h, w), (B, n_2, h/2, w/2), ...)``.
+        U: module from the input to ``(B, n_1, h, w)``, with the bias.
+        kernel_size: of all convolutions.
+        m: strong monotonicity, in (0, 1].
+        splitting: ``"peaceman-rachford"``, which converges for every ``alpha``, or ``"forward-backward"``.
+        alpha: step length.
+
+    ``features`` is the last tier.
+
+    >>> layer = TieredMonDEQ((4, 6), nn.Conv2d(3, 4, 3, padding=1))
+    >>> [tuple(part.shape) for part in layer.start(torch.zeros(1, 3, 8, 8))]
+    [(1, 4, 8, 8), (1, 6, 4, 4)]
+    """
+
+    takes_tuples = False
+
+    def __init__(
+        self,
+        channels: tuple[int, ...],
+        U: nn.Module,
+        kernel_size: int = 3,
+        m: float = 0.1,
+        splitting: str = "peaceman-rachford",
+        alpha: float = 1.0,
+    ) -> None:
+        Problem.__init__(self)  # the map is a method here
+        self.m, self.alpha, self.splitting, self.U, self.channels = m, alpha, splitting, U, tuple(channels)
+        checked_splitting(self)
+        steps = list(zip(channels[1:], channels[:-1], strict=True))
+        for name, shapes in (("A", [(n, n) for n in channels]), ("B", [(n, n) for n in channels]), ("C", steps)):
+            kernels = [torch.randn(*shape, kernel_size, kernel_size) for shape in shapes]
+            setattr(self, name, nn.ParameterList(kernels))
+            setattr(self, f"gain_{name}", nn.ParameterList([torch.tensor(1.0) for _ in shapes]))
+        for tier, size in enumerate(channels):
+            self.register_buffer(f"eye_{tier}", torch.eye(size), persistent=False)
+
+    @for_finite_weights
+    def certificate(self) -> Certificate:
+        """Existence and uniqueness from m alone."""
+        return strongly_monotone(self.m)
+
+    def start(self, x: Any) -> tuple[Tensor, ...]:
+        """Zeros."""
+        given = self.U(x)
+        height, width = given.shape[2:]
+        factor = 2 ** (len(self.channels) - 1)
+        if height % factor or width % factor:
+            raise ValueError(f"{len(self.channels)} tiers need sides that {factor} divides; got {height} x {width}")
+        return tuple(
+            given.new_zeros(len(given), size, height >> tier, width >> tier) for tier, size in enumerate(self.channels)
+        )
+
+    def features(self, z: Any) -> Tensor:
+        """The last tier of the fixed point."""
+        return torch.relu(z[-1]) if self.splitting == "peaceman-rachford" else z[-1]
+
+    def f(self, z: Any, x: Any) -> tuple[Tensor, ...]:
+        """One step of the splitting; its state is z, or u with ``z = relu(u)`` for Peaceman-Rachford."""
+        given = [self.U(x), *[0.0] * (len(z) - 1)]
+        if self.splitting == "forward-backward":
+            moved = self._minus(z)
+            pairs = zip(z, moved, given, strict=True)
+            return tuple(torch.relu(part - self.alpha * (image - its)) for part, image, its in pairs)
+        half = [2 * torch.relu(part) - part for part in z]
+        solved = self._inverse([part + self.alpha * its for part, its in zip(half, given, strict=True)])
+        return tuple(2 * image - part for image, part in zip(solved, half, strict=True))
+
+    # Below, spectra of images are (h, w, n, B) and those of kernels (h, w, outputs, inputs), complex.
+
+    def _symbol(self, name: str, tier: int, height: int, width: int) -> Tensor:
+        kernel, gain = getattr(self, name)[tier], getattr(self, f"gain_{name}")[tier]
+        wide = (gain / torch.linalg.vector_norm(kernel) * kernel).to(torch.promote_types(kernel.dtype, torch.float32))
+        if max(kernel.shape[2:]) > min(height, width):
+            raise ValueError(f"images of {height} x {width} are smaller than the kernels, {tuple(kernel.shape[2:])}")
+        spectrum: Tensor = torch.fft.fft2(wide, s=(height, width))
+        return torch.permute(spectrum, (2, 3, 0, 1))
+
+    def _diagonal(self, tier: int, height: int, width: int) -> Tensor:
+        """``m I + A'A - B + B'`` of a tier: ``I - W`` without what the next tier adds."""
+        A, B = (self._symbol(name, tier, height, width) for name in ("A", "B"))
+        symbol: Tensor = self.m * getattr(self, f"eye_{tier}") + torch.adjoint(A) @ A - B + torch.adjoint(B)
+        return symbol
+
+    def _fed(self, tier: int, above: Tensor) -> Tensor:
+        """``2 A' C`` of the spectrum of the tier before."""
+        height, width = above.shape[:2]
+        C = self._symbol("C", tier - 1, height, width)
+        A = self._symbol("A", tier, height // 2, width // 2)
+        return 2 * torch.adjoint(A) @ _fold(C @ above)
+
+    def _minus(self, z: tuple[Tensor, ...]) -> list[Tensor]:
+        """``(I - W) z``."""
+        images, above = [], None
+        for tier, part in enumerate(z):
+            height, width = part.shape[2:]
+            spectrum = _spectrum(part)
+            image = self._diagonal(tier, height, width) @ spectrum
+            if tier < len(z) - 1:
+                C = self._symbol("C", tier, height, width)
+                image = image + torch.adjoint(C) @ _tile(_fold(C @ spectrum))
+            if above is not None:
+                image = image + self._fed(tier, above)
+            above = spectrum
+            images.append(_image(image, part))
+        return images
+
+    def _inverse(self, given: list[Tensor]) -> list[Tensor]:
+        """``(I + alpha (I - W))^-1``, from the first tier to the last."""
+        solved, above = [], None
+        for tier, part in enumerate(given):
+            height, width = part.shape[2:]
+            spectrum = _spectrum(part)
+            if above is not None:
+                spectrum = spectrum - self.alpha * self._fed(tier, above)
+            P = torch.linalg.inv(getattr(self, f"eye_{tier}") + self.alpha * self._diagonal(tier, height, width))
+            above = P @ spectrum
+            if tier < len(given) - 1:
+                C = self._symbol("C", tier, height, width)
+                back = P @ torch.adjoint(C)
+                small = getattr(self, f"eye_{tier + 1}") + self.alpha * _fold(C @ back)
+                above = above - self.alpha * (back @ _tile(torch.linalg.inv(small) @ _fold(C @ above)))
+            solved.append(_image(above, part))
+        return solved
+
+
+def _spectrum(z: Tensor) -> Tensor:
+    spectrum: Tensor = torch.fft.fft2(z.to(torch.promote_types(z.dtype, torch.float32)))
+    return spectrum.permute(2, 3, 1, 0)
+
+
+def _image(spectrum: Tensor, like: Tensor) -> Tensor:
+    image: Tensor = torch.fft.ifft2(spectrum.permute(3, 2, 0, 1))
+    return image.real.to(like.dtype)
+
+
+def _fold(spectrum: Tensor) -> Tensor:
+    """Of every second pixel of every second row: the mean over the four frequencies that become one."""
+    height, width, *rest = spectrum.shape
+    return torch.mean(torch.reshape(spectrum, (2, height // 2, 2, width // 2, *rest)), dim=(0, 2))
+
+
+def _tile(spectrum: Tensor) -> Tensor:
+    """Of the image with zeros in between, the adjoint of keeping every second pixel."""
+    return torch.tile(spectrum, (2, 2, 1, 1))
