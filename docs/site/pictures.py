@@ -49,8 +49,11 @@ def signal_becoming_smooth() -> None:
             super().__init__()
             self.jumps = opteq.potentials.Huber(scale=0.05)
 
+        def start(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
         def terms(self, y: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"data": 0.5 * (y - x).square().sum(1), "jumps": 0.6 * self.jumps(y.diff(dim=1)).sum(1)}
+            return {"data": 0.5 * (y - x).square().sum(1), "jumps": 5.0 * self.jumps(y.diff(dim=1)).sum(1)}
 
     places = torch.linspace(0, 1, 120)
     clean = (places > 0.25).float() - 0.6 * (places > 0.55).float() + 0.4 * (places > 0.8).float()
@@ -58,7 +61,7 @@ def signal_becoming_smooth() -> None:
     with torch.no_grad():
         hidden = Denoiser()(x)
         states = [hidden.start()]
-        for _ in range(48):
+        for _ in range(96):
             states.append(hidden.step(states[-1]))
         terms = [hidden.terms(state) for state in states]
     values = {name: [float(one[name]) for one in terms] for name in ("data", "jumps")}
@@ -70,7 +73,7 @@ def signal_becoming_smooth() -> None:
     left.legend(frameon=False, loc="upper right", fontsize=8)
     lines = {name: right.plot([], [], label=name)[0] for name in values}
     lines["objective"].set(color="black", linewidth=2.5)
-    right.set(xlim=(0, 48), ylim=(0, 1.05 * max(values["objective"])), xlabel="solver step", title="its objective")
+    right.set(xlim=(0, 96), ylim=(0, 1.05 * max(values["objective"])), xlabel="solver step", title="its objective")
     right.legend(frameon=False, fontsize=8)
 
     def draw(frame: int) -> None:
@@ -78,7 +81,7 @@ def signal_becoming_smooth() -> None:
         for name, line in lines.items():
             line.set_data(range(frame + 1), values[name][: frame + 1])
 
-    frames = [*range(24), *range(24, 49, 4), *[48] * 8]
+    frames = [*range(20), *range(20, 97, 6), *[96] * 8]
     animation.FuncAnimation(figure, draw, frames=frames).save(HERE / "falling.gif", animation.PillowWriter(fps=8))
 
 
