@@ -224,7 +224,8 @@ class Solved:
         smooth = torch.ones(len(rows), dtype=torch.bool)
         for kink in self.drawn.equations.kinks:
             smooth &= (inside - kink).abs().amin(dim=1) >= 1e-6 * (1 + abs(kink))
-        found = torch.linalg.eigvals(local).real
+        # LAPACK gives up on entries such as 1e-233, of saturated units; they move no eigenvalue above 1.
+        found = torch.linalg.eigvals(torch.where(local.abs() < 1e-30, 0.0, local)).real
         spread = (1 - found).amax(dim=1).clamp_min(1)
         fine = ~smooth | (found.amax(dim=1) <= 1 + 0.05 * spread)
         for index, row in enumerate(rows):
