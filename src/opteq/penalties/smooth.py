@@ -189,7 +189,8 @@ class Softsign(ElementwisePenalty):
     def prox(self, t: Tensor) -> Tensor:
         # f is infinite at 1, which the quotient reaches by rounding: a saturated unit stays one float below.
         edge = 1 - torch.finfo(t.dtype).eps / 2
-        return F.softsign(t).clamp(-edge, edge)
+        y = F.softsign(t)
+        return y - (y - y.clamp(-edge, edge)).detach()  # the derivative of a clamp would be 0 also for a NaN
 
     def derivative(self, t: Tensor) -> Tensor:
         return (1 + t.abs()).reciprocal().square()
