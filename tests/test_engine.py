@@ -16,6 +16,7 @@ from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check
 from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, UncapturableError
 from opteq.engine.flatten import NotFlattenableError, flatten
 from opteq.engine.fuse import fused
+from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import fista
@@ -241,3 +242,22 @@ def test_threads_use_graphs_one_after_the_other_and_backward_passes_do_not_wait(
     assert order == ["first", "second"]
     InBackward.apply(x, noted).sum().backward()
     assert noted == [False, True]
+
+
+def test_off_holds_until_the_last_thread_leaves_it() -> None:
+    """Threads that leave in the order in which they came: the first must not switch the engine on for the second."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with opteq.engine.off():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with opteq.engine.off():
+        thread.start()
+        assert inside.wait(10)
+    assert not settings.enabled
+    leave.set()
+    thread.join()
+    assert settings.enabled

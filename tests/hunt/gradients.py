@@ -10,7 +10,7 @@ from torch import Tensor
 
 import opteq
 from hunt.drawing import Draw, drawn_batch, require
-from hunt.oracle import State, Weights, flat, gradients, jacobian, polished
+from hunt.oracle import State, Weights, flat, gradients, jacobian, polished, unflat
 from hunt.parts import DrawnProblem
 from hunt.problems import FAMILIES
 from opteq.gradients import Gradient
@@ -36,7 +36,9 @@ def hunt(draw: Draw) -> str:
     plain = isinstance(gradient, opteq.Unrolled)
     objective = isinstance(drawn.problem, opteq.Objective)
     kind = opteq.Picard if plain else opteq.FISTA if objective and draw.chance(0.7) else opteq.Anderson
-    layer = opteq.Equilibrium(drawn.problem, kind(tol=_TOL[dtype], max_steps=_STEPS), gradient, on_failure="ignore")
+    # A tape that ends with the solution is too short for the derivative: all steps are taken.
+    solver = kind(tol=0 if plain else _TOL[dtype], max_steps=_STEPS)
+    layer = opteq.Equilibrium(drawn.problem, solver, gradient, on_failure="ignore")
     about = f"{drawn.name} | {batch.about} | {kind.__name__} {gradient}"
     x = batch.x.detach().requires_grad_()
     bad = draw.whole(0, len(x) - 1) if draw.chance(0.1) else None
@@ -54,7 +56,7 @@ def hunt(draw: Draw) -> str:
             x.grad = None
             drawn.problem.zero_grad()
             torch.autograd.backward(features, sent)
-    if not bool(solution.converged.all()) or solution.backward is None:
+    if not (plain or bool(solution.converged.all())) or solution.backward is None:
         return "unsolved"
     assert x.grad is not None
     if bad is not None:
@@ -62,12 +64,15 @@ def hunt(draw: Draw) -> str:
         return _check_not_finite(drawn, x.grad, bad, on_tape, about)
     if any(status not in (Status.CONVERGED, Status.APPROXIMATE) for status in solution.backward.status):
         return "unsolved"
-    # What is left of a gradient after plain steps is at most that power of the rate.
+    # What is left of a gradient after k plain steps is of the order of k times that power of the rate.
     rate = drawn.equations.contraction(drawn.weights()[0])
     if plain and (dtype != torch.float64 or rate is None or rate > 0.85):
         return "unrolled"
+    left = 10 * _STEPS * rate ** (_STEPS - 1) if plain and rate is not None else 0.0
     state = tuple(part.detach().double().cpu() for part in blocks(solution.state))
-    check = Check(drawn, x.detach().double().cpu(), state, arriving, scale, x.grad.double().cpu(), dtype, about)
+    check = Check(
+        drawn, x.detach().double().cpu(), state, arriving, scale, x.grad.double().cpu(), dtype, draw.device, left, about
+    )
     one_step = isinstance(gradient, opteq.OneStep)
     if one_step and objective:  # the step of the equations has another length
         return "one step"
@@ -111,6 +116,8 @@ class Check:
     scale: float
     found: Tensor
     dtype: torch.dtype
+    device: str
+    left: float
     about: str
 
     def by_dense_solve(self, one_step: bool) -> str:
@@ -122,7 +129,8 @@ class Check:
             return "at a kink"
         local = jacobian(equations, w, x, y)
         system = torch.eye(local.shape[-1], dtype=torch.float64) - local
-        close = _FACTOR * _TOL[self.dtype] * float(torch.linalg.cond(system).max())
+        tol = _TOL[self.dtype]
+        close = _FACTOR * tol * float(torch.linalg.cond(system).max()) + self.left + 10 * self._bend(w, y, system)
         by_x, by_w = gradients(equations, w, x, y, self._probe, torch.zeros_like(local) if one_step else local)
         if not close < 0.1:
             return "ill-conditioned"
@@ -130,12 +138,29 @@ class Check:
         size = self.scale * float(torch.stack([a.norm() for a in self.arriving]).norm())
         rounding = 10 * float(torch.finfo(self.dtype).eps) * size
         self._compare(self.found, by_x, close, rounding, "the input")
-        rounding *= max(float(x.norm()), float(flat(self.state).norm()))
+        # Weights meet the state and the input's share, which are known to the tolerance as a whole, not part by part.
+        # The gradients of samples may cancel, too.
+        met = torch.stack([x.norm(), flat(self.state).norm(), equations.size(w, x).norm()])
+        rounding += 10 * tol * size * float(met.max())
         for name, weight in drawn.problem.named_parameters():
             if name not in changed:
                 got = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 self._compare(got.double().cpu(), by_w[name], close, rounding, name)
         return drawn.family
+
+    def _bend(self, w: Weights, y: State, system: Tensor) -> float:
+        """How much the system changes with the state, as far as that is known, relative to itself.
+
+        The potential of a prior may be much narrower than the state is large.
+        """
+        rows, inverse = flat(y), 1 / torch.linalg.svdvals(system)[:, -1:]
+        along = torch.nn.functional.normalize(torch.ones_like(rows))
+        with torch.no_grad():
+            stretch = rows.new_tensor(self.drawn.stretched(self.x.to(self.device, self.dtype)))[:, None]
+        moved = rows + _TOL[self.dtype] * stretch * inverse * rows.norm(dim=1, keepdim=True) * along
+        other = jacobian(self.drawn.equations, w, self.x, unflat(moved, self.drawn.equations.shapes))
+        change = other - (torch.eye(rows.shape[1], dtype=rows.dtype) - system)
+        return float((torch.linalg.matrix_norm(change, 2) * inverse[:, 0]).max())
 
     def _probe(self, features: State) -> Tensor:
         total = sum((a * b).sum() for a, b in zip(self.arriving, features, strict=True))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opteq.problems.hidden import BoundMap
+from opteq.diagnostics.kinks import descends_beside_kink
+from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.linearisation import SymmetricLinearisation
 from opteq.solvers.linear.lanczos import Extremes, extreme_eigenvalues
 from opteq.solvers.status import Status
@@ -36,7 +37,10 @@ def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS, fa
 
 @torch.no_grad()
 def judged_minimum(hidden: BoundMap, state: State, codes: Tensor) -> Tensor:
-    """The codes, with :attr:`Status.NOT_A_MINIMUM` in place of CONVERGED where the curvature is negative."""
+    """The codes, with :attr:`Status.NOT_A_MINIMUM` in place of CONVERGED where the curvature is negative.
+
+    On a kink of the activation, where there are several, the objective beside it decides.
+    """
     found = curvature_at_solution(hidden, state)
     if found is None:
         return codes
@@ -44,4 +48,9 @@ def judged_minimum(hidden: BoundMap, state: State, codes: Tensor) -> Tensor:
     eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
     spread = torch.maximum(found.largest.abs(), found.smallest.abs()).clamp_min(1.0)
     negative = layout.per_sample(found.smallest < -1e3 * eps * spread)
-    return torch.where((codes == int(Status.CONVERGED)) & negative, int(Status.NOT_A_MINIMUM), codes)
+    converged = codes == int(Status.CONVERGED)
+    if isinstance(hidden, Hidden):
+        negative = negative | descends_beside_kink(
+            hidden, map_state(Tensor.detach, state), converged & ~negative, STEPS
+        )
+    return torch.where(converged & negative, int(Status.NOT_A_MINIMUM), codes)

@@ -26,6 +26,7 @@ class ScaledPenalty:
     def __init__(self, penalty: Penalty, length: Tensor) -> None:
         self.penalty = _checked(penalty)
         self.length = length
+        self.has_total = penalty.has_total
 
     def prox(self, u: Tensor) -> Tensor:
         """The prox of ``t f``, in the shape and dtype of u."""

@@ -1,0 +1,121 @@
+"""Whether a state on a kink of the activation is a minimum: it has no Hessian there, and one side may go down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq.penalties import Penalty
+from opteq.problems.branches.side_by_side import HiddenParallel
+from opteq.problems.hidden import Hidden
+from opteq.solvers.linear.lanczos import Product, extreme_eigenvalues
+from opteq.states import Layout, State, any_row, blocks, like, row_norms
+
+_REFINEMENTS = 15
+_FEW = 64
+"""Units in the last place of the terms by which their sum may be off."""
+
+
+def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int) -> Tensor:
+    """Which samples of those asked for lie on a kink from which the objective descends, ``(B,)``.
+
+    A kink is where the slope of sigma changes by a move as large as the residual: the pre-activation of a ReLU at 0,
+    for instance. There the curvature is different from side to side. It is bounded below by that with the larger
+    slopes. Where that bound is negative, its most negative directions are turned to the side of larger slopes by
+    projected power steps, and the objective itself is evaluated a little way along them, within its domain: a value
+    that is lower by more than rounding proves that this is no minimum. The converse is hard (copositivity), so that a
+    saddle may be missed; a minimum is never called one but where it has a lower point at a relative distance of
+    ``eps^(1/4)``.
+    """
+    penalties = _penalties(hidden)
+    if not all(penalty.has_total for penalty in penalties):
+        return torch.zeros_like(asked)
+    layout = Layout.of(state, hidden.coupled)
+    inside = hidden.preactivation(state)
+    sides = _sides(penalties, inside, hidden.step(state), state)
+    if sides is None or not any_row(asked & layout.per_sample(layout.pack(sides.rising).ne(0).any(dim=1)), unseen=True):
+        return torch.zeros_like(asked)
+    curvature = hidden.curvature_at(state)
+    root = layout.pack(sides.slopes).sqrt()
+    rising = layout.pack(sides.rising)
+
+    def bent(rows: Tensor) -> Tensor:  # F'MF with the larger slopes
+        return root * layout.pack(curvature(layout.unpack(root * rows)))
+
+    found = extreme_eigenvalues(lambda rows: rows - bent(rows), layout.pack(state), steps)
+    shift = (found.largest - 1).clamp_min(0).to(root.dtype)[:, None]  # makes F'MF positive
+    eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
+    size = torch.maximum(row_norms(layout.pack(state)), row_norms(layout.pack(inside)))
+    size = torch.where(size > 0, size, 1.0).to(root.dtype)[:, None] * eps**0.25
+    values, rounding = _objective(hidden, state)
+    lower = torch.zeros_like(found.smallest, dtype=torch.bool)
+    for sign in (1, -1):
+        direction = sign * found.direction
+        for turned in (direction, _turned(direction, rising, bent, shift)):
+            move = root * turned
+            there = hidden.project(layout.unpack(layout.pack(state) + size * _unit(move)))
+            there_values, there_rounding = _objective(hidden, there)
+            lower = lower | (there_values < values - _FEW * eps * (rounding + there_rounding))
+    return asked & layout.per_sample(lower & (found.smallest < 0))
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The larger slopes of sigma, and to which side they are: 1, -1, or 0 away from kinks."""
+
+    slopes: State
+    rising: State
+
+
+def _sides(penalties: list[Penalty], inside: State, image: State, state: State) -> _Sides | None:
+    slopes, rising = [], []
+    all_penalties = penalties * (len(blocks(state)) if len(penalties) == 1 else 1)
+    for penalty, at, new, old in zip(all_penalties, blocks(inside), blocks(image), blocks(state), strict=True):
+        # What sigma is applied to is known as well as the state is.
+        limits = torch.finfo(at.dtype)
+        largest = at.abs().flatten(1).amax(dim=1).reshape(-1, *[1] * (at.ndim - 1))
+        margin = (new - old).abs() + 8 * limits.eps * largest + limits.tiny
+        below, above = (penalty.linearise(t).diagonal for t in (at - margin, at + margin))
+        if below is None or above is None:
+            return None
+        left, right = below().to(at.dtype), above().to(at.dtype)
+        slopes.append(torch.maximum(left, right))
+        kink = (right - left).abs() > 0.01
+        rising.append(torch.where(kink, (right - left).sign(), 0.0))
+    return _Sides(like(state, tuple(slopes)), like(state, tuple(rising)))
+
+
+def _turned(direction: Tensor, rising: Tensor, bent: Product, shift: Tensor) -> Tensor:
+    """Projected power steps: towards the most negative curvature among moves to the side of larger slopes."""
+
+    def admissible(rows: Tensor) -> Tensor:
+        return torch.where(rising * rows < 0, 0.0, rows)
+
+    rows = admissible(direction)
+    for _ in range(_REFINEMENTS):
+        rows = _unit(admissible(bent(rows) + shift * rows))
+    return rows
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / row_norms(rows).to(rows.dtype).clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
+
+
+def _objective(hidden: Hidden, state: State) -> tuple[Tensor, Tensor]:
+    """The objective of each row, and the sum of its terms' magnitudes, to which its rounding is relative."""
+    terms = torch.stack(list(hidden.terms(state).values()))
+    rows = terms.sum(dim=1, keepdim=True) if hidden.coupled else terms
+    return rows.sum(dim=0), rows.abs().sum(dim=0)
+
+
+def _penalties(hidden: Hidden) -> list[Penalty]:
+    """One for all blocks of the state, or one per block."""
+    if not isinstance(hidden, HiddenParallel):
+        return [hidden.penalty]
+    found = []
+    for part, start in zip(hidden.hidden, hidden._starts, strict=True):
+        own = _penalties(part)
+        found += own * (len(blocks(start)) if len(own) == 1 else 1)
+    return found
