@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,21 @@ def test_a_saddle_that_is_called_converged_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("opteq.equilibrium.judged_minimum", lambda hidden, state, codes: codes)
     monkeypatch.setattr(problems, "FAMILIES", [problems.own.wells])
     assert found_within(range(40), "problems")
+
+
+def test_eigenvalues_where_the_general_solver_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    M = torch.randn(4, 12, 12, generator=generator, dtype=torch.float64)
+    slopes = 10 ** (-6 * torch.rand(4, 12, 1, generator=generator, dtype=torch.float64))
+    slopes[:, :2] = torch.tensor([0.0, 1e-200], dtype=torch.float64)[:, None]  # off, and as good as off
+    local = slopes * (M + M.mT)
+    expected = np.sort(np.linalg.eigvals(local.numpy()).real)
+
+    def give_up(_: torch.Tensor) -> torch.Tensor:
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigvals", give_up)
+    np.testing.assert_allclose(oracle.eigenvalues(local).sort().values.numpy(), expected, atol=1e-11)
 
 
 def test_a_gradient_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

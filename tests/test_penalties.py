@@ -325,6 +325,15 @@ def test_a_nan_stays_one() -> None:
             assert result(float64(math.nan)).isnan().all(), (penalty, result)
 
 
+@pytest.mark.parametrize("penalty", [Tanh(), Sigmoid(), Softplus(), ELU(), Softsign()], ids=str)
+def test_a_gradient_of_nan_passes_a_saturated_unit(penalty: ElementwisePenalty) -> None:
+    t = torch.tensor([-1e20, -1e8, 1e8, 1e20], requires_grad=True)
+    y = penalty.prox(t)
+    assert y.isfinite().all()
+    (slope,) = torch.autograd.grad(y, t, torch.full_like(y, torch.nan))
+    assert slope.isnan().all()
+
+
 def test_softplus_penalty_near_its_edge() -> None:
     y = float64(1e-300, 1e-100, 1e-20, 1e-10, 1e-5, 0.1, math.log(2), 0.7, 5.0, 50.0)
     expected = y + torch.log(-torch.expm1(-y)) - y  # sigma^{-1}(y) - y

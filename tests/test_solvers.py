@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -345,6 +346,25 @@ def test_a_state_below_the_floor_counts_as_zero() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- the options
+
+
+@each_solver
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_a_tolerance_of_zero_takes_every_step_and_warns_of_nothing(kind: type[Solver], start: float) -> None:
+    class Wells(opteq.Objective):  # two minima, and between them a maximum, at which a solve without input begins
+        def start(self, x: Tensor) -> Tensor:
+            return torch.full_like(x, start)
+
+        def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+            return {"wells": (y.square() - 1).square().sum(1) - (x * y).sum(1)}
+
+    layer = opteq.Equilibrium(Wells(), kind(tol=0, max_steps=7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = layer.solve(torch.tensor([[0.0], [0.3]]))
+    assert solution.residual[0] == 0
+    assert solution.steps.tolist() == [7, 7]
+    assert solution.status == (Status.FIXED_STEPS, Status.FIXED_STEPS)
 
 
 @each_solver

@@ -149,6 +149,20 @@ def jacobian(equations: Equations, w: Weights, x: Tensor, y: State) -> Tensor:
     return by_rows(lambda rows, inputs: flat(equations.step(w, inputs, unflat(rows, equations.shapes))), flat(y), x)
 
 
+def eigenvalues(local: Tensor) -> Tensor:
+    """Real parts of the eigenvalues of Jacobians ``J = D M``, D diagonal and not negative, M symmetric.
+
+    Where saturated slopes make the entries of J differ by hundreds of orders of magnitude, the QR iteration for general
+    matrices may not converge. J has the eigenvalues of ``sqrt(D) M sqrt(D)``, whose entries are those of
+    ``sign(J) sqrt(|J * J'|)``: a symmetric matrix, for which it always does.
+    """
+    try:
+        return torch.linalg.eigvals(local).real
+    except torch.linalg.LinAlgError:
+        size = local.abs().sqrt()  # before the product, which might underflow
+        return torch.linalg.eigvalsh(local.sign() * size * size.mT)
+
+
 def polished(
     equations: Equations, w: Weights, x: Tensor, y: State, local: Tensor | None = None, steps: int = 30
 ) -> tuple[State, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import opteq
 from hunt import families, own
 from hunt.drawing import Draw, drawn_batch, require
-from hunt.oracle import State, Weights, flat, jacobian, polished, residual, unflat
+from hunt.oracle import State, Weights, eigenvalues, flat, jacobian, polished, residual, unflat
 from hunt.parts import DrawnProblem
 from opteq.solvers import Solver, Status
 from opteq.states import blocks
@@ -130,7 +130,7 @@ class Solved:
 
     def check_fixed_steps(self, rows: list[int], asked: int, taken: list[int]) -> None:
         """Of ``tol=0``: exactly the steps asked for, unless one of them is not finite."""
-        ends = (Status.FIXED_STEPS, Status.NON_FINITE, Status.CYCLING, Status.CONVERGED, Status.NOT_A_MINIMUM)
+        ends = (Status.FIXED_STEPS, Status.NON_FINITE)
         for row in rows:
             self.require(self.status[row] in ends, row, "an end of tol=0")
             if self.status[row] is Status.FIXED_STEPS:
@@ -224,8 +224,7 @@ class Solved:
         smooth = torch.ones(len(rows), dtype=torch.bool)
         for kink in self.drawn.equations.kinks:
             smooth &= (inside - kink).abs().amin(dim=1) >= 1e-6 * (1 + abs(kink))
-        # LAPACK gives up on entries such as 1e-233, of saturated units; they move no eigenvalue above 1.
-        found = torch.linalg.eigvals(torch.where(local.abs() < 1e-30, 0.0, local)).real
+        found = eigenvalues(local)
         spread = (1 - found).amax(dim=1).clamp_min(1)
         fine = ~smooth | (found.amax(dim=1) <= 1 + 0.05 * spread)
         for index, row in enumerate(rows):

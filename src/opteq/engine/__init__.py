@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opteq.engine.settings import settings
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from opteq.solvers import Outcome, Solver
     from opteq.solvers.linear import LinearSolver
     from opteq.states import State
+
+_counting = Lock()
 
 __all__ = ["Backend", "attach", "bounded_weights", "forget", "off", "report", "solve"]
 
@@ -50,17 +53,22 @@ class Backend(Protocol):
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Run everything on the plain path, on CPU and GPU.
+    """Run everything on the plain path, on CPU and GPU, in all threads, while any of them is inside.
+
+    It is not kept by thread or by context: on a GPU torch runs backward passes, and the forward passes that a
+    checkpoint repeats in them, in threads of its own, which inherit neither.
 
     >>> import opteq
     >>> with opteq.engine.off():
     ...     pass  # every layer called here takes the plain path
     """
-    before, settings.enabled = settings.enabled, False
+    with _counting:
+        settings.offs += 1
     try:
         yield
     finally:
-        settings.enabled = before
+        with _counting:
+            settings.offs -= 1
 
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False) -> Outcome | None:

@@ -10,14 +10,19 @@ class Settings:
     """Which fast paths may be taken.
 
     Attributes:
-        enabled: whether the engine is asked at all; see :func:`opteq.engine.off`.
+        offs: how many :func:`opteq.engine.off` are entered, in all threads.
         triton: whether captured solves use Triton kernels; without them, the plain loop's operations are captured.
         interpreted: run Triton kernels on a CPU by its interpreter: for tests.
     """
 
-    enabled: bool = True
+    offs: int = 0
     triton: bool = True
     interpreted: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the engine is asked at all."""
+        return self.offs == 0
 
 
 settings = Settings()

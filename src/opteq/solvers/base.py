@@ -215,8 +215,9 @@ class Solve:
         layout = self.layout
         finish = self.iteration.finish() if finish is None else finish
         codes = finish.codes
-        if self.tol == 0:  # a fixed number of steps was asked for, and taken
-            codes = torch.where(codes == int(Status.MAX_STEPS), int(Status.FIXED_STEPS), codes)
+        if self.tol == 0:  # a fixed number of steps was asked for, and taken: also where they end at a fixed point
+            taken = (codes == int(Status.MAX_STEPS)) | (codes == int(Status.CONVERGED))
+            codes = torch.where(taken, int(Status.FIXED_STEPS), codes)
         return Outcome(
             state=layout.restore(finish.point),
             residual=layout.per_sample(finish.residual),
