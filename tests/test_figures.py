@@ -12,7 +12,7 @@ import torch
 from cli_cases import call, refused
 from opteq import models
 from opteq.analysis.branches import measure_branches
-from opteq.report.figures import FIGURES, branches, maps, robust, solving, write_figures
+from opteq.report.figures import FIGURES, branches, maps, robust, solving, style, write_figures
 from opteq.report.figures.subject import DoesNotFitError, Subject, open_subject
 from opteq.states import blocks
 from opteq.training import load_recipe
@@ -50,6 +50,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "_ATTACKED", 16)
     monkeypatch.setattr(branches, "_SIZES", (0.0, 1.0))
+    monkeypatch.setattr(branches, "_SAMPLES", 8)
+    monkeypatch.setattr(solving, "_SAMPLES", 4)
+    monkeypatch.setattr(style, "DPI", 50)
 
 
 def subject(runs: Path, name: str, *beside: str) -> Subject:
@@ -80,7 +83,7 @@ def test_the_points_are_the_measures(runs: Path) -> None:
     (axes,) = drawn.figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel()) != ("", "")
     for run, points in zip((one, *one.beside), axes.collections, strict=True):
-        layer, given, _ = run.equilibrium(100)
+        layer, given, _ = run.equilibrium(8)
         with torch.no_grad():
             found = measure_branches(tuple(blocks(layer(given))))
         wanted = torch.stack([found.heritage, found.diversity], dim=1).double()
@@ -98,7 +101,7 @@ def test_convergence_by_lambda_leaves_the_model_as_it_was(runs: Path) -> None:
     assert "0.01 (trained)" in lines
     assert {"0", "1", "0.25"} <= set(lines)  # 1/C with four channels
     assert all(values[-1] < values[0] for name, values in lines.items() if name != "1")
-    layer, given, _ = one.equilibrium(64)
+    layer, given, _ = one.equilibrium(4)
     own = solving.residuals(layer, given, solver).nanmedian(dim=1).values
     assert lines["0.01 (trained)"][1] == pytest.approx(float(own[1]), rel=1e-3)
 

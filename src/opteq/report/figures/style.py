@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 COLORS = ("#2f6fb3", "#d65e28", "#3f8f4f", "#8a56a8", "#b8860b", "#4a9aa5", "#a0455a", "#666666")
 """Told apart by color-blind readers, and in grey."""
 
+DPI = 160
+"""Pixels per inch of PNG files."""
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -43,6 +46,6 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     with plain_errors(f"writing {paths[0]}", "choose another folder"), rc_context({"svg.hashsalt": name}):
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], dpi=160)
+        figure.savefig(paths[0], dpi=DPI)
         figure.savefig(paths[1], metadata={"Date": None})  # the same figure gives the same file
     return paths
