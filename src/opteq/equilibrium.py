@@ -125,7 +125,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             return self.solve(x, start).features
         if _on_meta(x):  # shapes without values: one step has those of the equilibrium
             hidden = self.problem(x)
-            return hidden.features(hidden.step(hidden.start()))
+            features: State = hidden.features(hidden.step(hidden.start()))
+            return features
         solution: Solution = self._solve(x, start, check_minimum=False)
         return solution.features
 
