@@ -85,7 +85,7 @@ def test_a_gradient_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def off(self: AdjointSystem, gradient: object) -> object:
         vector, report = solve(self, gradient)
-        return map_state(lambda part: 1.05 * part, vector), report
+        return map_state(lambda part: (1 + 1e-5) * part, vector), report
 
     monkeypatch.setattr(AdjointSystem, "solve", off)
     assert found_within(range(8), "gradients")
