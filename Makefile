@@ -51,6 +51,7 @@ hunt: $(VENV)/.test
 # The site goes to build/site; it is built, and read, without a network.
 docs: $(VENV)/.docs
 	$(BIN)/python docs/site/pictures.py
+	$(BIN)/python docs/site/gallery.py
 	$(BIN)/mkdocs build --strict
 
 # What a release uploads: a wheel and an sdist, checked.

@@ -14,17 +14,16 @@ from torch import Tensor
 from opteq.couplings import (
     Coupling,
     augmented_loss,
-    change,
-    check_not_negative,
     diversity,
     heritage,
     largest_neighbours,
     products,
+    products_derivative,
 )
 
 Features = tuple[Tensor, ...]
 
-# Sides of the pictures of one to four branches, equal and mixed; 0 stands for vectors.
+# Sides of the images of one to four branches, equal and mixed; 0 stands for vectors.
 RINGS = [(4,), (0,), (2, 2), (4, 2), (0, 0), (4, 2, 2), (2, 4, 8), (0, 0, 0), (8, 4, 2, 1), (2, 2, 2, 2), (1, 4, 2, 8)]
 
 
@@ -114,16 +113,16 @@ def test_jacobian_products(sides: tuple[int, ...], weight: float, smoothing: flo
 
 
 @pytest.mark.parametrize("sides", RINGS, ids=str)
-def test_turn_is_the_adjoint_of_change(sides: tuple[int, ...]) -> None:
+def test_the_derivative_by_signs_is_the_adjoint_of_that_of_products(sides: tuple[int, ...]) -> None:
     features, v = ring(sides), ring(sides, seed=1)
     generator = torch.Generator().manual_seed(3)
     matrices = tuple(torch.randn(m.shape, generator=generator, dtype=m.dtype) for m in products(features))
-    turned = Coupling(0.7).turn(features, matrices)
+    turned = Coupling(0.7).fuse_derivative_by_signs(features, matrices)
     there = sum((a * b).sum() for a, b in zip(turned, v, strict=True))
-    back = sum((a * b).sum() for a, b in zip(matrices, change(features, v), strict=True))
+    back = sum((a * b).sum() for a, b in zip(matrices, products_derivative(features, v), strict=True))
     torch.testing.assert_close(there, -0.35 * back, rtol=1e-12, atol=1e-12)
     expected = torch.autograd.functional.jvp(lambda *z: products(z), features, v)[1]
-    for one, other in zip(change(features, v), expected, strict=True):
+    for one, other in zip(products_derivative(features, v), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -233,8 +232,8 @@ def test_largest_neighbours() -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ([(2, 3), (2, 3, 4, 4)], "should be pictures"),
-        ([(2, 3, 4)], "should be pictures"),
+        ([(2, 3), (2, 3, 4, 4)], "should be images"),
+        ([(2, 3, 4)], "should be images"),
         ([(2, 3, 4, 4), (2, 4, 4, 4)], "the same number of channels"),
         ([(2, 3, 4, 4), (1, 3, 4, 4)], "the same batch"),
         ([(2, 3, 4, 4), (2, 3, 3, 3)], "integer multiple"),
@@ -255,9 +254,9 @@ def test_errors_name_the_option() -> None:
         Coupling(0.1, float("inf"))
     with pytest.raises(TypeError, match="heritage should be True or False; got 1"):
         Coupling(0.1, 0.1, 1)
-    with pytest.raises(TypeError, match="size should be a number of at least 0; got '1'"):
-        check_not_negative("size", "1")
-    with pytest.raises(TypeError, match="features should be a tuple with a tensor a branch; got Tensor"):
+    with pytest.raises(TypeError, match=r"Coupling\.smoothing should be a number of at least 0; got '1'"):
+        Coupling(0.1, "1")
+    with pytest.raises(TypeError, match="features should be a tuple with one tensor per branch; got Tensor"):
         heritage(torch.ones(2, 3))
     with pytest.raises(TypeError, match="features should be a tuple"):
         heritage(())

@@ -77,7 +77,7 @@ def test_digits_can_be_larger() -> None:
 
 def test_names_and_wrong_names() -> None:
     arrays = ["fashion-mnist", "cifar10", "cifar100", "cifar100-superclasses"]
-    assert data.names() == ["digits", *arrays, "folder", "cityscapes"]
+    assert data.names() == ["digits", *arrays, "folder", "folder-superclasses", "cityscapes"]
     with pytest.raises(UserError, match="unknown data set 'cifar-10'; did you mean 'cifar10'"):
         data.load("cifar-10")
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
+from opteq import penalties
 from opteq.problems.deep.deep_opteq import BoundDeepOptEq
 from oracles import SHARP, cp
 
@@ -51,7 +52,7 @@ def solved(problem: opteq.DeepOptEq, x: Tensor) -> tuple[BoundDeepOptEq, Tensor]
         return problem(x), state
 
 
-def close(found: Tensor, wanted: object, tolerance: float = 1e-10) -> None:
+def assert_near(found: Tensor, wanted: object, tolerance: float = 1e-10) -> None:
     wanted = torch.as_tensor(wanted, dtype=torch.float64)
     torch.testing.assert_close(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance)
 
@@ -62,9 +63,9 @@ def test_golden_two_layers() -> None:
         for w, c in ((0.5, 1.0), (0.8, -0.2))
     ]
     hidden, z = solved(opteq.DeepOptEq(layers, alpha=0.6), torch.zeros(1, 1, dtype=torch.float64))
-    close(z, [[0.244725738397]], 1e-11)
-    close(hidden.trajectory(z)[1], [[0.434599156118]], 1e-11)
-    close(hidden.objective(z), [-0.327848101266], 1e-11)
+    assert_near(z, [[0.244725738397]], 1e-11)
+    assert_near(hidden.trajectory(z)[1], [[0.434599156118]], 1e-11)
+    assert_near(hidden.objective(z), [-0.327848101266], 1e-11)
 
 
 # -------------------------------------------------------------------------------------------------------- Theorem 2
@@ -105,7 +106,7 @@ def test_the_inclusion_holds_at_the_equilibrium_only(make: Callable[[], tuple[op
         off = hidden.inclusion_residual(z + 0.1)
         assert (off.amax(dim=0) > 1e-3).all()
         # The ring is closed by force, so the last layer alone shows how far its image is from where it should be.
-        close(off[:-1], torch.zeros_like(off[:-1]), 1e-9)
+        assert_near(off[:-1], torch.zeros_like(off[:-1]), 1e-9)
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.8])
@@ -159,9 +160,9 @@ def test_an_interior_point_solver_agrees_on_two_layers(alphas: tuple[float, floa
             phi = cp.quad_form(y, cp.psd_wrap(np.eye(len(c)) / mu - W @ W.T / mu**2)) / 2 - c @ y / mu
             total += alpha * (phi + cp.sum_squares(p - after) / (2 * (1 - alpha)))
         value = cp.Problem(cp.Minimize(total), constraints).solve(**SHARP)
-        close(points[1][sample], z[0].value, 1e-5)
-        close(points[0][sample], z[1].value, 1e-5)
-        close(values[sample], value, 1e-8)
+        assert_near(points[1][sample], z[0].value, 1e-5)
+        assert_near(points[0][sample], z[1].value, 1e-5)
+        assert_near(values[sample], value, 1e-8)
 
 
 @pytest.mark.parametrize("alpha", [(0.5,), (0.8, 0.4), (1.0, 0.6)])
@@ -250,9 +251,9 @@ def test_the_layers_stacked_are_one_equation(activation: str) -> None:
         c = torch.cat([block.c for block in hidden.layers], dim=1)
         shift = torch.roll(torch.eye(3 * m, dtype=torch.float64), m, dims=0)
         shifted = stacked @ shift.T
-        close(shifted, torch.cat(points[:3], dim=1), 0)
+        assert_near(shifted, torch.cat(points[:3], dim=1), 0)
         sigma = hidden.layers[0].penalty.prox
-        close(alpha * sigma(shifted @ W.T + c) @ W + (1 - alpha) * shifted, stacked, 1e-12)
+        assert_near(alpha * sigma(shifted @ W.T + c) @ W + (1 - alpha) * shifted, stacked, 1e-12)
         as_printed = alpha * sigma(stacked @ W.T + c) @ W + (1 - alpha) * shifted
         assert float((as_printed - stacked).norm()) > 0.01
 
@@ -315,7 +316,7 @@ def test_a_layer_without_input_hears_the_others_only() -> None:
     for parameter in silent.parameters():
         parameter.data.zero_()
     twin = opteq.DeepOptEq([(first, silent), (second, problem.branch(1).U)], alpha=0.7)
-    close(solved(problem, inputs())[1], solved(twin, inputs())[1], 1e-12)
+    assert_near(solved(problem, inputs())[1], solved(twin, inputs())[1], 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def test_a_layer_without_input_hears_the_others_only() -> None:
         ),
         ({"alpha": 0.0}, ValueError, "alpha should be a positive finite number; got 0.0"),
         ({"alpha": 1.5}, ValueError, r"alpha should lie in \(0, 1\]; got 1.5"),
-        ({"alpha": (0.5, 0.5)}, ValueError, r"one number or one a layer \(1\); got 2"),
+        ({"alpha": (0.5, 0.5)}, ValueError, r"one number or one per layer \(1\); got 2"),
         ({"alpha": 1.0, "learn_alpha": True}, ValueError, r"starts strictly inside \(0, 1\); got 1.0"),
         ({"mu": -1.0}, ValueError, "mu should be a positive finite number"),
         ({"activation": "mish"}, ValueError, "'mish' is not monotone"),
@@ -373,3 +374,37 @@ def test_a_regulariser_joins_the_first_inclusion() -> None:
     unknown = opteq.DeepOptEq(layers, regularizer=opteq.regularizers.Decorrelation()).certificate()
     assert unknown.contraction is None
     assert "Decorrelation" in unknown.reasons["unique"]
+
+
+def test_gradient_descent_reaches_a_global_optimum_at_a_linear_rate() -> None:
+    """Theorem 6: wide layers, a smooth and strongly monotone activation, full-batch gradient descent.
+
+    The labels are random, so only a global optimum has loss 0. The loss falls at least by a constant factor per step,
+    and the distance of the weights to their limit by its square root.
+    """
+    activation = penalties.FromActivation(lambda v: 0.5 * v + 0.5 * torch.tanh(v), lipschitz=1.0)  # slopes in [0.5, 1]
+    torch.manual_seed(3)
+    layers = [(op.Dense(24, 60), nn.Linear(4, 60)) for _ in range(2)]
+    for W, _ in layers:
+        W.weight.data *= 0.5
+    problem = opteq.DeepOptEq(layers, activation=activation).double()
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-8, max_steps=100), opteq.Implicit(tol=1e-8))
+    last = nn.Linear(24, 2, bias=False).double()
+    x, labels = torch.randn(4, 4).double(), torch.randn(4, 2).double()
+    weights = [*layer.parameters(), *last.parameters()]
+    losses, path = [], []
+    for _ in range(80):
+        loss = 0.5 * (last(layer(x)) - labels).square().sum()
+        slopes = torch.autograd.grad(loss, weights)
+        losses.append(float(loss.detach()))
+        path.append(torch.cat([weight.detach().flatten() for weight in weights]))
+        with torch.no_grad():
+            for weight, slope in zip(weights, slopes, strict=True):
+                weight -= 0.02 * slope
+    assert losses == sorted(losses, reverse=True)
+    rate = max(later / sooner for sooner, later in zip(losses, losses[10:], strict=False)) ** 0.1  # per step
+    assert rate < 0.985
+    assert losses[-1] < 1e-2 * losses[0]
+    distances = [float((point - path[-1]).norm()) for point in path]
+    assert all(distance <= 1.1 * distances[0] * rate ** (step / 2) for step, distance in enumerate(distances))
+    assert distances[0] < 0.5 * float(path[0].norm())  # the weights stay near their start, as the proof needs

@@ -6,6 +6,7 @@ A block whose first line is ``# not run`` is only compiled.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -46,7 +48,8 @@ def test_the_site_names_every_page() -> None:
     """Pages of the documentation are in the navigation, and the reference names objects that exist."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert set(re.findall(r"[\w/-]+\.md", text)) == pages
+    gallery = {f"gallery/{path.stem}.md" for path in NOTEBOOKS}  # written by `make docs`
+    assert set(re.findall(r"[\w/-]+\.md", text)) == pages | gallery
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             module, _, last = name.rpartition(".")
@@ -54,6 +57,29 @@ def test_the_site_names_every_page() -> None:
                 importlib.import_module(name)
             except ModuleNotFoundError:
                 assert hasattr(importlib.import_module(module), last), name
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    if "import torchdeq" in notebook.read_text(encoding="utf-8"):
+        pytest.importorskip("torchdeq", reason="torchdeq is not installed; pip install 'opteq[docs]'")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    gallery = importlib.import_module("gallery")
+    monkeypatch.setattr(gallery, "GALLERY", tmp_path)
+    threads = torch.get_num_threads()
+    try:
+        cells = gallery.run(notebook)
+    finally:
+        torch.set_num_threads(threads)
+    assert cells[0].source.startswith("# ")
+    assert sum(bool(cell.printed) for cell in cells) >= 2
+    gallery.write(notebook.stem, cells)
+    stored = json.loads((tmp_path / f"{notebook.stem}.ipynb").read_text(encoding="utf-8"))
+    assert len(stored["cells"]) == len(cells)
+    page = (tmp_path / f"{notebook.stem}.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)]+)\)", page):
+        assert (tmp_path / target).exists()
 
 
 def test_the_runner_finds_code() -> None:

@@ -204,7 +204,7 @@ def test_couplings_beyond_m_take_the_certificate_away() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: opteq.Inhibition(op.Dense(2, 2), m=0.0), r"m should be a number in \(0, 1\]; got 0.0"),
+        (lambda: opteq.Inhibition(op.Dense(2, 2), m=0.0), r"m should be a positive finite number; got 0.0"),
         (lambda: opteq.Inhibition(op.Dense(2, 2), m=1.5), "got 1.5"),
         (lambda: opteq.Inhibition([opteq.Branch(op.Dense(2, 2))], nn.Linear(2, 2)), "U has no effect"),
         (lambda: opteq.Inhibition(op.Dense(2, 2), activation=opteq.penalties.ELU(2.0)), "convex"),

@@ -59,7 +59,7 @@ def dense(matrices: Tensor, rhs: Tensor) -> Tensor:
 @given(n=st.integers(1, 12), batch=st.integers(1, 4), decades=st.sampled_from([0, 1, 3, 5]), seed=seeds)
 def test_positive_systems(kind: type[LinearSolver], n: int, batch: int, decades: float, seed: int) -> None:
     matrices, rhs = symmetric(spread(n, decades), batch, seed), right_sides(batch, n, seed)
-    check(kind(tol=1e-10, max_steps=200), matrices, rhs, 10.0**decades)
+    assert_solved(kind(tol=1e-10, max_steps=200), matrices, rhs, 10.0**decades)
 
 
 @pytest.mark.parametrize("kind", [opteq.MINRES, opteq.GMRES])
@@ -68,7 +68,7 @@ def test_positive_systems(kind: type[LinearSolver], n: int, batch: int, decades:
 def test_indefinite_systems(kind: type[LinearSolver], n: int, batch: int, decades: float, seed: int) -> None:
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(n)[:n]
     matrices, rhs = symmetric(spread(n, decades) * signs, batch, seed), right_sides(batch, n, seed)
-    check(kind(tol=1e-10, max_steps=300), matrices, rhs, 10.0**decades)
+    assert_solved(kind(tol=1e-10, max_steps=300), matrices, rhs, 10.0**decades)
 
 
 @examples(25)
@@ -78,11 +78,11 @@ def test_general_systems(n: int, batch: int, seed: int, size: float) -> None:
     jacobian = torch.randn(batch, n, n, generator=generator, dtype=torch.float64)
     jacobian = size * jacobian / torch.linalg.matrix_norm(jacobian, 2)[:, None, None]
     matrices = torch.eye(n, dtype=torch.float64) - jacobian
-    finish = check(opteq.GMRES(tol=1e-10, max_steps=100), matrices, right_sides(batch, n, seed), 20.0)
+    finish = assert_solved(opteq.GMRES(tol=1e-10, max_steps=100), matrices, right_sides(batch, n, seed), 20.0)
     assert int(finish.steps.max()) <= n
 
 
-def check(solver: LinearSolver, matrices: Tensor, rhs: Tensor, condition: float) -> Finish:
+def assert_solved(solver: LinearSolver, matrices: Tensor, rhs: Tensor, condition: float) -> Finish:
     """Converged, to the dense answer, with the residual that is reported."""
     finish = solver.solve(apply(matrices), rhs)
     batch = len(rhs)
@@ -241,7 +241,7 @@ def test_restarts() -> None:
     matrices = torch.eye(8, dtype=torch.float64) - 0.5 * shift
     counts = []
     for restart in (1, 3, 8):
-        finish = check(opteq.GMRES(tol=1e-10, restart=restart), matrices, right_sides(2, 8, 0), 3.0)
+        finish = assert_solved(opteq.GMRES(tol=1e-10, restart=restart), matrices, right_sides(2, 8, 0), 3.0)
         counts.append(int(finish.steps.max()))
     assert counts == sorted(counts, reverse=True)
 

@@ -286,6 +286,8 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     with torch.inference_mode():
         A(v)
     A(v).sum().backward()
+    assert A.weight.grad is not None
+    assert A.weight.grad.isfinite().all()
 
 
 # ---------------------------------------------------------------- errors

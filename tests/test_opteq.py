@@ -54,7 +54,7 @@ def random_vectors(*shape: int, seed: int = 5) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def close(found: Tensor, wanted: object, tolerance: float = 1e-10) -> None:
+def assert_near(found: Tensor, wanted: object, tolerance: float = 1e-10) -> None:
     wanted = torch.as_tensor(wanted, dtype=torch.float64)
     torch.testing.assert_close(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance)
 
@@ -71,19 +71,19 @@ def test_golden_scalar() -> None:
     problem = opteq.OptEq(operator(torch.tensor([[0.5]], dtype=torch.float64)))
     x = torch.ones(1, 1, dtype=torch.float64)
     hidden, solution = problem(x), solve(problem, x)
-    close(solution.state, [[4 / 3]], 1e-12)
-    close(solution.features, [[2 / 3]], 1e-12)
-    close(hidden.objective(solution.state), [-2 / 3], 1e-12)
-    close(hidden.feature_objective(solution.state), [-2 / 3], 1e-12)
+    assert_near(solution.state, [[4 / 3]], 1e-12)
+    assert_near(solution.features, [[2 / 3]], 1e-12)
+    assert_near(hidden.objective(solution.state), [-2 / 3], 1e-12)
+    assert_near(hidden.feature_objective(solution.state), [-2 / 3], 1e-12)
 
 
 def test_golden_tanh() -> None:
     problem = opteq.OptEq(operator(torch.tensor([[0.6, 0.2], [-0.3, 0.5]], dtype=torch.float64)), activation="tanh")
     x = torch.tensor([[1.0, -0.5]], dtype=torch.float64)
     hidden, solution = problem(x), solve(problem, x)
-    close(solution.features, [[0.730741379095, -0.153484364879]], 1e-11)
-    close(hidden.feature_objective(solution.state), [-0.782060025526], 1e-11)
-    close(hidden.objective(solution.state), [-0.782060025526], 1e-11)
+    assert_near(solution.features, [[0.730741379095, -0.153484364879]], 1e-11)
+    assert_near(hidden.feature_objective(solution.state), [-0.782060025526], 1e-11)
+    assert_near(hidden.objective(solution.state), [-0.782060025526], 1e-11)
 
 
 # -------------------------------------------------------------------------------------------------------- Theorem 1
@@ -102,9 +102,9 @@ def test_the_layer_is_a_gradient(make: Callable[[], Penalty], mu: float | None) 
     block = some_block(make, mu)
     u = random_vectors(5, 3, seed=6).requires_grad_()
     (slope,) = torch.autograd.grad(block.potential(u).sum(), u)
-    close(block(u), slope)
+    assert_near(block(u), slope)
     (slope,) = torch.autograd.grad(block.merit(u).sum(), u)
-    close(u - block(u), slope)
+    assert_near(u - block(u), slope)
 
 
 @every_penalty
@@ -113,7 +113,7 @@ def test_the_merit_is_the_moreau_envelope(make: Callable[[], Penalty]) -> None:
     u = 2 * random_vectors(5, 3, seed=6)
     p = block(u)
     phi = block.envelope(u, 1.0)
-    close(block.merit(u), phi + (p - u).square().sum(1) / 2)
+    assert_near(block.merit(u), phi + (p - u).square().sum(1) / 2)
     # No other image of the layer makes phi(q) + |q - u|^2 / 2 smaller: p is the prox.
     for seed in range(20):
         v = 3 * random_vectors(5, 3, seed=seed)
@@ -141,11 +141,11 @@ def test_phi_without_an_inverse_equals_phi_with_one(make: Callable[[], Penalty],
     W = block.W(torch.eye(4, dtype=torch.float64)).T
     y = block.mu * z @ torch.linalg.inv(W)
     penalty = block.penalty
-    close(y, block.activation(u))
+    assert_near(y, block.activation(u))
     y = penalty.project(y)  # units at an edge of the domain come back with a rounding error of either sign
     conjugate = penalty.total(y) + y.square().sum(1) / 2 - 4 * penalty.offset
     dense = conjugate / block.mu - (block.c * y).sum(1) / block.mu - z.square().sum(1) / 2
-    close(block.envelope(u, 1.0), dense, 1e-9)
+    assert_near(block.envelope(u, 1.0), dense, 1e-9)
 
 
 @pytest.mark.parametrize("mu", [1.0, 1.7])
@@ -158,9 +158,9 @@ def test_three_ways_to_the_least_value(make: Callable[[], Penalty], mu: float) -
     hidden, solution = problem(x), solve(problem, x)
     z = solution.features
     assert isinstance(z, Tensor)
-    close(hidden.block(z), z)
-    close(hidden.feature_objective(solution.state), hidden.block.merit(z), 1e-9)
-    close(hidden.block.envelope(z, 1.0), hidden.block.merit(z), 1e-9)
+    assert_near(hidden.block(z), z)
+    assert_near(hidden.feature_objective(solution.state), hidden.block.merit(z), 1e-9)
+    assert_near(hidden.block.envelope(z, 1.0), hidden.block.merit(z), 1e-9)
     for seed in range(20):  # it is the least value of the merit, hence of phi
         assert (hidden.block.merit(random_vectors(5, 3, seed=seed)) >= hidden.block.merit(z) - 1e-12).all()
 
@@ -178,8 +178,8 @@ def test_an_interior_point_solver_finds_the_same_prox(shape: tuple[int, int], mu
         bilinear = -z @ u[sample].numpy() + float(u[sample].square().sum()) / 2  # -|z|^2 / 2 + |z - u|^2 / 2
         objective = (cp.sum_squares(y) / 2 - y @ c[sample].numpy()) / mu + bilinear
         value = cp.Problem(cp.Minimize(objective), [y >= 0, z == W.T.numpy() @ y / mu]).solve(**SHARP)
-        close(block(u)[sample], z.value, 1e-6)
-        close(block.merit(u)[sample], value, 1e-8)
+        assert_near(block(u)[sample], z.value, 1e-6)
+        assert_near(block.merit(u)[sample], value, 1e-8)
 
 
 @pytest.mark.parametrize("mu", [0.7, 1.0, 2.0])
@@ -190,8 +190,8 @@ def test_an_interior_point_solver_finds_the_same_minimiser(mu: float) -> None:
     solution = solve(problem, x)
     for sample in range(3):
         y, value = relu_programme(W / mu**0.5, x[sample])
-        close(solution.features[sample], W.T @ torch.from_numpy(y) / mu, 1e-5)
-        close(problem(x).feature_objective(solution.state)[sample], value / mu, 1e-8)
+        assert_near(solution.features[sample], W.T @ torch.from_numpy(y) / mu, 1e-5)
+        assert_near(problem(x).feature_objective(solution.state)[sample], value / mu, 1e-8)
 
 
 # Not softplus with Anderson: far out e^-z meets any tolerance, which an extrapolating solver finds out.
@@ -257,11 +257,11 @@ def test_skip_connection_is_the_prox_of_an_envelope(alpha: float, mu: float) -> 
         z_of_y = z == W.T.numpy() @ y / mu
         spread = alpha / (2 * (1 - alpha)) * cp.sum_squares(z) - z @ at / (1 - alpha) + at @ at / (2 * (1 - alpha))
         least = cp.Problem(cp.Minimize(alpha * (relu_part(y, c, mu) + spread)), [y >= 0, z_of_y]).solve(**SHARP)
-        close(value[sample], least, 1e-8)
+        assert_near(value[sample], least, 1e-8)
         # and its prox, the least alpha M(w) + |w - v|^2 / 2; the quadratic terms in z and w make one square
         quadratic = cp.sum_squares(alpha * z - w) / (2 * (1 - alpha)) - w @ at
         cp.Problem(cp.Minimize(alpha * relu_part(y, c, mu) + quadratic), [y >= 0, z_of_y]).solve(**SHARP)
-        close(step[sample], w.value, 1e-5)
+        assert_near(step[sample], w.value, 1e-5)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh", "softplus"])
@@ -270,10 +270,10 @@ def test_skip_connection_keeps_the_fixed_points(activation: str) -> None:
     plain = opteq.OptEq(operator(W), activation=activation)
     skip = opteq.DeepOptEq([(operator(W), nn.Identity())], alpha=0.35, activation=activation)
     x = random_vectors(3, 4)
-    close(solve(skip, x).features, solve(plain, x).features, 1e-11)
+    assert_near(solve(skip, x).features, solve(plain, x).features, 1e-11)
     # (1 - alpha)-strongly monotone and symmetric: a gradient
     jacobian = dense_jacobian(skip(x[:1]).step, random_vectors(1, 3))
-    close(jacobian, jacobian.T)
+    assert_near(jacobian, jacobian.T)
     assert float(torch.linalg.eigvalsh(jacobian)[0]) >= 0.65 - 1e-12
 
 
@@ -297,9 +297,9 @@ def test_affine_change_of_variable_finds_the_minimiser_of_phi_of_a() -> None:
         return value.item(), slope.numpy()
 
     found = optimize.minimize(phi_of_a, np.zeros(3), jac=True, tol=1e-12)
-    close(solution.features[0], found.x, 1e-6)
-    close(problem(x).objective(solution.state)[0], found.fun, 1e-10)
-    close(solution.features @ matrix.T + shift, solve(inner, x).features, 1e-11)
+    assert_near(solution.features[0], found.x, 1e-6)
+    assert_near(problem(x).objective(solution.state)[0], found.fun, 1e-10)
+    assert_near(solution.features @ matrix.T + shift, solve(inner, x).features, 1e-11)
 
 
 def test_affine_step_is_a_gradient_only_for_orthogonal_matrices() -> None:
@@ -310,7 +310,7 @@ def test_affine_step_is_a_gradient_only_for_orthogonal_matrices() -> None:
     assert float((jacobian - jacobian.T).abs().max()) > 0.05
     orthogonal = torch.linalg.qr(matrix)[0]
     jacobian = dense_jacobian(opteq.AffineOptEq(inner, orthogonal)(x).step, u)
-    close(jacobian, jacobian.T, 1e-12)
+    assert_near(jacobian, jacobian.T, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -337,13 +337,13 @@ def test_linear_activation_has_a_closed_form() -> None:
     x = random_vectors(3, 4)
     hidden, solution = problem(x), solve(problem, x)
     exact = torch.linalg.solve(torch.eye(4, dtype=torch.float64) - W.T @ S @ W, (x @ S @ W).T).T
-    close(solution.features, exact)
+    assert_near(solution.features, exact)
     z = exact.clone().requires_grad_()
     y = z @ torch.linalg.inv(W)
     quadratic = ((y @ torch.linalg.inv(S)) * y).sum(1) / 2 - (x * y).sum(1) - z.square().sum(1) / 2
-    close(hidden.feature_objective(solution.state), quadratic, 1e-9)
+    assert_near(hidden.feature_objective(solution.state), quadratic, 1e-9)
     (slope,) = torch.autograd.grad(quadratic.sum(), z)
-    close(slope, torch.zeros_like(slope), 1e-9)
+    assert_near(slope, torch.zeros_like(slope), 1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------- Theorem 4
@@ -371,8 +371,8 @@ def test_ridge_inside_the_objective(gamma: float, mu: float) -> None:
     hidden, solution = problem(x), solve(problem, x)
     for sample in range(3):
         z, value = regularised_programme(W, x[sample], mu, lambda z: gamma / 2 * cp.sum_squares(z))
-        close(solution.features[sample], z, 1e-6)
-        close(hidden.feature_objective(solution.state)[sample], value, 1e-8)
+        assert_near(solution.features[sample], z, 1e-6)
+        assert_near(hidden.feature_objective(solution.state)[sample], value, 1e-8)
 
 
 @pytest.mark.parametrize("mu", [1.0, 1.5])
@@ -393,12 +393,12 @@ def test_the_layer_of_a_prox_minimises_the_envelope_and_not_the_regulariser(mu: 
         hidden, solution = problem(x), solve(problem, x)
         z = solution.features
         assert isinstance(z, Tensor)
-        close(hidden.block(R.prox(z, weight)), z)  # it is T o prox indeed
+        assert_near(hidden.block(R.prox(z, weight)), z)  # it is T o prox indeed
         distances = []
         for sample in range(3):
             point, value = regularised_programme(W, x[sample], mu, envelope)
-            close(z[sample], point, 1e-5)
-            close(hidden.feature_objective(solution.state)[sample], value, 1e-8)
+            assert_near(z[sample], point, 1e-5)
+            assert_near(hidden.feature_objective(solution.state)[sample], value, 1e-8)
             distances.append(np.linalg.norm(regularised_programme(W, x[sample], mu, claimed)[0] - z[sample].numpy()))
         assert min(distances) > 0.02
 
@@ -415,8 +415,8 @@ def test_splitting_minimises_what_it_says(mu: float, solver: opteq.solvers.Solve
     exact_zeros = 0
     for sample in range(3):
         z, value = regularised_programme(W, x[sample], mu, lambda z: 0.4 * cp.norm1(z))
-        close(solution.features[sample], z, 1e-6)
-        close(values[sample], value, 1e-8)
+        assert_near(solution.features[sample], z, 1e-6)
+        assert_near(values[sample], value, 1e-8)
         exact_zeros += int((solution.features[sample] == 0).sum())
     assert exact_zeros > 0  # what the envelope never gives
 
@@ -430,8 +430,8 @@ def test_splitting_where_several_states_have_the_same_features() -> None:
     layer = opteq.Equilibrium(problem, EXACT, on_failure="raise")
     features = layer(x)
     (slope,) = torch.autograd.grad(features.sum(), x)
-    close(features, torch.zeros(2, 3))
-    close(slope, torch.zeros(2, 2))
+    assert_near(features, torch.zeros(2, 3))
+    assert_near(slope, torch.zeros(2, 2))
 
 
 # ------------------------------------------------------------------------------------------------- the merit guard
@@ -450,8 +450,8 @@ def test_plain_steps_decrease_the_merit(make: Callable[[], Penalty]) -> None:
         with torch.no_grad():
             image, merit = hidden.measured(y)
             for _ in range(10):
-                close(image, hidden.step(y), 1e-12)
-                close(merit, hidden.block.merit(hidden.features(y)), 1e-12)
+                assert_near(image, hidden.step(y), 1e-12)
+                assert_near(merit, hidden.block.merit(hidden.features(y)), 1e-12)
                 z, y = hidden.features(y), image
                 image, after = hidden.measured(y)
                 if penalty.lipschitz <= 1:  # the descent lemma promises half the squared step

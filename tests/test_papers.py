@@ -8,8 +8,12 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from typer.main import get_command
+
 from opteq import data, models
+from opteq.cli import app
 from opteq.models.registry import sketched
+from opteq.report.figures import FIGURES
 from opteq.training import load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +32,10 @@ def test_commands_parse() -> None:
     built: set[tuple[str, ...]] = set()
     for command in commands:
         program, action, name, *rest = shlex.split(command)
-        assert (program, action) == ("opteq", "train"), command
+        assert program == "opteq", command
+        if action != "train":
+            check_measurement(action, name, rest)
+            continue
         assert rest[::2] == ["--set"] * (len(rest) // 2), command
         recipe = load_recipe(name, rest[1::2])
         assert recipe.data.name in data.names(), command
@@ -41,6 +48,17 @@ def test_commands_parse() -> None:
         options = {key: None if value == "none" and not isinstance(usual[key], str) else value for key, value in given}
         with sketched():
             models.create(recipe.model.name, **options)
+
+
+def check_measurement(action: str, name: str, options: list[str]) -> None:
+    """A command about finished runs: its options parse, its figures exist, and each run has a recipe."""
+    program = get_command(app)
+    given = program.commands[action].make_context(action, [name, *options]).params  # type: ignore[attr-defined]
+    assert (action, given["only"] or []) == (action, [one for one in given["only"] or [] if one in FIGURES])
+    assert action == "figures" or given["corruptions"] or given["curves"]
+    for run in [given["run"], *(given.get("beside") or []), *filter(None, [given.get("reference")])]:
+        assert run.parent == Path("runs"), run
+        load_recipe(run.name)
 
 
 def test_tests_exist() -> None:

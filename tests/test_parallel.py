@@ -313,14 +313,18 @@ def test_certificate_with_an_unknown_part() -> None:
     [
         (lambda: Parallel([]), ValueError, "Parallel needs at least one problem"),
         (lambda: Parallel([nn.Linear(2, 2)]), TypeError, "problem 0 should be a hidden problem"),
-        (lambda: Parallel([single()], scales=[1, 2]), ValueError, "scales should have one number a problem (1); got 2"),
-        (lambda: Parallel([single()], scales=[0]), ValueError, "scales should be whole numbers of at least 1; got 0"),
+        (
+            lambda: Parallel([single()], scales=[1, 2]),
+            ValueError,
+            "scales should have one number per problem (1); got 2",
+        ),
+        (lambda: Parallel([single()], scales=[0]), ValueError, "scales should be at least 1; got 0"),
         (lambda: POptEq([]), ValueError, "at least one opteq.Branch"),
         (lambda: POptEq(picture_branches(1), fuse="summ"), ValueError, "unknown fuse 'summ'; did you mean 'sum'?"),
         (
             lambda: POptEq([opteq.Branch(op.Dense(3, 4), nn.Linear(4, 4))], fuse="conv"),
             ValueError,
-            'fuse="conv" needs branches with pictures',
+            'fuse="conv" needs branches with images',
         ),
         (
             lambda: opteq.Equilibrium(POptEq([picture_branches(1)[0], picture_branches(1, channels=5)[0]], fuse="sum"))(
@@ -332,7 +336,7 @@ def test_certificate_with_an_unknown_part() -> None:
         (
             lambda: Parallel([single()], scales=[2])(torch.randn(2, 4)),
             ValueError,
-            "part 0 has scale=2, so it needs pictures",
+            "part 0 has scale=2, so it needs images",
         ),
         (
             lambda: POptEq(picture_branches(1, 2))(torch.randn(1, 2, 4, 5)),

@@ -239,7 +239,8 @@ def test_recipes_of_recorded_runs_can_be_run_again(path: Path) -> None:
     if path.name != "notes.toml":
         recipe = load_recipe(str(path), [])
         with sketched():
-            models.create(recipe.model.name, **recipe.model.options)
+            model = models.create(recipe.model.name, **recipe.model.options)
+        assert next(model.parameters()).is_meta
 
 
 def test_long_values_are_named_in_a_line_of_moderate_length() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
+from opteq.analysis.grad_cam import grad_cam
 from opteq.analysis.saliency import saliency_map
 from opteq.analysis.terms import equilibrium_inputs, objective_terms
 
@@ -174,3 +175,24 @@ def test_a_problem_without_an_objective_says_why() -> None:
 
 def test_a_model_without_equilibria_has_no_terms() -> None:
     assert objective_terms(nn.Linear(3, 2), torch.randn(2, 3)) == []
+
+
+def test_grad_cam_of_a_pooled_linear_head_is_a_class_activation_map() -> None:
+    """There the gradient of a logit by a feature is its weight over the number of places: CAM, by hand."""
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(
+        opteq.OptEq(op.Conv2d(4, 6, 3, bound=0.9), nn.Conv2d(2, 6, 3, padding=1)), opteq.Anderson(tol=1e-10)
+    )
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    model = opteq.models.Classifier(nn.Conv2d(1, 2, 3, padding=1), layer, head, {"name": "mine", "num_classes": 3})
+    model, x, target = model.double().train(), make_images(), torch.tensor([2, 0])
+    found = grad_cam(model, x, target)
+    assert model.training
+    features = layer(model.stem(x)).detach()
+    wanted = torch.einsum("bc,bchw->bhw", head[2].weight[target], features).clamp_min(0) / 36
+    torch.testing.assert_close(found.double(), wanted.detach(), atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(grad_cam(model, x), grad_cam(model, x, model.eval()(x).argmax(dim=1)))
+    with pytest.raises(ValueError, match=r"target should have one class per image, shape \(2,\); got \(1,\)"):
+        grad_cam(model, x, target[:1])
+    with pytest.raises(TypeError, match=r"Grad-CAM needs a classifier of opteq.models; got Sequential"):
+        grad_cam(classifier(), x)

@@ -152,7 +152,7 @@ MAPS: dict[str, Callable[[Sample], Callable[[Tensor], Tensor]]] = {
 }
 
 
-def check(outcome: Outcome, step: Callable[[State], State], start: State, solver: Solver) -> None:
+def assert_solved(outcome: Outcome, step: Callable[[State], State], start: State, solver: Solver) -> None:
     """What an outcome promises, whatever the map."""
     batch = blocks(start)[0].shape[0]
     first = residual_of(step, start)
@@ -188,7 +188,7 @@ def test_any_map(kind: type[Solver], name: str, batch: int, n: int, dtype: torch
     step = MAPS[name](sample)
     start = sample.shift() * 0.5
     solver = kind(max_steps=25)
-    check(solver.solve(step, start), step, start, solver)
+    assert_solved(solver.solve(step, start), step, start, solver)
 
 
 @each_solver

@@ -73,7 +73,7 @@ def both(solver: Solver, hidden: Map) -> tuple[Outcome, Outcome]:
         return plain.outcome(), fused.outcome()
 
 
-def agree(plain: Outcome, fused: Outcome, near: float, exact: bool = True) -> None:
+def assert_agree(plain: Outcome, fused: Outcome, near: float, exact: bool = True) -> None:
     assert fused.codes.tolist() == plain.codes.tolist()
     assert (fused.steps - plain.steps).abs().max() <= (0 if exact else 1)
     for own, other in zip(blocks(fused.state), blocks(plain.state), strict=True):
@@ -99,7 +99,7 @@ def tanh_map(shape: tuple[int, ...], dtype: torch.dtype, slope: float, seed: int
 def test_anderson_with_several_memories_and_dampings(memory: int) -> None:
     damping = [1.0, 0.7, torch.tensor([0.5, 0.8])][memory % 3]
     hidden = Map(tanh_map((2, 12), torch.float64, 0.9, memory), torch.zeros(2, 12).double(), damping=damping)
-    agree(*both(opteq.Anderson(tol=1e-13, max_steps=memory + 2, memory=memory), hidden), near=1e-7)
+    assert_agree(*both(opteq.Anderson(tol=1e-13, max_steps=memory + 2, memory=memory), hidden), near=1e-7)
 
 
 # Solvers share the kernels that pack and unpack states: with a GPU every pair is tested.
@@ -115,13 +115,13 @@ def test_anderson_with_several_memories_and_dampings(memory: int) -> None:
 )
 def test_every_precision(solver: Solver, dtype: torch.dtype) -> None:
     hidden = Map(tanh_map((3, 12), dtype, 0.3), torch.zeros(3, 12, dtype=dtype), damping=0.9)
-    agree(*both(solver, hidden), near=NEAR[dtype], exact=dtype == torch.float64)
+    assert_agree(*both(solver, hidden), near=NEAR[dtype], exact=dtype == torch.float64)
 
 
 def test_tuples_channels_last_and_several_pieces() -> None:
     wide = torch.zeros(2, 3, 20, 20).double().contiguous(memory_format=torch.channels_last)
     hidden = Map(lambda y: map_state(lambda part: 0.5 * part.cos() + 0.1, y), (wide, torch.zeros(2, 5).double()))
-    agree(*both(opteq.Anderson(tol=1e-8), hidden), near=1e-9)
+    assert_agree(*both(opteq.Anderson(tol=1e-8), hidden), near=1e-9)
 
 
 def test_samples_that_overflow_leave_their_mates_alone() -> None:
@@ -136,12 +136,12 @@ def test_a_merit_refuses_steps_in_both() -> None:
     step = tanh_map((2, 6), torch.float64, 0.95)
     hidden = Map(step, torch.zeros(2, 6).double(), has_merit=True)
     hidden._measured = lambda y: (step(y), (step(y) - y).square().sum(1).sin())  # type: ignore[method-assign]
-    agree(*both(opteq.Anderson(tol=1e-9, max_steps=10), hidden), near=1e-7)
+    assert_agree(*both(opteq.Anderson(tol=1e-9, max_steps=10), hidden), near=1e-7)
 
 
 def test_coupled_samples_are_one_row() -> None:
     hidden = Map(lambda y: 0.4 * y + 0.3 * y.mean(0) + 1, torch.zeros(3, 4).double(), coupled=True)
-    agree(*both(opteq.Anderson(tol=1e-9), hidden), near=1e-8)
+    assert_agree(*both(opteq.Anderson(tol=1e-9), hidden), near=1e-8)
 
 
 # ------------------------------------------------------------------------------------------------ conjugate gradients

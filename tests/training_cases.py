@@ -65,9 +65,10 @@ def tiny(root: Path, *more: str) -> Recipe:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """What a run recorded, without what depends on the clock."""
+    """What a run recorded, without what depends on the clock and the machine."""
     read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in read]
+    left_out = ("seconds", "images_per_second", "peak_memory_mb")
+    return [{k: v for k, v in line.items() if k not in left_out} for line in read]
 
 
 def in_process(target: Callable[..., None], *arguments: Any, timeout: float = 50) -> int | None:

@@ -12,7 +12,7 @@ from opteq import data
 from opteq import operators as op
 
 mpl.use("Agg")
-from matplotlib import pyplot
+from matplotlib import animation, pyplot
 
 HERE = Path(__file__).parents[1] / "pictures"
 
@@ -40,11 +40,57 @@ def falling_objective() -> None:
     figure.savefig(HERE / "objective.svg", metadata={"Date": None})
 
 
+def signal_becoming_smooth() -> None:
+    """An animation: the state of a ten-line denoiser and its objective, step by step."""
+    torch.manual_seed(0)
+
+    class Denoiser(opteq.Objective):
+        def __init__(self) -> None:
+            super().__init__()
+            self.jumps = opteq.potentials.Huber(scale=0.05)
+
+        def start(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        def terms(self, y: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"data": 0.5 * (y - x).square().sum(1), "jumps": 5.0 * self.jumps(y.diff(dim=1)).sum(1)}
+
+    places = torch.linspace(0, 1, 120)
+    clean = (places > 0.25).float() - 0.6 * (places > 0.55).float() + 0.4 * (places > 0.8).float()
+    x = clean[None] + 0.15 * torch.randn(1, 120)
+    with torch.no_grad():
+        hidden = Denoiser()(x)
+        states = [hidden.start()]
+        for _ in range(96):
+            states.append(hidden.step(states[-1]))
+        terms = [hidden.terms(state) for state in states]
+    values = {name: [float(one[name]) for one in terms] for name in ("data", "jumps")}
+    values["objective"] = [sum(pair) for pair in zip(*values.values(), strict=True)]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 2.4), layout="constrained", dpi=90)
+    left.plot(x[0], color="0.75", linewidth=1, label="input x")
+    (curve,) = left.plot(states[0][0], color="tab:blue", linewidth=2, label="state y")
+    left.set(xticks=[], title="the state")
+    left.legend(frameon=False, loc="upper right", fontsize=8)
+    lines = {name: right.plot([], [], label=name)[0] for name in values}
+    lines["objective"].set(color="black", linewidth=2.5)
+    right.set(xlim=(0, 96), ylim=(0, 1.05 * max(values["objective"])), xlabel="solver step", title="its objective")
+    right.legend(frameon=False, fontsize=8)
+
+    def draw(frame: int) -> None:
+        curve.set_ydata(states[frame][0])
+        for name, line in lines.items():
+            line.set_data(range(frame + 1), values[name][: frame + 1])
+
+    frames = [*range(20), *range(20, 97, 6), *[96] * 8]
+    animation.FuncAnimation(figure, draw, frames=frames).save(HERE / "falling.gif", animation.PillowWriter(fps=8))
+
+
 def main() -> None:
     """All pictures."""
     HERE.mkdir(exist_ok=True)
     mpl.rcParams["svg.hashsalt"] = "opteq"  # the same file every time
     falling_objective()
+    signal_becoming_smooth()
 
 
 if __name__ == "__main__":

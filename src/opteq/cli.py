@@ -101,10 +101,29 @@ def evaluate(
     attack_step_size: Annotated[
         str | None, typer.Option(help="Length of a step; 2.5 EPSILON / steps by default.")
     ] = None,
+    corruptions: Annotated[
+        bool, typer.Option("--corruptions", metavar=" ", help="Accuracy under 19 corruptions at 5 severities.")
+    ] = False,
+    curves: Annotated[
+        bool, typer.Option("--curves", metavar=" ", help="Accuracy by radius and steps of attacks; certified accuracy.")
+    ] = False,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This corruption; may be repeated.")] = None,
+    reference: Annotated[Path | None, typer.Option(help="A run that corruption errors are relative to.")] = None,
+    images: Annotated[int | None, typer.Option(help="Test images for corruptions and curves; all by default.")] = None,
 ) -> None:
-    """Evaluate a trained model on its test images; also writes RUN/evaluation.json."""
+    """Evaluate a trained model on its test images; writes RUN/evaluation.json, or RUN/robustness.* with its figure."""
     with one_line_errors():
         from opteq import training
+
+        if corruptions or curves or only or reference or images:
+            from opteq.report.figures import evaluation
+
+            evaluation.command(
+                run, corruptions, curves, _console(), only=only or (), reference=reference, images=images,
+                attack=attack, attack_steps=attack_steps, step_size=attack_step_size, tol=tol, max_steps=max_steps,
+                device=device, precision=precision, root=root, first=_rank() == 0,
+            )  # fmt: skip
+            return
 
         if training.is_denoiser(run):
             if precision or attack or attack_steps or attack_step_size:
@@ -208,6 +227,22 @@ def report(
         else:
             page = reporting.write(runs[0])
         typer.echo(f"open {page} in a browser")
+
+
+@app.command()
+def figures(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    out: Annotated[Path | None, typer.Option(help="Where the figures go; RUN/figures by default.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This figure; may be repeated.")] = None,
+    beside: Annotated[list[Path] | None, typer.Option(metavar="RUN", help="Another run in the same figures.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    root: Annotated[str | None, typer.Option(help="Folder of the images, if not the recipe's.")] = None,
+) -> None:
+    """Write every figure of the papers that the run can have, as PNG and SVG, with captions."""
+    with one_line_errors():
+        from opteq.report.figures import write_figures
+
+        write_figures(run, out, only or (), beside or (), typer.echo, device=device, root=root)
 
 
 @app.command()

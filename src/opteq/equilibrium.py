@@ -125,7 +125,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             return self.solve(x, start).features
         if _on_meta(x):  # shapes without values: one step has those of the equilibrium
             hidden = self.problem(x)
-            return hidden.features(hidden.step(hidden.start()))
+            features: State = hidden.features(hidden.step(hidden.start()))
+            return features
         solution: Solution = self._solve(x, start, check_minimum=False)
         return solution.features
 
@@ -178,7 +179,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
                 report = replace(report, codes=torch.where(indefinite, int(Status.NOT_A_MINIMUM), report.codes))
             slot.report = report
             self._monitor.catch_up(self.on_failure, wait_for="forward")
-            self._monitor.judge(
+            self._monitor.check(
                 FailureCheck(report, "the gradient's linear system was not solved", "backward"), self.on_failure
             )
 
@@ -196,7 +197,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )
         self.__dict__["last"] = (report, slot)  # past torch, which would look whether it is a parameter or a module
-        self._monitor.judge(FailureCheck(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
+        self._monitor.check(FailureCheck(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
         if self.observer is not None:
             self.observer(hidden, state)
         features = hidden.features(state) if outcome.features is None else outcome.features
@@ -216,7 +217,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def _refuse_forward_mode(self, x: State) -> None:
         # The solve takes no tangent along, so forward mode would see a constant where there is none.
-        if forward_ad._current_level < 0:  # nobody is in forward mode, and there is nothing to be unpacked
+        if forward_ad._current_level < 0:  # no forward mode is active, and there is nothing to unpack
             return
         duals = (forward_ad.unpack_dual(t) for t in (*blocks(x), *self.parameters()) if isinstance(t, Tensor))  # type: ignore[no-untyped-call]
         if any(dual.tangent is not None for dual in duals):

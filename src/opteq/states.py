@@ -159,7 +159,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the matrix: one a sample, or one in all where samples are coupled."""
+        """Number of rows of the matrix: one per sample, or one in all where samples are coupled."""
         return 1 if self.coupled else self.batch
 
     @property

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.errors import needs_extra
-from opteq.couplings import Features, check_not_negative, diversity, heritage, products
+from opteq.common.validate import check_not_negative
+from opteq.couplings import Features, diversity, heritage, products
 from opteq.equilibrium import Equilibrium
 from opteq.problems.base import Problem
 from opteq.problems.hidden import Hidden
@@ -157,8 +158,12 @@ def plot_averages(measures: Mapping[str, BranchMeasures], axes: Axes | None = No
 def plot_correlation(measures: BranchMeasures, sample: int = 0, pair: int = 0, axes: Axes | None = None) -> Axes:
     """The channel products of branch ``pair`` (rows) and the next (columns) for one sample, as a heat map."""
     axes = _axes(axes)
+    from matplotlib.ticker import MaxNLocator
+
     image = axes.imshow(measures.correlations[pair][sample].float().cpu().numpy(), cmap="viridis")
-    axes.figure.colorbar(image, ax=axes)
+    axes.figure.colorbar(image, ax=axes, label="absolute product of two channels")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(f"channels of branch {pair}")
     axes.set_xlabel(f"channels of branch {(pair + 1) % len(measures.correlations)}")
     return axes

@@ -8,6 +8,7 @@ logit_b) / (h[a, b] q s)``.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -120,7 +121,7 @@ def head_slopes(head: Head, features: tuple[Tensor, ...]) -> Tensor:
     if isinstance(head.hidden, nn.Identity):
         widths = [len(_scale(norm)) * _windows(head.pool) for norm in head.norms]
         shared = head.readout == "mean"
-        parts = [weight / len(widths)] * len(widths) if shared else list(weight.split(widths, dim=1))
+        parts = [weight / len(widths)] * len(widths) if shared else list(torch.split(weight, widths, dim=1))
         scaled = torch.cat(
             [
                 part * _per_entry(norm, head.pool) * _pooling(head.pool, z.shape[2:])
@@ -177,21 +178,12 @@ def _folded(parts: list[nn.Module]) -> list[nn.Module]:
     for part in parts:
         before = result[-1] if result else None
         if isinstance(part, nn.BatchNorm2d) and isinstance(before, nn.Conv2d):
-            result[-1] = _Kernel(before.weight.detach() * _scale(part).to(before.weight)[:, None, None, None], before)
+            scaled = copy.deepcopy(before)
+            scaled.weight = nn.Parameter(before.weight.detach() * _scale(part).to(before.weight)[:, None, None, None])
+            result[-1] = scaled
         else:
             result.append(part)
     return result
-
-
-class _Kernel(nn.Conv2d):
-    """A convolution with another kernel, of which only the norm is wanted."""
-
-    def __init__(self, weight: Tensor, like: nn.Conv2d) -> None:
-        super().__init__(
-            like.in_channels, like.out_channels, like.kernel_size, like.stride, like.padding, like.dilation,
-            like.groups, bias=False, padding_mode=like.padding_mode, device="meta",
-        )  # fmt: skip
-        self.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _pyramid(stem: Pyramid) -> float:
@@ -220,9 +212,8 @@ def _per_entry(norm: nn.Module, pool: nn.AdaptiveAvgPool2d) -> Tensor:
 
 
 def _windows(pool: nn.AdaptiveAvgPool2d) -> int:
-    size = pool.output_size
-    sides = (size, size) if isinstance(size, int) else (int(size[0] or 1), int(size[1] or 1))
-    return sides[0] * sides[1]
+    """How many windows there are."""
+    return _side(pool) ** 2
 
 
 def _pooling(pool: nn.AdaptiveAvgPool2d, size: torch.Size) -> float:
@@ -230,13 +221,13 @@ def _pooling(pool: nn.AdaptiveAvgPool2d, size: torch.Size) -> float:
 
     Where a side is not a multiple of the number of windows, a pixel may lie in two of them.
     """
-    wanted = pool.output_size
-    sides = (wanted, wanted) if isinstance(wanted, int) else wanted
-    squared = 1.0
-    for side, count in zip(size, sides, strict=True):
-        count = side if count is None else int(count)
-        squared *= (1 if side % count == 0 else 2) / max(1, side // count)
-    return math.sqrt(squared)
+    count = _side(pool)
+    return math.sqrt(math.prod((1 if side % count == 0 else 2) / max(1, side // count) for side in size))
+
+
+def _side(pool: nn.AdaptiveAvgPool2d) -> int:
+    assert isinstance(pool.output_size, int)  # as Head makes it
+    return pool.output_size
 
 
 __all__ = ["CertifiedClassifier", "CertifiedRadius", "lipschitz_bound"]

@@ -70,7 +70,7 @@ def plain_errors(doing: str, remedy: str) -> Iterator[None]:
 
 
 def look_into(folder: Path) -> None:
-    """Raise where one may not look into a folder: whether something is in it could not be told. It need not be there.
+    """Raise where one may not look into a folder: what is in it can't be known then. It need not exist.
 
     ``Path.exists`` of what is in it would raise the system's own error, or in later versions of Python say no.
     """

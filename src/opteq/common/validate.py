@@ -1,40 +1,68 @@
-"""Checks of option fields, with messages that name the option, the value and what would be right."""
+"""Checks of options, with messages that name the option, the value and what would be right.
+
+``check_positive(name, value)`` checks a value and returns it; ``positive(options, field)`` a field of an object.
+"""
 
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
+
+
+def check_positive(name: str, value: object) -> float:
+    """``value`` as a float if it is positive and finite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} should be a positive number; got {value!r}")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} should be a positive finite number; got {value!r}")
+    return float(value)
+
+
+def check_not_negative(name: str, value: object) -> float:
+    """``value`` as a float if it is a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} should be a number of at least 0; got {value!r}")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} should be at least 0 and finite; got {value!r}")
+    return float(value)
+
+
+def check_share(name: str, value: object) -> float:
+    """``value`` as a float if it lies in ``(0, 1]``."""
+    number = check_positive(name, value)
+    if number > 1:
+        raise ValueError(f"{name} should lie in (0, 1]; got {value!r}")
+    return number
+
+
+def check_whole(name: str, value: object, least: int = 1) -> int:
+    """``value`` as an int if it is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} should be a whole number; got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} should be at least {least}; got {value!r}")
+    return int(value)
 
 
 def positive(options: object, field: str) -> None:
-    """Raise unless the field is a positive finite number."""
-    value = getattr(options, field)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{type(options).__name__}.{field} should be a positive number; got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{type(options).__name__}.{field} should be a positive finite number; got {value!r}")
-
-
-def whole(options: object, field: str, least: int = 1) -> None:
-    """Raise unless the field is a whole number of at least ``least``."""
-    value = getattr(options, field)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{type(options).__name__}.{field} should be a whole number; got {value!r}")
-    if value < least:
-        raise ValueError(f"{type(options).__name__}.{field} should be at least {least}; got {value!r}")
-
-
-def share(options: object, field: str) -> None:
-    """Raise unless the field lies in ``(0, 1]``."""
-    positive(options, field)
-    value = getattr(options, field)
-    if value > 1:
-        raise ValueError(f"{type(options).__name__}.{field} should lie in (0, 1]; got {value!r}")
+    """:func:`check_positive` of a field."""
+    check_positive(_named(options, field), getattr(options, field))
 
 
 def not_negative(options: object, field: str) -> None:
-    """Raise unless the field is a finite number of at least 0."""
-    value = getattr(options, field)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{type(options).__name__}.{field} should be a number of at least 0; got {value!r}")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{type(options).__name__}.{field} should be a finite number of at least 0; got {value!r}")
+    """:func:`check_not_negative` of a field."""
+    check_not_negative(_named(options, field), getattr(options, field))
+
+
+def share(options: object, field: str) -> None:
+    """:func:`check_share` of a field."""
+    check_share(_named(options, field), getattr(options, field))
+
+
+def whole(options: object, field: str, least: int = 1) -> None:
+    """:func:`check_whole` of a field."""
+    check_whole(_named(options, field), getattr(options, field), least)
+
+
+def _named(options: object, field: str) -> str:
+    return f"{type(options).__name__}.{field}"

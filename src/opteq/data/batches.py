@@ -227,6 +227,7 @@ class Batches(metaclass=NamedOptions):
                 for shard, batch in zip(shards_again, decoded, strict=True):
                     yield self._make(batch, None, self._labels[shard.rows(on_device)], shard)
             return
+        assert isinstance(images, Tensor)
         sources = (images, self._labels) if self.dense else (images,)
         with closing(prefetch(sources, wanted, self.device)) as arriving:
             for shard, (images, *maps) in zip(shards_again, arriving, strict=True):

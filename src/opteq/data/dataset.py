@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from opteq.data.streaming import StreamedImages
-
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 
 IGNORE_INDEX = 255
 """In a label map: a pixel without a class, which counts neither in the loss nor in any metric."""
+
+
+class LazyImages(Protocol):
+    """What :class:`~opteq.data.StreamedImages` have in common with a tensor of images; indexing decodes."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +51,7 @@ class Split:
     5
     """
 
-    images: Tensor | StreamedImages
+    images: Tensor | LazyImages
     labels: Tensor
 
     def __post_init__(self) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from opteq.common.errors import UserError
 from opteq.data.dataset import ChannelStatistics, Dataset, Split
@@ -40,8 +39,8 @@ class StreamedImages:
     decoder: Decoder = field(repr=False)
     workers: int
 
-    dtype = torch.uint8
-    ndim = 4
+    dtype: torch.dtype = field(default=torch.uint8, init=False)
+    ndim: int = field(default=4, init=False)
 
     @property
     def shape(self) -> torch.Size:
@@ -62,6 +61,8 @@ class StreamedImages:
 
     def batches(self, rows: Iterator[Tensor], device: torch.device) -> Generator[Tensor, None, None]:
         """For each batch of row indices these images on ``device``, in order, decoded ahead by the workers."""
+        from torch.utils.data import DataLoader  # imported here: it loads torch's compiler
+
         pinned = device.type == "cuda"
         loader: DataLoader[Tensor | str] = DataLoader(
             _Rows(self),  # type: ignore[arg-type]
@@ -101,8 +102,16 @@ class _Rows:
         return len(self.images)
 
     def __getitems__(self, rows: Tensor) -> Tensor | str:
-        try:
+        from torch.utils.data import default_collate
+
+        decoder, files = self.images.decoder, self.images.files
+        if len(rows) == 0:  # the share of a process where a batch has fewer images than there are processes
             return self.images[rows]
+        try:
+            # Stacked in memory that processes share: a batch on the heap would be copied there, and leave holes that
+            # make a worker grow by gigabytes.
+            batch: Tensor = default_collate([torch.from_numpy(decoder(files, row).copy()) for row in rows.tolist()])
+            return batch
         except UserError as error:  # as text: an exception would arrive with the worker's traceback in its message
             return str(error)
 

@@ -1,9 +1,8 @@
-"""What a layer says of samples that failed: at once where that is known, else as soon as it is.
+"""Warnings about samples that failed: at once where the status is known, else as soon as it is.
 
-On a GPU a solve may be under way when its answer is handed out . To wait for it, only
-to learn that all went well, would cost what not waiting has saved. So the status codes are sent after it, and looked at
-when they have arrived: by the backward pass, which is launched by then, by the layer's next call, or when the program
-ends.
+On a GPU a solve may still be running when its result is returned. Waiting for it, only to learn that it converged,
+would cost what asynchronous execution saves. So the status codes are copied to the host without blocking, and read when
+they have arrived: by the backward pass, by the layer's next call, or when the program ends.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from opteq.solution import Report
 from opteq.solvers.status import Status
 from opteq.states import State, any_row, blocks, map_state
 
-# So many reports may be on their way; the host waits for the oldest one of more.
+# Most copies of status codes in flight; beyond that the host waits for the oldest.
 _MOST_UNSEEN = 8
 _FINE = (int(Status.CONVERGED), int(Status.APPROXIMATE), int(Status.FIXED_STEPS))
 
 
 @dataclass(frozen=True)
 class FailureCheck:
-    """A solve to be judged.
+    """A solve whose status is to be checked.
 
     Attributes:
         report: how it went.
@@ -81,7 +80,7 @@ class AsyncHostCopy:
 
 
 class _Pending:
-    """A finding whose status codes are on their way to the host."""
+    """A check whose status codes are being copied to the host."""
 
     def __init__(self, finding: FailureCheck) -> None:
         self.finding = finding.kept()
@@ -97,7 +96,7 @@ class _Pending:
         return self.finding.fault(" of an earlier call") if self._versions == self._counted() else ""
 
     def _counted(self) -> list[int | None]:
-        """How often parts of the input were changed; None where nobody counts."""
+        """Version counters of the parts of the input; None for inference tensors, which have none."""
         parts = () if self.finding.x is None else blocks(self.finding.x)
         return [None if part.is_inference() else part._version for part in parts]
 
@@ -121,19 +120,19 @@ class _Extent:
 
 
 class ConvergenceMonitor:
-    """Judges the solves of one layer, and remembers what it has warned of."""
+    """Checks the solves of one layer, and remembers what it has warned of."""
 
     def __init__(self) -> None:
         self._warned: dict[str, _Extent] = {}
         self._unseen: deque[_Pending] = deque()
         self._lock = threading.RLock()  # backward passes have threads of their own
-        weakref.finalize(self, _last_words, self._unseen, self._warned, os.getpid())
+        weakref.finalize(self, _check_pending, self._unseen, self._warned, os.getpid())
 
     def __reduce__(self) -> tuple[type[ConvergenceMonitor], tuple[()]]:
         # Reports belong to the process and the layer that made them.
         return ConvergenceMonitor, ()
 
-    def judge(self, finding: FailureCheck, on_failure: str) -> None:
+    def check(self, finding: FailureCheck, on_failure: str) -> None:
         """Warn or raise where samples failed; of a solve that is still under way, later, unless it is to raise."""
         if on_failure == "ignore":
             return
@@ -144,10 +143,10 @@ class ConvergenceMonitor:
             if oldest is not None:
                 self._settle(oldest)
         elif any_row(finding.report.failures()):
-            _tell(finding, on_failure, self._warned, finding.fault())
+            _report(finding, on_failure, self._warned, finding.fault())
 
     def catch_up(self, on_failure: str, wait_for: str | None = None) -> None:
-        """Judge what has arrived by now; what went this ``way``, and all before it, is waited for.
+        """Check what has arrived by now; wait for checks of this ``way``, and for all before them.
 
         While failures are to be ignored, those of earlier calls are kept for later.
         """
@@ -163,10 +162,10 @@ class ConvergenceMonitor:
 
     def _settle(self, unseen: _Pending) -> None:
         if unseen.failed():
-            _tell(unseen.finding, "warn", self._warned, unseen.fault())
+            _report(unseen.finding, "warn", self._warned, unseen.fault())
 
 
-def _tell(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent], fault: str = "") -> None:
+def _report(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent], fault: str = "") -> None:
     if fault and on_failure == "raise":
         raise ValueError(fault)
     about = "input" if fault else finding.way  # a solve that was slow once does not hide an input that is not finite
@@ -182,8 +181,8 @@ def _tell(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent], fa
     warnings.warn(f"{message}\n  {note}", ConvergenceWarning, stacklevel=callers_level())
 
 
-def _last_words(unseen: deque[_Pending], warned: dict[str, _Extent], process: int) -> None:
-    """Of a layer that nobody has any more, or at the end of a program."""
+def _check_pending(unseen: deque[_Pending], warned: dict[str, _Extent], process: int) -> None:
+    """Check what is pending of a layer that is deleted, or at the end of a program."""
     if not unseen or process != os.getpid():
         return
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -191,6 +190,6 @@ def _last_words(unseen: deque[_Pending], warned: dict[str, _Extent], process: in
     try:
         for each in unseen:
             if each.failed():
-                _tell(each.finding, "warn", warned)
-    except RuntimeError:  # of a device that has failed; that was told elsewhere
+                _report(each.finding, "warn", warned)
+    except RuntimeError:  # of a device that has failed, which was reported already
         return

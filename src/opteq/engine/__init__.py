@@ -1,6 +1,6 @@
 """All that exists for speed, behind one interface.
 
-The library computes everything without this package. At three places it asks whether somebody can do the same faster:
+The library computes everything without this package. At three places it asks for a faster implementation:
 to solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), and to compute the
 bounded weights of a module (:func:`bounded_weights`). None means "not mine": the plain path runs. Nothing else in the
 library imports from here, and a test sees to it.

@@ -63,7 +63,7 @@ class _Attach(torch.autograd.Function):
 def refuse_hidden_batches(gradients: Sequence[Tensor]) -> None:
     """Raise where torch.autograd has put many gradients into one tensor without saying so.
 
-    A linear solve looks at its residuals, and at those of such a tensor nobody can.
+    A linear solve branches on its residuals, which can't be read from such a tensor.
     """
     if any(torch._C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients):
         raise RuntimeError(

@@ -33,7 +33,7 @@ class Similarity(ABC):
 
     @abstractmethod
     def value(self, y: Tensor) -> Tensor:
-        """``s(y)``, one number a sample."""
+        """``s(y)``, one value per sample."""
 
     def terms(self, y: Tensor) -> dict[str, Tensor]:
         """The parts whose sum is :meth:`value`, by name."""
@@ -53,7 +53,7 @@ class Similarity(ABC):
         return pullback(self.gradient, y)[1]  # a Hessian is symmetric, so its transpose will do
 
     def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
-        """Bounds of the eigenvalues of ``hess s`` over all states, for this input: two numbers a sample, or None.
+        """Bounds of the eigenvalues of ``hess s`` over all states, for this input: two values per sample, or None.
 
         For kernels whose curvature has no bound that holds for every input, :attr:`Kernel.curvature`.
 

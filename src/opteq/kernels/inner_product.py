@@ -16,7 +16,7 @@ from opteq.states import inner
 class InnerProduct(Kernel):
     """``s(y) = 1/2 |W y|^2 + k(<c, y>)`` for a function k of one number.
 
-    A kernel of this kind is k with its first two derivatives; each takes and returns one number a sample.
+    A kernel of this kind is k with its first two derivatives; each takes and returns one value per sample.
 
     Attributes:
         bends: an interval that holds all values of ``k''``, or None where there is none.

@@ -1,4 +1,4 @@
-"""A picture cut into patches of pixels and channels."""
+"""An image cut into patches of pixels and channels."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ class PatchesMap(LinearMap):
     def __init__(self, split: int, patch: int) -> None:
         self.split = split
         self.patch = patch
-        # Whether the last picture was channels last: convolutions want one back that is, too.
+        # Whether the last image was channels last: convolutions want one back that is, too.
         self._channels_last = False
 
     def grid(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """How the patches of a picture lie: channel groups, rows and columns.
+        """How the patches of an image lie: channel groups, rows and columns.
 
         Args:
-            shape: of the picture; its last three entries are ``(c, h, w)``, so ``x.shape`` will do.
+            shape: of the image; its last three entries are ``(c, h, w)``, so ``x.shape`` will do.
         """
         if len(shape) < 3:
             raise ValueError(f"shape must end with (channels, height, width), got {tuple(shape)}.")
         channels, height, width = shape[-3:]
         if channels % self.split:
-            raise ValueError(
-                f"the {channels} channels of the picture cannot be split into groups of split={self.split}."
-            )
+            raise ValueError(f"the {channels} channels of the image cannot be split into groups of split={self.split}.")
         if height % self.patch or width % self.patch:
             raise ValueError(
-                f"the {height} x {width} pixels of the picture cannot be cut into squares of patch={self.patch}."
+                f"the {height} x {width} pixels of the image cannot be cut into squares of patch={self.patch}."
             )
         return channels // self.split, height // self.patch, width // self.patch
 
@@ -63,11 +61,11 @@ class PatchesMap(LinearMap):
 
 
 class Patches(Operator):
-    """Cuts pictures into patches, ``(B, c, h, w) -> (B, c / split, h / patch, w / patch, split * patch ** 2)``.
+    """Cuts images into patches, ``(B, c, h, w) -> (B, c / split, h / patch, w / patch, split * patch ** 2)``.
 
     A patch holds ``split`` neighbouring channels of a square of ``patch x patch`` pixels, channel first. Patches lie as
-    they did in the picture, by channel group, row and column, so that they tell its shape and the adjoint needs nothing
-    else; ``flatten(1, 3)`` makes a list of them. Every number of the picture goes to one place: the map is orthogonal,
+    they did in the image, by channel group, row and column, so that they tell its shape and the adjoint needs nothing
+    else; ``flatten(1, 3)`` makes a list of them. Every number of the image goes to one place: the map is orthogonal,
     its norm is 1 and its adjoint is its inverse. This is the rearrangement of the patch form of GEQ.
 
     Args:

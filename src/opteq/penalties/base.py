@@ -93,17 +93,18 @@ class ElementwisePenalty(Penalty):
     bfloat16 and float16, whose squares and logarithms would overflow or vanish.
 
     To write one: ``prox``, ``derivative``, ``_antiderivative`` and ``_value``, the attributes of :class:`Penalty`, and
-    ``_outside`` where f is infinite somewhere. For an activation without these formulas, see :class:`FromActivation`.
+    ``domain`` where f is infinite somewhere. For an activation without these formulas, see :class:`FromActivation`.
     """
 
     # True of most activations; sigmoid and softplus say otherwise.
     fixes_zero = True
     offset = 0.0
 
-    @property
-    def kinks(self) -> tuple[float, ...] | None:
-        """Where a piecewise linear sigma changes its slope; None where sigma is not piecewise linear."""
-        return None
+    kinks: tuple[float, ...] | None = None
+    """Where a piecewise linear sigma changes its slope; None where sigma is not piecewise linear."""
+
+    domain: tuple[float, float] = (-math.inf, math.inf)
+    """The ends of the interval on which f is finite."""
 
     def distance_to_kink(self, t: Tensor) -> Tensor | None:
         """The distance of each entry to the nearest of the :attr:`kinks`, infinite where there is none."""
@@ -113,11 +114,6 @@ class ElementwisePenalty(Penalty):
         for kink in self.kinks:
             nearest = torch.minimum(nearest, (t - kink).abs())
         return nearest
-
-    @property
-    def domain(self) -> tuple[float, float]:
-        """The ends of the interval on which f is finite."""
-        return -math.inf, math.inf
 
     @abstractmethod
     def derivative(self, t: Tensor) -> Tensor:
@@ -171,6 +167,10 @@ class ElementwisePenalty(Penalty):
     def _value(self, y: Tensor) -> Tensor:
         """``f(y)`` for y of the domain, in float32 or float64."""
 
-    def _outside(self, y: Tensor) -> Tensor | None:  # noqa: ARG002
+    def _outside(self, y: Tensor) -> Tensor | None:
         """Where y is outside the domain of f; None where f is finite everywhere. A NaN is not outside."""
-        return None
+        low, high = self.domain
+        if math.isinf(low) and math.isinf(high):
+            return None
+        # The ends as rounded in y's own dtype, for that is what sigma(-inf) gives: -0.8 is -0.80078 in bfloat16.
+        return (y < torch.full_like(y, low)) | (y > torch.full_like(y, high))

@@ -25,10 +25,7 @@ class Identity(ElementwisePenalty):
     name = "identity"
     lipschitz = 1.0
     bounded = False
-
-    @property
-    def kinks(self) -> tuple[float, ...]:
-        return ()
+    kinks = ()
 
     def prox(self, t: Tensor) -> Tensor:
         return t
@@ -54,14 +51,8 @@ class ReLU(ElementwisePenalty):
     name = "relu"
     lipschitz = 1.0
     bounded = False
-
-    @property
-    def kinks(self) -> tuple[float, ...]:
-        return (0.0,)
-
-    @property
-    def domain(self) -> tuple[float, float]:
-        return 0.0, math.inf
+    kinks = (0.0,)
+    domain = (0.0, math.inf)
 
     def prox(self, t: Tensor) -> Tensor:
         return F.relu(t)
@@ -89,9 +80,6 @@ class ReLU(ElementwisePenalty):
     def _value(self, y: Tensor) -> Tensor:
         return _zero(y)
 
-    def _outside(self, y: Tensor) -> Tensor:
-        return y < 0
-
 
 @dataclass(frozen=True)
 class LeakyReLU(ElementwisePenalty):
@@ -112,9 +100,7 @@ class LeakyReLU(ElementwisePenalty):
     def __post_init__(self) -> None:
         _validate.share(self, "slope")
 
-    @property
-    def kinks(self) -> tuple[float, ...]:
-        return (0.0,)
+    kinks = (0.0,)
 
     def prox(self, t: Tensor) -> Tensor:
         return F.leaky_relu(t, self.slope)
@@ -152,7 +138,7 @@ class SoftThreshold(ElementwisePenalty):
             raise ValueError(f"SoftThreshold.threshold should be finite and at least 0; got {self.threshold!r}")
 
     @property
-    def kinks(self) -> tuple[float, ...]:
+    def kinks(self) -> tuple[float, ...]:  # type: ignore[override]
         return (-self.threshold, self.threshold)
 
     def prox(self, t: Tensor) -> Tensor:
@@ -180,14 +166,8 @@ class HardTanh(ElementwisePenalty):
     name = "hardtanh"
     lipschitz = 1.0
     bounded = True
-
-    @property
-    def kinks(self) -> tuple[float, ...]:
-        return (-1.0, 1.0)
-
-    @property
-    def domain(self) -> tuple[float, float]:
-        return -1.0, 1.0
+    kinks = (-1.0, 1.0)
+    domain = (-1.0, 1.0)
 
     def prox(self, t: Tensor) -> Tensor:
         return F.hardtanh(t)
@@ -201,9 +181,6 @@ class HardTanh(ElementwisePenalty):
 
     def _value(self, y: Tensor) -> Tensor:
         return _zero(y)
-
-    def _outside(self, y: Tensor) -> Tensor:
-        return y.abs() > 1
 
 
 def _zero(y: Tensor) -> Tensor:

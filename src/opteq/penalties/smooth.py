@@ -25,10 +25,7 @@ class Tanh(ElementwisePenalty):
     name = "tanh"
     lipschitz = 1.0
     bounded = True
-
-    @property
-    def domain(self) -> tuple[float, float]:
-        return -1.0, 1.0
+    domain = (-1.0, 1.0)
 
     def prox(self, t: Tensor) -> Tensor:
         return torch.tanh(t)
@@ -45,9 +42,6 @@ class Tanh(ElementwisePenalty):
     def _value(self, y: Tensor) -> Tensor:
         return (_negative_entropy(y) + _negative_entropy(-y) - y.square()) / 2
 
-    def _outside(self, y: Tensor) -> Tensor:
-        return y.abs() > 1
-
 
 @dataclass(frozen=True)
 class Sigmoid(ElementwisePenalty):
@@ -62,10 +56,7 @@ class Sigmoid(ElementwisePenalty):
     bounded = True
     fixes_zero = False
     offset = -math.log(2)
-
-    @property
-    def domain(self) -> tuple[float, float]:
-        return 0.0, 1.0
+    domain = (0.0, 1.0)
 
     def prox(self, t: Tensor) -> Tensor:
         return torch.sigmoid(t)
@@ -82,9 +73,6 @@ class Sigmoid(ElementwisePenalty):
         y_log_y = y * y.clamp(min=torch.finfo(y.dtype).tiny).log()
         return y_log_y + _negative_entropy(-y) - y.square() / 2
 
-    def _outside(self, y: Tensor) -> Tensor:
-        return (y < 0) | (y > 1)
-
 
 @dataclass(frozen=True)
 class Softplus(ElementwisePenalty):
@@ -99,10 +87,7 @@ class Softplus(ElementwisePenalty):
     bounded = False
     fixes_zero = False
     offset = math.pi**2 / 12
-
-    @property
-    def domain(self) -> tuple[float, float]:
-        return 0.0, math.inf
+    domain = (0.0, math.inf)
 
     def prox(self, t: Tensor) -> Tensor:
         # torch replaces softplus by t above a threshold. At its default of 20 that is a step down of 2e-9, which
@@ -119,9 +104,6 @@ class Softplus(ElementwisePenalty):
 
     def _value(self, y: Tensor) -> Tensor:
         return dilogarithm(torch.exp(-y), complement=-torch.expm1(-y))
-
-    def _outside(self, y: Tensor) -> Tensor:
-        return y < 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +130,7 @@ class ELU(ElementwisePenalty):
         return max(1.0, float(self.alpha))
 
     @property
-    def domain(self) -> tuple[float, float]:
+    def domain(self) -> tuple[float, float]:  # type: ignore[override]
         return -self.alpha, math.inf
 
     def prox(self, t: Tensor) -> Tensor:
@@ -165,10 +147,6 @@ class ELU(ElementwisePenalty):
         below = y.clamp(max=0)
         return self.alpha * _negative_entropy(below / self.alpha) - below - below.square() / 2
 
-    def _outside(self, y: Tensor) -> Tensor:
-        # The edge as rounded in y's own dtype, for that is what sigma(-inf) gives: -0.8 is -0.80078 in bfloat16.
-        return y < torch.full((), -self.alpha, dtype=y.dtype, device=y.device)
-
 
 @dataclass(frozen=True)
 class Softsign(ElementwisePenalty):
@@ -181,10 +159,7 @@ class Softsign(ElementwisePenalty):
     name = "softsign"
     lipschitz = 1.0
     bounded = True
-
-    @property
-    def domain(self) -> tuple[float, float]:
-        return -1.0, 1.0
+    domain = (-1.0, 1.0)
 
     def prox(self, t: Tensor) -> Tensor:
         # f is infinite at 1, which the quotient reaches by rounding: a saturated unit stays one float below.

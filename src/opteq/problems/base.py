@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -39,11 +38,11 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
             return self.bind(x)
 
     def default_solver(self) -> Solver | None:
-        """The solver of a layer that was told none; None leaves it to the layer."""
+        """The solver of a layer without the option ``solver``; None leaves it to the layer."""
         return None
 
     def default_gradient_steps(self) -> int | None:
-        """Products that the backward solve of a layer may take that was told no gradient; None for the usual number."""
+        """Most products of the adjoint solve of a layer without the option ``gradient``; None for the usual number."""
         return None
 
     def certificate(self) -> Certificate:
@@ -142,13 +141,6 @@ def unknown_norm(U: nn.Module | None, where: str = "") -> str:
     """Why the norm of ``U`` is not known."""
     why = ": it has hooks, which may change what it gives" if U is not None and is_hooked(U) else ""
     return f"the norm of U{where}, a {type(U).__name__}, is not known{why}"
-
-
-def check_positive(name: str, value: float) -> float:
-    """``value`` as a float if it is positive and finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        raise ValueError(f"{name} should be a positive finite number; got {value!r}")
-    return float(value)
 
 
 def inject(U: nn.Module | None, x: Tensor, W: Operator | None = None) -> Tensor:

@@ -126,7 +126,7 @@ class BoundGEQ(Hidden):
         penalty: f and the activation.
         similarity: the kernel with its input bound.
         start: where solvers begin.
-        curvature: an interval that holds the eigenvalues of ``hess s``: two numbers, two a sample, or None.
+        curvature: an interval that holds the eigenvalues of ``hess s``: two numbers, two per sample, or None.
 
     ``T(y)`` minimises ``F(v) - <grad s(y), v>`` with ``F = f + 1/2 |.|^2``, which is 1/L-strongly convex. So a step of
     damping t from y changes the objective by at most ``-t/2 (2/L - t (1/L - low)) |T(y) - y|^2``, where low is the

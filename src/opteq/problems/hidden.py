@@ -101,7 +101,7 @@ class BoundMap(ABC):
         return Linearisation(product, pull)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
-        """The status codes of an unfinished solve, told more precisely where the problem knows its own troubles.
+        """The status codes of an unfinished solve, made more precise where the problem knows the cause.
 
         Called where a sample did not converge, and after every solve of a map that jumps; it may spend a few steps to
         find out why.

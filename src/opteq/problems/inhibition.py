@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.common.autocast import Autocast
+from opteq.common.validate import check_share
 from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
@@ -23,7 +24,19 @@ from opteq.solvers.fista import FISTA
 from opteq.states import State, blocks, inner, map_state, sum_over_sample, working_dtype
 
 
-class Inhibition(Problem):
+class AcceleratedProblem(Problem):
+    """A problem whose steps are proximal gradient steps, and which is badly conditioned where A is large."""
+
+    def default_solver(self) -> FISTA:
+        """Accelerated proximal gradient steps."""
+        return FISTA(measure="error", max_steps=400)
+
+    def default_gradient_steps(self) -> int:
+        """Enough for conjugate gradients where ``|A|^2 / m`` is in the hundreds."""
+        return 300
+
+
+class Inhibition(AcceleratedProblem):
     """``min sum f(y) + m/2 |y|^2 + 1/2 |A'y|^2 - <U x + b, y>``, with features y.
 
     Units that share a filter of A inhibit each other: an input that one of them explains is taken from the others, as
@@ -98,14 +111,6 @@ class Inhibition(Problem):
         common = prepare_common(operators, injections)
         curvature = self.m + measured_square(common, injections)
         return BoundInhibition(self.penalty, injections, common, self.m, curvature)
-
-    def default_solver(self) -> FISTA:
-        """Accelerated proximal gradient steps."""
-        return FISTA(measure="error", max_steps=400)
-
-    def default_gradient_steps(self) -> int:
-        """Enough for conjugate gradients where ``|A|^2 / m`` is in the hundreds."""
-        return 300
 
     @for_finite_weights
     def certificate(self) -> Certificate:
@@ -207,13 +212,6 @@ class BoundInhibition(BoundObjective):
             "inhibition": sum_over_sample(seen.to(working_dtype(seen.dtype)).square()) / 2,
         }
         return terms | ({"input": -inner(self.injections, y)} if self.rest is None else self.rest.smooth_terms(y))
-
-
-def check_share(name: str, value: float) -> float:
-    """``value`` as a float if it lies in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ValueError(f"{name} should be a number in (0, 1]; got {value!r}")
-    return float(value)
 
 
 def in_working_precision(injections: State) -> State:

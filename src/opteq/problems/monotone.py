@@ -24,6 +24,15 @@ def strongly_monotone(m: float) -> Certificate:
     return Certificate(True, True, None, None, reasons)
 
 
+def identity(kernel: Tensor) -> Tensor:
+    """The identity of the channels of a kernel.
+
+    Made of the kernel and not by ``torch.eye``, so that it is seen to depend on weights alone: that is computed
+    once a solve. (For the same reason adjoints are ``torch.adjoint(A)`` and not ``A.mH``.)
+    """
+    return torch.diag_embed(torch.ones_like(torch.amax(kernel, dim=(1, 2, 3))))
+
+
 def checked_splitting(problem: Any) -> None:
     """Raise unless ``m``, ``alpha`` and ``splitting`` of a problem are right."""
     share(problem, "m")
@@ -58,7 +67,6 @@ class MonDEQ(FixedPoint):
     """
 
     takes_tuples = False
-    eye: Tensor
 
     def __init__(
         self,
@@ -75,8 +83,6 @@ class MonDEQ(FixedPoint):
         shape = channels, channels, kernel_size, kernel_size
         self.A, self.B = (nn.Parameter(torch.randn(shape)) for _ in range(2))
         self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
-        # A buffer, and adjoints by function: W and the inverse depend on weights alone and are computed once a solve.
-        self.register_buffer("eye", torch.eye(channels), persistent=False)
 
     @for_finite_weights
     def certificate(self) -> Certificate:
@@ -86,7 +92,7 @@ class MonDEQ(FixedPoint):
     def symbol(self, height: int, width: int) -> Tensor:
         """W at every frequency of images ``(height, width)``: ``(height, width // 2 + 1, n, n)``, complex."""
         A, B = self._spectrum(self.A, self.gain_A, height, width), self._spectrum(self.B, self.gain_B, height, width)
-        symbol: Tensor = (1 - self.m) * self.eye - torch.adjoint(A) @ A + B - torch.adjoint(B)
+        symbol: Tensor = (1 - self.m) * identity(self.A) - torch.adjoint(A) @ A + B - torch.adjoint(B)
         return symbol
 
     def _spectrum(self, kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
@@ -110,9 +116,10 @@ class MonDEQ(FixedPoint):
         """One step of the splitting."""
         given = self.U(x)
         W = self.symbol(*given.shape[2:])
+        eye = identity(self.A)
         if self.splitting == "forward-backward":
-            return torch.relu(z - self.alpha * (_apply(self.eye - W, z) - given))
-        inverse = torch.linalg.inv(self.eye + self.alpha * (self.eye - W))
+            return torch.relu(z - self.alpha * (_apply(eye - W, z) - given))
+        inverse = torch.linalg.inv(eye + self.alpha * (eye - W))
         half = 2 * torch.relu(z) - z
         reflected: Tensor = 2 * _apply(inverse, half + self.alpha * given) - half
         return reflected

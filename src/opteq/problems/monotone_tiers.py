@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.fixed_point import FixedPoint
-from opteq.problems.monotone import checked_splitting, strongly_monotone
+from opteq.problems.monotone import checked_splitting, identity, strongly_monotone
 
 
 class TieredMonDEQ(FixedPoint):
@@ -40,6 +40,7 @@ class TieredMonDEQ(FixedPoint):
     """
 
     takes_tuples = False
+    A: nn.ParameterList
 
     def __init__(
         self,
@@ -58,8 +59,6 @@ class TieredMonDEQ(FixedPoint):
             kernels = [torch.randn(*shape, kernel_size, kernel_size) for shape in shapes]
             setattr(self, name, nn.ParameterList(kernels))
             setattr(self, f"gain_{name}", nn.ParameterList([torch.tensor(1.0) for _ in shapes]))
-        for tier, size in enumerate(channels):
-            self.register_buffer(f"eye_{tier}", torch.eye(size), persistent=False)
 
     @for_finite_weights
     def certificate(self) -> Certificate:
@@ -105,7 +104,7 @@ class TieredMonDEQ(FixedPoint):
     def _diagonal(self, tier: int, height: int, width: int) -> Tensor:
         """``m I + A'A - B + B'`` of a tier: ``I - W`` without what the next tier adds."""
         A, B = (self._symbol(name, tier, height, width) for name in ("A", "B"))
-        symbol: Tensor = self.m * getattr(self, f"eye_{tier}") + torch.adjoint(A) @ A - B + torch.adjoint(B)
+        symbol: Tensor = self.m * identity(self.A[tier]) + torch.adjoint(A) @ A - B + torch.adjoint(B)
         return symbol
 
     def _fed(self, tier: int, above: Tensor) -> Tensor:
@@ -139,12 +138,12 @@ class TieredMonDEQ(FixedPoint):
             spectrum = _spectrum(part)
             if above is not None:
                 spectrum = spectrum - self.alpha * self._fed(tier, above)
-            P = torch.linalg.inv(getattr(self, f"eye_{tier}") + self.alpha * self._diagonal(tier, height, width))
+            P = torch.linalg.inv(identity(self.A[tier]) + self.alpha * self._diagonal(tier, height, width))
             above = P @ spectrum
             if tier < len(given) - 1:
                 C = self._symbol("C", tier, height, width)
                 back = P @ torch.adjoint(C)
-                small = getattr(self, f"eye_{tier + 1}") + self.alpha * _fold(C @ back)
+                small = identity(self.A[tier + 1]) + self.alpha * _fold(C @ back)
                 above = above - self.alpha * (back @ _tile(torch.linalg.inv(small) @ _fold(C @ above)))
             solved.append(_image(above, part))
         return solved

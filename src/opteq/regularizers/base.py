@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -53,7 +51,7 @@ class Regularizer(metaclass=NamedOptions):
 
     @abstractmethod
     def value(self, z: Tensor) -> Tensor:
-        """One number a sample, shape ``(B,)``, whose sum is R.
+        """One value per sample, shape ``(B,)``, whose sum is R.
 
         Where R is a property of the whole batch, every entry is R / B.
         """
@@ -134,24 +132,6 @@ def check_direction(z: Tensor, v: Tensor) -> None:
     """Refuse a direction ``v`` that would broadcast against ``z`` instead of matching it."""
     if v.shape != z.shape:
         raise ValueError(f"v must have the shape of z, {tuple(z.shape)}; got {tuple(v.shape)}.")
-
-
-def check_number(owner: str, option: str, value: object, *, zero_allowed: bool = False) -> None:
-    """Refuse a value of ``option`` that is not a finite number above (or, if allowed, at) zero."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{owner}: {option} must be a number, not {value!r} ({type(value).__name__}).")
-    number = float(value)
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed):
-        sign = "zero or positive" if zero_allowed else "positive"
-        raise ValueError(f"{owner}: {option} must be {sign} and finite, not {value!r}.")
-
-
-def check_whole_number(owner: str, option: str, value: object, *, least: int) -> None:
-    """Raise unless ``option`` is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}: {option} must be an integer, not {value!r} ({type(value).__name__}).")
-    if value < least:
-        raise ValueError(f"{owner}: {option} must be at least {least}, not {value!r}.")
 
 
 def _pullback(function: Callable[[Tensor], Tensor], z: Tensor, cotangent: Tensor | None) -> Tensor:

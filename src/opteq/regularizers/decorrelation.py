@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from opteq.common.validate import not_negative
 from opteq.regularizers.base import (
     Regularizer,
     batch_shares,
     check_direction,
-    check_number,
     exact_products,
     without_diagonal,
     working_copy,
@@ -23,7 +23,7 @@ from opteq.regularizers.base import (
 class Decorrelation(Regularizer):
     """``R(Z) = 1/2 |D Z Z' D - I|_F^2 = 1/2 sum_{i != j} cos^2(z_i, z_j)``: features at right angles.
 
-    ``Z`` has one row ``z_i`` a feature (dimension 1 of ``z``), which runs over the batch and, for images
+    ``Z`` has one row ``z_i`` per feature (dimension 1 of ``z``), which runs over the batch and, for images
     ``(B, C, H, W)``, over the pixels; ``D`` divides each row by its length. With ``Zh = D Z``,
     ``K = Zh Zh' - I`` and ``Q = 2 K Zh``::
 
@@ -54,7 +54,7 @@ class Decorrelation(Regularizer):
     couples_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number("Decorrelation", "eps", self.eps, zero_allowed=True)
+        not_negative(self, "eps")
 
     def value(self, z: Tensor) -> Tensor:
         with exact_products(z):

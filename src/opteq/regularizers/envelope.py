@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from opteq.regularizers.base import Regularizer, batch_shares, check_number, per_sample_sum, working_copy
+from opteq.common.validate import check_not_negative, positive
+from opteq.regularizers.base import Regularizer, batch_shares, per_sample_sum, working_copy
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Envelope(Regularizer):
             raise ValueError(f"Envelope: regularizer must be convex, and {R!r} is not; Ridge() and L1() are.")
         if type(R).prox is Regularizer.prox:
             raise ValueError(f"Envelope: regularizer must have a prox, and {R!r} has none; give its class one.")
-        check_number("Envelope", "weight", self.weight)
+        positive(self, "weight")
         object.__setattr__(self, "couples_batch", R.couples_batch)
 
     def value(self, z: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class Envelope(Regularizer):
 
     def prox(self, z: Tensor, weight: float) -> Tensor:
         """A step from ``z`` towards the prox of R with the larger weight ``(1 + weight) w``; exact."""
-        check_number("Envelope.prox", "weight", weight, zero_allowed=True)
+        check_not_negative("Envelope.weight", weight)
         features = working_copy(z)
         target = self.regularizer.prox(features, (1 + weight) * self.weight)
         return (features + weight / (1 + weight) * (target - features)).to(z.dtype)

@@ -9,12 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from opteq.common.validate import positive, whole
 from opteq.regularizers.base import (
     Regularizer,
     batch_shares,
     check_direction,
-    check_number,
-    check_whole_number,
     chunk_size,
     exact_products,
     working_copy,
@@ -62,10 +61,10 @@ class HSIC(Regularizer):
     couples_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number("HSIC", "bandwidth", self.bandwidth)
+        positive(self, "bandwidth")
         if self.features is not None:
-            check_whole_number("HSIC", "features", self.features, least=1)
-        check_whole_number("HSIC", "seed", self.seed, least=0)
+            whole(self, "features", least=1)
+        whole(self, "seed", least=0)
 
     def value(self, z: Tensor) -> Tensor:
         with exact_products(z):

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from opteq.common.validate import positive
 from opteq.regularizers.base import (
     Regularizer,
     check_direction,
-    check_number,
     per_sample_factor,
     per_sample_sum,
     working_copy,
@@ -49,7 +49,7 @@ class Incay(Regularizer):
     couples_batch: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_number("Incay", "eps", self.eps)
+        positive(self, "eps")
 
     def value(self, z: Tensor) -> Tensor:
         return 2 / self._denominator(working_copy(z))

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.regularizers.base import Regularizer, check_direction, check_number, per_sample_sum, working_copy
+from opteq.common.validate import check_not_negative
+from opteq.regularizers.base import Regularizer, check_direction, per_sample_sum, working_copy
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,6 @@ class L1(Regularizer):
         return torch.zeros_like(z)
 
     def prox(self, z: Tensor, weight: float) -> Tensor:
-        check_number("L1.prox", "weight", weight, zero_allowed=True)
+        check_not_negative("L1.weight", weight)
         features = working_copy(z)
         return (features - features.clamp(-weight, weight)).to(z.dtype)

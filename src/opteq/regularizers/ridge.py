@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from opteq.regularizers.base import Regularizer, check_direction, check_number, per_sample_sum, working_copy
+from opteq.common.validate import check_not_negative
+from opteq.regularizers.base import Regularizer, check_direction, per_sample_sum, working_copy
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Ridge(Regularizer):
         return v.to(z.dtype, copy=True)
 
     def prox(self, z: Tensor, weight: float) -> Tensor:
-        check_number("Ridge.prox", "weight", weight, zero_allowed=True)
+        check_not_negative("Ridge.weight", weight)
         return (working_copy(z) / (1 + weight)).to(z.dtype)
 
     @property

@@ -71,6 +71,8 @@ def _results(runs: dict[str, Run]) -> Html:
         ("accuracy under attack", last("test_robust_accuracy", percent)),
         ("solver steps", last("solver_steps", decimal)),
         ("worst residual", last("worst_residual", scientific)),
+        ("images per second", last("images_per_second", decimal)),
+        ("peak memory, MiB", last("peak_memory_mb", decimal)),
         ("training time", lambda run: duration(sum(v for v in run.column("seconds") if math.isfinite(v)))),
     ]
     shown = [(name, [show(run) for run in runs.values()]) for name, show in rows]

@@ -124,7 +124,7 @@ def explain_images(
         with torch.no_grad():
             probabilities = model(x).float().softmax(dim=1).cpu()
         solves = layer_solves(model, x)
-        attention = _attention(model, x)
+        attention = model_attention(model, x)
         answers = counterfactuals(model, x, seconds=seconds)
     top = probabilities.topk(min(3, probabilities.shape[1]), dim=1)
     rows = range(len(x))
@@ -198,7 +198,7 @@ def choose(found: Predictions, labels: Tensor) -> list[int]:
     return [*wrong, *narrow, *taken][:_ALL]
 
 
-def _attention(model: nn.Module, x: Tensor) -> Tensor | None:
+def model_attention(model: nn.Module, x: Tensor) -> Tensor | None:
     """The attention maps of GEQ, over all its layers; None for other models."""
     maps = []
     for _, layer, given in equilibrium_inputs(model, x):

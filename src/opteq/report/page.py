@@ -15,6 +15,7 @@ from opteq.models import Classifier
 from opteq.problems.certificate import Certificate
 from opteq.report import sections
 from opteq.report.cards import appendix, cards
+from opteq.report.charts.robustness import robustness
 from opteq.report.denoising import write_denoising_report
 from opteq.report.examples import Example, explain
 from opteq.report.formula import formulas
@@ -87,6 +88,8 @@ def render(run: Run, found: Findings) -> str:
         parts.append(sections.solving(found.solves))
     if layers:
         parts.append(guarantees([(name, _certificate(layer)) for name, layer in layers], run.certified))
+    if run.robustness:
+        parts.append(robustness(run.robustness, run.folder))
     if found.predictions is not None and found.images is not None and len(found.predictions.order):
         parts.append(sections.mistakes(found.predictions, found.images.classes))
     if found.examples and found.images is not None:

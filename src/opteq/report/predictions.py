@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.errors import ConvergenceWarning
-from opteq.data import StreamedImages
+from opteq.data.dataset import LazyImages
 from opteq.equilibrium import Equilibrium
 from opteq.solution import Report
 from opteq.solvers import Status
@@ -23,7 +23,7 @@ _BATCH = 64
 class LabelledImages:
     """Images, uint8 ``(N, C, H, W)``, with labels (classes or label maps), class names, mean and std."""
 
-    images: Tensor | StreamedImages
+    images: Tensor | LazyImages
     labels: Tensor
     classes: tuple[str, ...]
     mean: tuple[float, ...]

@@ -30,6 +30,7 @@ class Run:
         epochs: one dictionary of numbers an epoch, in order; NaN where a line holds no number.
         notes: what is missing or damaged, in words for the reader of the page.
         certified: share of test images with certified equilibria, if `opteq evaluate` found it.
+        robustness: what `opteq evaluate --corruptions --curves` found; empty where it was not run.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class Run:
     epochs: list[dict[str, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     certified: float | None = None
+    robustness: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -94,6 +96,7 @@ def read_run(folder: Path) -> Run:
         epochs=_read_metrics(folder / "metrics.jsonl", notes),
         notes=notes,
         certified=_certified(folder / "evaluation.json"),
+        robustness=_read_json(folder / "robustness.json", []),
     )
 
 

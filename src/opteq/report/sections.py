@@ -142,6 +142,8 @@ def _epochs_table(run: Run) -> Html:
         ("solver_steps", "solver steps", decimal),
         ("worst_residual", "worst residual", scientific),
         ("lr", "learning rate", decimal),
+        ("images_per_second", "images per second", decimal),
+        ("peak_memory_mb", "peak memory, MiB", decimal),
         ("seconds", "seconds", decimal),
     ]
     kept = [one for one in columns if _recorded(run, one[0])]

@@ -152,7 +152,7 @@ class _MultisecantInverse(InverseEstimate):
 
 
 class History:
-    """At most ``memory`` vectors a row, written round and round.
+    """At most ``memory`` vectors per row, in a ring buffer.
 
     Only finite columns are written, so the weight zero is enough to leave one out. The place for a column is taken when
     there is one: the first steps of a solve, which on a CPU are most of them, read and clear no empty ones.

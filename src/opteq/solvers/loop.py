@@ -185,7 +185,7 @@ class GuardedIteration:
         return self.point, residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """One proposal, judged."""
+        """One proposal, accepted or refused per row."""
         proposal = self.admissible(self.method.propose(self.point, self.image, self.change, active))
         image, merit = self.evaluate(proposal)
         change, gap, residual = self._measured(proposal, image)

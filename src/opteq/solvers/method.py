@@ -49,7 +49,7 @@ class Method(ABC):
     """The part of a solver that differs: how the next point is proposed from what was seen."""
 
     growth: float = 2.0
-    """How far ``|T(y) - y|`` may rise above its least value where the problem has no merit to judge proposals by."""
+    """How far ``|T(y) - y|`` may rise above its least value where the problem has no merit to accept proposals by."""
 
     shortens: bool = False
     """Whether :meth:`shorten` does anything."""

@@ -12,6 +12,7 @@ with needs_extra("train"):
     from opteq.training.guard import Interrupted, TrainingStopped
     from opteq.training.recipe.files import AnyRecipe, load_any_recipe, load_recipe, recipes
     from opteq.training.recipe.sections import Recipe
+    from opteq.training.robustness import evaluate_robustness
     from opteq.training.run.checkpoints import CheckpointWarning
     from opteq.training.train import train
 
@@ -23,6 +24,7 @@ __all__ = [
     "TrainingStopped",
     "evaluate",
     "evaluate_denoiser",
+    "evaluate_robustness",
     "is_denoiser",
     "load_any_recipe",
     "load_recipe",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from accelerate import Accelerator, DistributedType  # type: ignore[import-untyped,unused-ignore]
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped,unused-ignore]
@@ -9,7 +11,7 @@ from accelerate.utils import gather_object  # type: ignore[import-untyped,unused
 
 from opteq.common.errors import UserError, unknown_name
 
-__all__ = ["DEVICES", "PRECISIONS", "Accelerator", "gather_object", "make_accelerator"]
+__all__ = ["DEVICES", "PRECISIONS", "Accelerator", "gather_object", "make_accelerator", "peak_memory_mb"]
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("no", "bf16", "fp16")
@@ -62,3 +64,18 @@ def make_accelerator(device: str, precision: str, tf32: bool = True, threads: in
     # All batches have the same size, so autotuning convolutions once pays off.
     torch.backends.cudnn.benchmark = not on_cpu
     return accelerator
+
+
+def peak_memory_mb(device: torch.device) -> float | None:
+    """The most memory that this process has used so far, in MiB: tensors on a GPU, all of it on a CPU.
+
+    None where the system does not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

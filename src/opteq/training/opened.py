@@ -44,7 +44,7 @@ class OpenedRun:
     """
 
     path: Path
-    model: nn.Module
+    model: models.Classifier
     recipe: Recipe
     dataset: Dataset
     accelerator: Accelerator
@@ -121,7 +121,7 @@ def open_run(
     extra = model.config["extra"]
     _check_classes(dataset.classes, extra.get("classes", dataset.classes))
     settings = {"tol": tol, "max_steps": max_steps, "precision": precision, "device": str(accelerator.device)}
-    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    prepared: models.Classifier = accelerator.prepare_model(model, evaluation_mode=True)
     return OpenedRun(folder.path, prepared, recipe, dataset, accelerator, settings, extra)
 
 

@@ -17,7 +17,7 @@ from opteq.common.files import plain_errors
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
-from opteq.training.devices import Accelerator
+from opteq.training.devices import Accelerator, peak_memory_mb
 from opteq.training.guard import Interrupted, TrainingStopped, check_progress
 from opteq.training.metrics import Metrics, RunningMetrics
 from opteq.training.optim.bounds import GrowingBounds
@@ -191,6 +191,7 @@ class Trainer:
             "test_converged": tested.converged_share,
             "lr": self.recipe.optimizer.lr * self.factor(max(self.step - 1, 0)),
             "seconds": self.seconds,
+            "peak_memory_mb": peak_memory_mb(self.accelerator.device),
         }
         if self.test.dense:
             line |= {"test_iou": tested.mean_iou, "test_class_accuracy": tested.class_accuracy}
@@ -202,7 +203,7 @@ class Trainer:
             robust = self._measured(self.test, stop, attack)
             line |= {"test_robust_loss": robust.mean_loss, "test_robust_accuracy": robust.accuracy}
         # JSON has no infinity.
-        return {key: value if math.isfinite(value) else None for key, value in line.items()}
+        return {key: value if value is not None and math.isfinite(value) else None for key, value in line.items()}
 
     def _measured(self, batches: Batches, stop: StopRequest, attack: PGD | None = None) -> Metrics:
         """Metrics on test batches; a signal ends the pass and the run where there is a single process."""

@@ -39,7 +39,7 @@ def fog(x: Tensor, at: Setting) -> Tensor:
     """Clouds before the scene, which keeps its brightest value."""
     thick, decay = at.level
     most = x.flatten(1).amax(dim=1)[:, None, None, None]
-    mist = thick * plasma(at.draws, *x.shape[2:], decay)[:, None]
+    mist = thick * plasma(at.draws, x.shape[2], x.shape[3], decay)[:, None]
     return (x + mist) * most / (most + thick)
 
 

@@ -21,7 +21,7 @@ _one_at_a_time = threading.RLock()
 def turn() -> Iterator[bool]:
     """Whether this thread may capture and replay graphs now; while it may, no other thread does.
 
-    Graphs of a stream share buffers. The device does what it is told in the order of the stream, so it is enough that
+    Graphs of a stream share buffers. The device executes work in the order of the stream, so it is enough that
     no launch of another thread comes between those that copy inputs in, replay a graph and copy its outputs out.
 
     Other threads wait for their turn. A backward pass does not, and takes the plain path instead: the thread that has
@@ -119,7 +119,7 @@ def no_garbage_collection() -> Iterator[None]:
 def mend_generator() -> None:
     """Let random numbers be drawn again after a capture on the current device that failed.
 
-    The generator was told of the capture's beginning, and of no end: a copy of its state knows of neither.
+    The generator has registered the beginning of the capture and no end; a copy of its state has registered neither.
     """
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())

@@ -19,7 +19,7 @@ def anderson_observe(
     M: tl.constexpr, MP: tl.constexpr, DAMPED: tl.constexpr, WIDE: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The new differences, their inner products with the columns in memory, and the norms that judge the step."""
+    """The new differences, their inner products with the columns in memory, and the norms a step is accepted by."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     line = tl.arange(0, MP)

@@ -1,8 +1,8 @@
 """Passes over memory of conjugate gradients for ``(I - S) v = rhs``, and the judgement between them.
 
 The first two passes find the lengths of right sides and divide by them. A step is three more beside the product with S:
-the curvature along the direction, the new residual with its norm, and, once one program a row has judged it, the next
-direction.
+the curvature along the direction, the new residual with its norm, and, once one program per row has checked it, the
+next direction.
 
 *No answer is written down.* It is the sum of all directions, each times the length of its step, so the last few
 directions are kept, in the precision of products, and whoever asks for an answer adds them up. Only where their places
@@ -143,7 +143,7 @@ def cg_judge(
     sums, parts, flags, numbers, trace, step, rows, tol, eps, NON_FINITE: tl.constexpr,
     INDEFINITE: tl.constexpr, SINGULAR: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Judge the newest answer of one row, as ``judge`` does."""
+    """Update the state of one row by its newest answer, as ``judge`` does."""
     row = tl.program_id(0)
     residual = tl.load(numbers + RESIDUAL * rows + row)
     if tl.load(flags + ACTIVE * rows + row) != 0:

@@ -28,7 +28,7 @@ class FusedConjugateGradients:
     Args:
         product: applies S to states of the right side's form and precision, and gives any precision.
         rhs: the right sides, in any precision, which is that of the answer.
-        lengths: their lengths in float64, one a row; None where they are to be found here, by sums of squares.
+        lengths: their lengths in float64, one per row; None where they are to be computed here, by sums of squares.
         layout: how they lie in memory.
         rule: when to stop.
         wide: dtype of the steps and of sums.

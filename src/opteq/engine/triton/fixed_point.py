@@ -207,7 +207,7 @@ class FusedAnderson(FusedPlain):
         self._project(self.ring[1])
 
     def advance(self) -> None:
-        """Evaluate the proposal, judge it, make the next one."""
+        """Evaluate the proposal, accept or refuse it, make the next one."""
         book = self.book
         book.step += 1
         older, self.before, self.point = self.before, self.point, self.ring[book.step % 3]

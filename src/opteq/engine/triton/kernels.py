@@ -1,9 +1,9 @@
 """Triton kernels of the fused solvers: what happens between two evaluations of the map, in passes over memory.
 
 A state is a set of blocks, each a matrix ``(rows, width)`` in memory; one program takes ``BLOCK`` entries of one row.
-Sums over a row are left as one number a program in ``sums (rows, K, parts)``, and one program a row adds them up and
-judges the step (``judge``, ``cg_judge``, or the last program of ``plain_observe``). Rows that have finished are left
-alone, so they cost no bandwidth.
+Every program leaves its share of a sum over a row in ``sums (rows, K, parts)``; one program per row adds them up and
+accepts or refuses the step (``judge``, ``cg_judge``, or the last program of ``plain_observe``). Rows that have finished
+are skipped, so they cost no bandwidth.
 
 This module has the names that a host program needs: the kernels that it launches, and the indices of a row's flags and
 numbers. What kernels call inside stays in their modules:

@@ -48,7 +48,7 @@ def plain_observe(
             value = tl.where(share < 0.5, y + share * g, f - (1 - share) * g)
             tl.store(following + at, value.to(following.dtype.element_ty), mask=inside)
     if not START:
-        # No thread of this program has flags to read any more, and its sums are written: the last one may judge.
+        # All threads of this program have read the flags, and its sums are written: the last one may accept the step.
         tl.debug_barrier()
         finished = tl.atomic_add(flags + COUNT * rows + row, 1, sem="acq_rel", scope="gpu")
         if finished == parts - 1:
@@ -61,7 +61,7 @@ def plain_observe(
 def judge_plain(
     sums, parts, flags, numbers, trace, step, rows, row, active, tol, floor, NON_FINITE: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Judge the newest point of one row, as ``judge`` does where every finite step is taken."""
+    """Update the state of one row by its newest point, as ``judge`` does where every finite step is taken."""
     piece = tl.arange(0, P)
     # Other programs have just written the sums: they are read where those are seen, past this one's own cache.
     gaps = tl.load(sums + piece, mask=piece < parts, other=0.0, cache_modifier=".cg")

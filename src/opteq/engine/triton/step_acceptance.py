@@ -30,7 +30,7 @@ def judge_start(
     NON_FINITE: tl.constexpr, MERITED: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Open a row: judge its first point, which is the best one, and write all that later steps read.
+    """Initialise a row: its first point is the best one so far; write all that later steps read.
 
     ``M`` is the size of the memory, 0 for plain iteration.
     """

@@ -1,7 +1,7 @@
 """Certified upper bounds of the spectral norms of matrices and convolutions.
 
-**Zero padding is no obstacle.** A zero-padded convolution embeds a image in the infinite grid, convolves there, and
-restricts the result; embedding and restriction have norm 1. So its norm, on a image of any size, is at most
+**Zero padding is no obstacle.** A zero-padded convolution embeds an image in the infinite grid, convolves there, and
+restricts the result; embedding and restriction have norm 1. So its norm, on an image of any size, is at most
 
     sup over theta of |K^(theta)|,      K^(theta) = sum over taps t of K[:, :, t] e^(-i t.theta),
 

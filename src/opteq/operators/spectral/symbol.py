@@ -47,7 +47,7 @@ class _Effort(NamedTuple):
 
 # In training, by the smaller side of the kernel up to which each holds. A step pays for the sweep with
 # (points * degree)^2 / 2 * (squarings + 1) products of Gram matrices; benchmarks/bound_cost.py measures what share of
-# the step that is. Narrow matrices need one squaring less, and wide ones, the dearest, get fewer points.
+# the step that is. Narrow matrices need one squaring less, and wide ones, the most expensive, get fewer points.
 _TRAINING = ((64, _Effort(16, 3)), (128, _Effort(16, 4)), (math.inf, _Effort(12, 4)))
 # Within 0.5 % for up to 512 channels.
 _FINE = _Effort(60, 7)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
+from opteq.common.validate import check_whole
 from opteq.operators import AveragePool, Operator
 from opteq.problems.base import check_injection, check_operator
 from opteq.states import State
@@ -19,16 +20,14 @@ class Branch(nn.Module, metaclass=NamedOptions):
     Args:
         W: an operator; its adjoint goes back to the features.
         U: a module whose bias is the branch's bias; None where the problem allows a branch without input.
-        scale: whole factor by which the branch sees a smaller picture.
+        scale: whole factor by which the branch sees a smaller image.
     """
 
     def __init__(self, W: Operator, U: nn.Module | None = None, scale: int = 1) -> None:
         super().__init__()
-        if isinstance(scale, bool) or not isinstance(scale, int) or scale < 1:
-            raise ValueError(f"scale should be a whole number of at least 1; got {scale!r}")
         self.W = check_operator(W, "W")
         self.U = check_injection(U)
-        self.scale = scale
+        self.scale = check_whole("scale", scale)
 
     def extra_repr(self) -> str:
         """The scale."""
@@ -38,24 +37,24 @@ class Branch(nn.Module, metaclass=NamedOptions):
 def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
     """What each branch sees: ``x`` averaged over squares of its scale's pixels, or its own tensor where ``x`` has one.
 
-    A tuple is a pyramid of one picture: tensor i is to be smaller than the picture by the scale of branch i, as the
+    A tuple is a pyramid of one image: tensor i is to be smaller than the image by the scale of branch i, as the
     average would be. Whatever made it, convolutions for instance, takes the place of averaging.
 
     Args:
-        x: a tensor that all branches see, or a tuple with a tensor a branch.
-        scales: the factor by which each branch sees a smaller picture.
+        x: a tensor that all branches see, or a tuple with one tensor per branch.
+        scales: the factor by which each branch sees a smaller image.
         who: what errors call a branch.
     """
     if not isinstance(x, tuple):
         return [_shrunk(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
     if len(x) != len(scales):
-        raise ValueError(f"the input should be one tensor, or a tuple with {len(scales)}, one a {who}; got {len(x)}")
+        raise ValueError(f"the input should be one tensor, or a tuple with {len(scales)}, one per {who}; got {len(x)}")
     if len({part.shape[0] for part in x}) > 1:
         raise ValueError(f"the tensors of an input should have one batch size; got {[part.shape[0] for part in x]}")
     whole = [tuple(scale * side for side in part.shape[2:]) for part, scale in zip(x, scales, strict=True)]
     if len(set(whole)) > 1:
         raise ValueError(
-            f"the tensors of an input should be views of one picture, each smaller by its {who}'s scale; got sizes "
+            f"the tensors of an input should be views of one image, each smaller by its {who}'s scale; got sizes "
             f"{[tuple(part.shape[2:]) for part in x]} for scales {list(scales)}"
         )
     return list(x)
@@ -66,7 +65,7 @@ def _shrunk(x: Tensor, scale: int, who: str) -> Tensor:
         return x
     if x.ndim != 4 or x.shape[2] % scale or x.shape[3] % scale:
         raise ValueError(
-            f"{who} has scale={scale}, so it needs pictures (batch, channels, height, width) whose height and width "
+            f"{who} has scale={scale}, so it needs images (batch, channels, height, width) whose height and width "
             f"divide by {scale}; got an input of shape {tuple(x.shape)}. Pad or crop it"
         )
     return AveragePool(scale).prepare()(x)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opteq.couplings import Coupling, Features, change, products
+from opteq.couplings import Coupling, Features, products, products_derivative
 from opteq.penalties import Penalty
 from opteq.states import State, any_row, blocks, inner, map_state
 
@@ -113,7 +113,7 @@ def _best_signs(hidden: Jumping, y: Tensors, signs: Tensors, free: Tensors, lips
     for _ in range(steps):
         gap = map_state(torch.sub, _image(hidden, y, ahead), y)
         # p(S) = W (... - lambda/2 (S N + S' A)), so the gradient in S is -lambda/2 times the change of M along W' gap.
-        slopes = change(z, hidden.features(gap))
+        slopes = products_derivative(z, hidden.features(gap))
         descended = tuple(
             torch.where(kind, (at + _scale(rate, slope) * slope * hidden.coupling.diversity / 2).clamp(-1, 1), sign)
             for kind, at, slope, sign in zip(free, ahead, slopes, signs, strict=True)

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 
 class AverageBranches(nn.Module):
-    """The mean of pictures of several sizes, after each was pooled or repeated to one size.
+    """The mean of images of several sizes, after each was pooled or repeated to one size.
 
-    This is how the GEQ paper fuses its branches. Larger pictures are averaged over squares, smaller ones have their
-    pixels repeated, so that a constant picture stays what it is. All have the same number of channels.
+    This is how the GEQ paper fuses its branches. Larger images are averaged over squares, smaller ones have their
+    pixels repeated, so that a constant image stays what it is. All have the same number of channels.
 
     Args:
-        size: height and width of the result; None takes those of the largest picture.
+        size: height and width of the result; None takes those of the largest image.
 
     >>> features = (torch.zeros(2, 3, 8, 8), torch.ones(2, 3, 4, 4))
     >>> AverageBranches()(features).shape, AverageBranches(2)(features)[0, 0]
@@ -36,7 +36,7 @@ class AverageBranches(nn.Module):
         shapes = [tuple(z.shape) for z in features]
         if not features or any(z.ndim != 4 for z in features) or len({shape[:2] for shape in shapes}) > 1:
             raise ValueError(
-                f"AverageBranches needs a tuple of pictures with the same batch and number of channels; got {shapes}"
+                f"AverageBranches needs a tuple of images with the same batch and number of channels; got {shapes}"
             )
         size = self.size or (max(shape[2] for shape in shapes), max(shape[3] for shape in shapes))
         return torch.stack([_resized(z, size) for z in features]).mean(dim=0)
@@ -54,4 +54,4 @@ def _resized(z: Tensor, size: tuple[int, int]) -> Tensor:
         return F.adaptive_avg_pool2d(z, size)
     if size[0] % height == 0 and size[1] % width == 0:
         return F.interpolate(z, size=size, mode="nearest")
-    raise ValueError(f"a picture of {height} x {width} does not become {size[0]} x {size[1]} by pooling or repeating")
+    raise ValueError(f"an image of {height} x {width} does not become {size[0]} x {size[1]} by pooling or repeating")

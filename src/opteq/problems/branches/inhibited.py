@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from opteq.common.validate import check_share
 from opteq.operators import Operator, unhooked
 from opteq.problems.base import Problem, check_operator
 from opteq.problems.branches.common_space import measured_square, prepare_common, squared_norm
@@ -14,20 +15,19 @@ from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden
 from opteq.problems.inhibition import (
+    AcceleratedProblem,
     BoundInhibition,
-    check_share,
     in_working_precision,
     injection_norm,
     strong_convexity,
 )
 from opteq.problems.objective import BoundObjective
 from opteq.problems.opteq import BoundOptEq, OptEq
-from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, map_state
 
 
-class Inhibited(Problem):
+class Inhibited(AcceleratedProblem):
     """A hidden problem with inhibition: ``sum f + m/2 |y|^2 + g(y; x) + 1/2 |A'y|^2``, g that of the problem.
 
     With OptEq's or MOptEq's g, feedback that excites (``-1/2 |W'y|^2``, heritage) and feedback that inhibits act
@@ -89,14 +89,6 @@ class Inhibited(Problem):
         common = prepare_common(operators, start)
         curvature = self.m + measured_square(common, start) + self._steepest(rest)
         return BoundInhibition(rest.penalty, start, common, self.m, curvature, rest, self._known_convexity())
-
-    def default_solver(self) -> FISTA:
-        """Accelerated proximal gradient steps."""
-        return FISTA(measure="error", max_steps=400)
-
-    def default_gradient_steps(self) -> int:
-        """As for :class:`~opteq.Inhibition`."""
-        return 300
 
     @for_finite_weights
     def certificate(self) -> Certificate:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.couplings import Coupling, Features, check_not_negative, largest_neighbours
+from opteq.common.validate import check_not_negative, check_whole
+from opteq.couplings import Coupling, Features, largest_neighbours
 from opteq.operators import Conv2d, LinearMap, unhooked
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, inject
@@ -73,11 +74,9 @@ class MOptEq(Problem):
         super().__init__()
         self.branches = nn.ModuleList(check_branches(branches))
         self.penalty = penalties.get(activation)
-        self.coupling = Coupling(check_not_negative("diversity", diversity), smoothing, heritage)
+        self.coupling = Coupling(diversity, smoothing, heritage)
         self.perturbation = check_not_negative("perturbation", perturbation)
-        if isinstance(settle, bool) or not isinstance(settle, int) or settle < 1:
-            raise ValueError(f"settle should be a whole number of at least 1; got {settle!r}")
-        self.settle = settle
+        self.settle = check_whole("settle", settle)
         channels = [feature_channels(branch.W) for branch in self.each()]
         known = {count for count in channels if count is not None}
         if self.coupling.ties_branches and len(known) > 1:
@@ -95,7 +94,7 @@ class MOptEq(Problem):
     def bind(self, x: State) -> BoundMOptEq:
         """Every ``U_i x_i + b_i`` and bounded W, and in training the perturbations, computed once.
 
-        ``x`` is a picture that every branch sees at its scale, or a tuple with every branch's own ``x_i``.
+        ``x`` is an image that every branch sees at its scale, or a tuple with every branch's own ``x_i``.
         """
         branches = self.each()
         inputs = views(x, [branch.scale for branch in branches])
@@ -145,7 +144,7 @@ class MOptEq(Problem):
 
 
 class BoundMOptEq(Hidden):
-    """MOptEq with its input bound. State and features are tuples with a tensor a branch.
+    """MOptEq with its input bound. State and features are tuples with one tensor per branch.
 
     Attributes:
         maps: the bounded W, prepared.

@@ -67,7 +67,7 @@ _SIZE_KEEPERS = (nn.BatchNorm2d, nn.GroupNorm, nn.Identity, Conv2d, SeparableCon
 
 
 def keeps_size(U: nn.Module | None) -> bool:
-    """Whether pictures leave ``U`` as large as they entered, as far as its type tells."""
+    """Whether images leave ``U`` as large as they entered, as far as its type tells."""
     if U is not None and is_hooked(U):
         return False
     if isinstance(U, nn.Sequential):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from opteq.common.validate import check_whole
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import views
 from opteq.problems.branches.side_by_side import BoundParallel, HiddenParallel
@@ -21,7 +22,7 @@ class SideBySide(Problem):
 
     @abstractmethod
     def parts(self) -> list[tuple[Problem, int]]:
-        """The problems, and the factor by which each sees a smaller picture."""
+        """The problems, and the factor by which each sees a smaller image."""
 
     takes_tuples = True
 
@@ -73,7 +74,7 @@ class Parallel(SideBySide):
 
     Args:
         problems: the parts.
-        scales: for each part, the whole factor by which it sees a smaller picture; None means 1 for all.
+        scales: for each part, the whole factor by which it sees a smaller image; None means 1 for all.
 
     >>> import torch, opteq
     >>> parts = [opteq.OptEq(opteq.operators.Conv2d(2, 3, 3, bound=0.9), torch.nn.Conv2d(1, 3, 1)) for _ in range(2)]
@@ -91,12 +92,9 @@ class Parallel(SideBySide):
                 raise TypeError(f"problem {index} should be a hidden problem such as opteq.OptEq; got {problem!r}")
         scales = [1] * len(problems) if scales is None else list(scales)
         if len(scales) != len(problems):
-            raise ValueError(f"scales should have one number a problem ({len(problems)}); got {len(scales)}")
-        for scale in scales:
-            if isinstance(scale, bool) or not isinstance(scale, int) or scale < 1:
-                raise ValueError(f"scales should be whole numbers of at least 1; got {scale!r}")
+            raise ValueError(f"scales should have one number per problem ({len(problems)}); got {len(scales)}")
         self.problems = nn.ModuleList(problems)
-        self.scales = scales
+        self.scales = [check_whole("scales", scale) for scale in scales]
 
     def parts(self) -> list[tuple[Problem, int]]:
         """The problems with their scales."""

@@ -59,7 +59,7 @@ class POptEq(SideBySide):
         return [branch for branch in self.branches if isinstance(branch, Branch)]
 
     def parts(self) -> list[tuple[Problem, int]]:
-        """An OptEq a branch, which shares the branch's maps."""
+        """An OptEq per branch, which shares the branch's maps."""
         return [(OptEq(branch.W, branch.U, self.penalty), branch.scale) for branch in self.each()]
 
     def bind(self, x: State) -> BoundParallel:
@@ -92,14 +92,14 @@ class POptEq(SideBySide):
         if self.fuse == "none" or found.lipschitz is None:
             return found
         branches = self.each()
-        pictures = [branch for branch in branches if not hasattr(branch.W, "in_features")]
-        if len(pictures) > 1 and not all(keeps_size(branch.U) for branch in pictures):
-            why = "a U may change the size of pictures, so that it is not known how often pixels are repeated"
+        images = [branch for branch in branches if not hasattr(branch.W, "in_features")]
+        if len(images) > 1 and not all(keeps_size(branch.U) for branch in images):
+            why = "a U may change the size of images, so that it is not known how often pixels are repeated"
             return replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": why})
         scales = [branch.scale for branch in branches]
         slopes = [part.certificate().lipschitz or 0.0 for part, _ in self.parts()]
         # Pixels of a branch at scale s are repeated s / (least s) times; where that is no whole number, some of them
-        # once more. A picture that all see was pooled by s before, with norm 1/s; a tuple with an input each was not.
+        # once more. An image that all see was pooled by s before, with norm 1/s; a tuple with an input each was not.
         repeated = [slope * math.ceil(scale / min(scales)) for slope, scale in zip(slopes, scales, strict=True)]
         pooled = [slope / scale for slope, scale in zip(repeated, scales, strict=True)]
         if self.convolution is None:
@@ -121,7 +121,7 @@ def _convolution(branches: list[Branch]) -> nn.Conv2d:
     known = [count for count in counts if isinstance(count, int)]
     if len(known) < len(counts):
         raise ValueError(
-            'fuse="conv" needs branches with pictures as features, whose W says how many channels they have '
+            'fuse="conv" needs branches with images as features, whose W says how many channels they have '
             f"(in_channels); got {[type(branch.W).__name__ for branch in branches]}"
         )
     return nn.Conv2d(sum(known), sum(known), kernel_size=3, padding=1, bias=False)

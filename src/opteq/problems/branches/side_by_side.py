@@ -66,7 +66,7 @@ class BoundParallel(BoundMap):
         return terms
 
     def objective(self, y: State) -> Tensor:
-        """The sum of the parts' objectives, one number a sample; an error where a part has none."""
+        """The sum of the parts' objectives, one value per sample; an error where a part has none."""
         return torch.stack(list(self.terms(y).values())).sum(dim=0)
 
     def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
@@ -85,8 +85,8 @@ class BoundParallel(BoundMap):
         """What any part says about its own piece."""
         found = codes
         for part, piece in self._pairs(y):
-            told = part.diagnose(piece, codes)
-            found = torch.where(told != codes, told, found)
+            diagnosed = part.diagnose(piece, codes)
+            found = torch.where(diagnosed != codes, diagnosed, found)
         return found
 
     def feature_form(self) -> FeatureForm:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.common.errors import unknown_name
+from opteq.common.validate import check_positive
 from opteq.operators import Operator, Stack, module_norm, unhooked
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, check_positive, inject, unknown_norm
+from opteq.problems.base import Problem, inject, unknown_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.deep.convolutional import by_conv_slots
@@ -38,7 +39,7 @@ class DeepOptEq(Problem):
     Args:
         layers: pairs ``(W, U)`` or :class:`Branch` objects, all with features of one shape. A layer with ``U=None``
             gets no input; at least one layer needs one.
-        alpha: weight of the new value, in (0, 1]; one number or one a layer.
+        alpha: weight of the new value, in (0, 1]; one number or one per layer.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all layers.
         mu: divides every ``W'``.
         learn_alpha: make the alphas parameters, kept inside (0, 1).
@@ -322,7 +323,7 @@ class BoundDeepOptEq(BoundMap):
         return torch.stack(rows)
 
     def objective(self, z: State) -> Tensor:
-        """The joint objective of Corollary 1 at ``z_0 = z`` and ``z_1 = f_1(z_0)``, one number a sample.
+        """The joint objective of Corollary 1 at ``z_0 = z`` and ``z_1 = f_1(z_0)``, one value per sample.
 
         For two layers ``alpha M_1(z_1) + alpha M_2(z_0) + 1/2 |z_1 - z_0|^2``, for one ``alpha M(z)``.
         """
@@ -379,7 +380,7 @@ def _branch(layer: Any, index: int) -> Branch:
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
     values = list(alpha) if isinstance(alpha, Sequence) else [alpha] * count
     if len(values) != count:
-        raise ValueError(f"alpha should be one number or one a layer ({count}); got {len(values)}")
+        raise ValueError(f"alpha should be one number or one per layer ({count}); got {len(values)}")
     for value in values:
         if check_positive("alpha", value) > 1:
             raise ValueError(f"alpha should lie in (0, 1]; got {value!r}")

@@ -60,7 +60,7 @@ class Guide(nn.Module, metaclass=NamedOptions):
         with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False):
             found = self.outward(self.blocks(self.inward(torch.cat([quarters, level + 2], dim=1))))
         found = F.pixel_shuffle(found.to(image.dtype), 2)[..., :h, :w]
-        weight, expected = found.split(self.channels, dim=1)
+        weight, expected = found[:, : self.channels], found[:, self.channels :]
         return torch.sigmoid(weight), expected.contiguous()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opteq.problems.base import Problem, check_positive
+from opteq.common.validate import check_positive
+from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.opteq import Block, OptEq

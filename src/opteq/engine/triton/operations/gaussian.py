@@ -72,7 +72,7 @@ def _launched(
 
 
 def _one_a_sample(gamma: float | Tensor, q: Tensor) -> Tensor | None:
-    """Gamma as a tensor with one number, or one a sample; None where it has another form."""
+    """Gamma as a tensor with one number, or one per sample; None where it has another form."""
     if not isinstance(gamma, Tensor):
         return torch.full((1,), gamma, dtype=working_dtype(q.dtype), device=q.device)
     if gamma.numel() == 1:

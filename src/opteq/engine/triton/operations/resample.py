@@ -1,4 +1,4 @@
-"""Resampling channels-last pictures on a GPU, in one pass over memory; torch's kernels take several times as long."""
+"""Resampling channels-last images on a GPU, in one pass over memory; torch's kernels take several times as long."""
 
 from __future__ import annotations
 

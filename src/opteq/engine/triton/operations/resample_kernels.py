@@ -1,13 +1,13 @@
-"""Triton kernels that average channels-last pictures over squares of pixels, and spread them back: one pass each.
+"""Triton kernels that average channels-last images over squares of pixels, and spread them back: one pass each.
 
-In memory a channels-last picture is a matrix ``(pixels, C)``. Rows of pixels are counted on from picture to picture, so
-a batch is one tall picture: the coarse pixel ``p``, in row ``p // width``, has its square at the fine pixels
+In memory a channels-last image is a matrix ``(pixels, C)``. Rows of pixels are counted on from image to image, so
+a batch is one tall image: the coarse pixel ``p``, in row ``p // width``, has its square at the fine pixels
 
     corner + i K width + j,    corner = K (p + (p // width) (K - 1) width),    0 <= i, j < K,
 
 where ``width`` is the coarse one. One program takes ``PIXELS`` coarse pixels and ``CHANNELS`` channels of each, so it
 divides once a pixel, and what its threads read or write together lies together. Sums are in ``WIDE``, and rounded once.
-Offsets have 64 bits where the fine pictures are ``LARGE``.
+Offsets have 64 bits where the fine images are ``LARGE``.
 
 :mod:`opteq.engine.triton.operations.resample` launches them.
 """
@@ -23,7 +23,7 @@ import triton.language as tl
 def _place(
     pixels, width, C: tl.constexpr, K: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, LARGE: tl.constexpr
 ):  # fmt: skip
-    """Offsets of this program's entries in the coarse picture and of their corners in the fine one; which exist."""
+    """Offsets of this program's entries in the coarse image and of their corners in the fine one; which exist."""
     block = tl.program_id(0)
     if LARGE:
         block = block.to(tl.int64)
@@ -67,8 +67,8 @@ def spread(
 ):  # fmt: skip
     """Every coarse pixel divided by ``K^2``, at all fine ones of its square: this program's in one of their ``K`` rows.
 
-    The coarse picture is read once a row, from the cache but for the first time. In return a program writes one
-    stretch of memory, and there are enough of them where the coarse picture is small.
+    The coarse image is read once a row, from the cache but for the first time. In return a program writes one
+    stretch of memory, and there are enough of them where the coarse image is small.
     """
     if LARGE:
         width = width.to(tl.int64)

@@ -1,0 +1,35 @@
+"""Couplings of the branches of MOptEq: heritage H, diversity D, and the fusion that follows from them.
+
+Branches stand in a ring, each beside the next and the last beside the first. For two neighbours, with channels
+compared pixel by pixel at the coarser of their two sizes,
+
+    M[a, b] = <channel a of one, channel b of the other>
+    H = sum of the diagonal of M          (corresponding channels resemble each other)
+    D = sum of |M| off the diagonal       (different channels carry different information)
+
+and the energy of the ring is ``E = 1/2 sum over neighbours of (lambda D - H)``. Its gradient is what MOptEq computes
+between branches: the fusion ``h = -grad E``.
+"""
+
+from opteq.couplings.coupling import Coupling, augmented_loss, diversity, heritage
+from opteq.couplings.ring import (
+    Features,
+    check_features,
+    largest_neighbours,
+    products,
+    products_derivative,
+    ring_norm,
+)
+
+__all__ = [
+    "Coupling",
+    "Features",
+    "augmented_loss",
+    "check_features",
+    "diversity",
+    "heritage",
+    "largest_neighbours",
+    "products",
+    "products_derivative",
+    "ring_norm",
+]

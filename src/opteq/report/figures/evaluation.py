@@ -1,0 +1,80 @@
+"""``opteq evaluate RUN --corruptions --curves``: measure, record, draw, and show in the run's page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opteq import report
+from opteq.common.errors import UserError
+from opteq.report.figures.robust import draw_record
+from opteq.training import evaluate_robustness, is_denoiser
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def command(
+    run: Path,
+    corruptions: bool,
+    curves: bool,
+    console: Console,
+    *,
+    only: Sequence[str] = (),
+    reference: Path | None = None,
+    images: int | None = None,
+    attack: str | None = None,
+    attack_steps: int | None = None,
+    step_size: str | None = None,
+    first: bool = True,
+    **how: Any,
+) -> dict[str, Any]:
+    """Measure what was asked for; the arguments are those of :func:`~opteq.training.evaluate_robustness`.
+
+    Args:
+        run: the run's folder.
+        corruptions: measure corruptions.
+        curves: measure curves.
+        console: where progress and results are printed.
+        only: corruptions by name.
+        reference: a run to compare with.
+        images: number of test images.
+        attack: radius of the attacks of the curves.
+        attack_steps: their steps.
+        step_size: refused, as each point of the curves has its own.
+        first: whether this is the first of several processes, which prints and draws.
+        **how: solver, device and data.
+    """
+    if is_denoiser(run):
+        raise UserError("--corruptions and --curves are for classifiers, and this run trained a denoiser")
+    if not corruptions and not curves:
+        raise UserError("--only, --reference and --images need --corruptions or --curves; add one")
+    if step_size is not None:
+        raise UserError("--attack-step-size has no effect on curves: every number of steps has a step size of its own")
+    if not curves and (attack is not None or attack_steps is not None):
+        raise UserError("--attack beside --corruptions needs --curves; or attack in a call of its own")
+
+    def say(text: str) -> None:
+        if first:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    record = evaluate_robustness(
+        run, corruptions, curves, only=only, reference=reference, images=images, attack=attack,
+        attack_steps=attack_steps, say=say, **how,
+    )  # fmt: skip
+    if first:
+        drawn = draw_record(run)
+        if corruptions:
+            say(_summary(record["corruptions"]))
+        page = report.write(run)
+        say(f"tables: {run / 'robustness.md'}; figure: {drawn}; page: {page}")
+    return record
+
+
+def _summary(found: dict[str, Any]) -> str:
+    words = f"accuracy {found['clean']:.2%}, under corruptions {found['mean']:.2%} on average"
+    relative = found.get("relative")
+    if relative is None or relative["mean"] is None:
+        return words
+    return f"{words}; mean corruption error relative to {relative['reference']}: {relative['mean']:.3f}"

@@ -1,0 +1,104 @@
+"""One evaluation of robustness: corruptions, curves or both, recorded beside the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opteq.common.errors import UserError
+from opteq.data import Split
+from opteq.training.opened import OpenedRun, open_run
+from opteq.training.recipe.sections import fraction
+from opteq.training.robustness.corrupted import chosen_names, measure_corruptions, relative_errors
+from opteq.training.robustness.curves import EPSILON, measure_curves
+from opteq.training.robustness.record import FILE, markdown, read_record, read_reference
+
+
+def evaluate_robustness(
+    run: str | Path,
+    corruptions: bool = True,
+    curves: bool = False,
+    *,
+    only: Sequence[str] = (),
+    reference: str | Path | None = None,
+    images: int | None = None,
+    seed: int = 0,
+    attack: float | str | None = None,
+    attack_steps: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    **how: Any,
+) -> dict[str, Any]:
+    """Measure a finished run on corrupted and attacked images; writes ``robustness.json`` and ``.md`` beside it.
+
+    A part that is not asked for is kept as an earlier evaluation left it.
+
+    Args:
+        run: the run's folder.
+        corruptions: measure the 19 corruptions at 5 severities, see :func:`measure_corruptions`.
+        curves: measure accuracy against radius and steps of attacks, and certified accuracy: :func:`measure_curves`.
+        only: names of corruptions; all by default.
+        reference: folder of a run that was measured in the same way, a ResNet-18 for instance: errors are also
+            given relative to its errors.
+        images: how many test images, drawn at random with a fixed seed; all by default.
+        seed: of the corruptions.
+        attack: radius of the attacks, a number or a fraction; 8/255 by default.
+        attack_steps: their steps; 20 by default.
+        say: gets a line for each thing measured.
+        **how: ``tol``, ``max_steps``, ``device``, ``precision`` and ``root``, see :func:`~opteq.training.evaluate`.
+    """
+    if not corruptions and (only or reference is not None):
+        raise UserError(f"--{'only' if only else 'reference'} belongs to --corruptions; add that")
+    if images is not None and images < 1:
+        raise UserError(f"--images should be at least 1; got {images}")
+    epsilon = _radius(attack)
+    if attack_steps is not None and attack_steps < 1:
+        raise UserError(f"--attack-steps should be at least 1; got {attack_steps}")
+    opened = open_run(run, **how)
+    if opened.dataset.test.dense:
+        raise UserError(
+            f"{opened.path} was trained for segmentation: corruptions and attack curves need a classifier of images"
+        )
+    split = _subset(opened.dataset.test, images)
+    names = chosen_names(only, split.images.shape[1]) if corruptions else ()
+    if reference is not None:  # before hours are spent
+        read_reference(Path(reference), {"images": len(split), "seed": seed, "accuracy": dict.fromkeys(names)})
+    opened.check_writable(FILE)
+    record = read_record(opened.path)
+    if corruptions:
+        found = measure_corruptions(opened, split, only, seed, say)
+        if reference is not None:
+            other = read_reference(Path(reference), found)
+            found["relative"] = {"reference": _title(Path(reference)), **relative_errors(found, other)}
+        record["corruptions"] = found
+    if curves:
+        record["curves"] = measure_curves(opened, split, epsilon, attack_steps or 20, say)
+    _write(opened, record)
+    return record
+
+
+def _write(opened: OpenedRun, record: dict[str, Any]) -> None:
+    opened.write(FILE, json.dumps(record, indent=2) + "\n")
+    opened.write("robustness.md", markdown(record, _title(opened.path)))
+
+
+def _title(folder: Path) -> str:
+    return folder.resolve().name
+
+
+def _radius(attack: float | str | None) -> float:
+    epsilon = EPSILON if attack is None else fraction(attack)
+    if not isinstance(epsilon, int | float) or not 0 < epsilon <= 1:
+        raise UserError(f"--attack {attack} is not right: a radius is a number in (0, 1] such as 8/255")
+    return float(epsilon)
+
+
+def _subset(split: Split, count: int | None) -> Split:
+    """Images drawn at random, the same ones every time: data sets may lie in the order of their classes."""
+    if count is None or count >= len(split):
+        return split
+    chosen = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:count].sort().values
+    return Split(split.images[chosen], split.labels[chosen])

@@ -1,0 +1,119 @@
+"""``robustness.json`` and ``robustness.md`` of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from opteq.common.errors import UserError
+
+FILE = "robustness.json"
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What earlier evaluations found: ``corruptions`` and ``curves``, each where it was measured; empty for none."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_reference(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """The corruptions of a reference run, measured on the same images as ``own``."""
+    found = read_record(folder).get("corruptions")
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{folder} has no corruptions to compare with: run `opteq evaluate {folder} --corruptions` first"
+        )
+    check_reference(folder, found, own["images"], own["seed"], own["accuracy"])
+    return found
+
+
+def check_reference(folder: Path, found: dict[str, Any], images: int, seed: int, names: Any) -> None:
+    """Raise unless the reference was measured on the same images and corruptions."""
+    for what, value, theirs in (("images", images, found.get("images")), ("seed", seed, found.get("seed"))):
+        if value != theirs:
+            raise UserError(f"{folder} was measured with {what} {theirs}, this run with {value}: measure both alike")
+    missing = [name for name in names if name not in found.get("accuracy", {})]
+    if missing:
+        raise UserError(
+            f"{folder} was not measured under {missing[0]}: run `opteq evaluate {folder} --corruptions` again"
+        )
+
+
+def markdown(record: dict[str, Any], title: str) -> str:
+    """The record as tables."""
+    parts = [f"# Robustness of {title}"]
+    if "corruptions" in record:
+        parts.append(_corruptions(record["corruptions"]))
+    if "curves" in record:
+        parts.append(_curves(record["curves"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _corruptions(found: dict[str, Any]) -> str:
+    relative = found.get("relative")
+    errors = {} if relative is None else relative["corruption_errors"]
+    head = ["corruption", "1", "2", "3", "4", "5", "mean", *(["error / reference"] if relative else [])]
+    rows = []
+    for name, row in found["accuracy"].items():
+        more = [_ratio(errors.get(name))] if relative else []
+        rows.append([name, *map(_percent, row), _percent(sum(row) / len(row)), *more])
+    lines = [
+        f"Accuracy in % of {found['images']} test images by severity; {_percent(found['clean'])} % as they are, "
+        f"{_percent(found['mean'])} % on average over all corruptions and severities (seed {found['seed']})."
+    ]
+    if relative is not None:
+        over = "" if relative["mean_15"] is None else f" ({_ratio(relative['mean_15'])} over the 15 of ImageNet-C)"
+        lines.append(
+            f"Mean corruption error relative to {relative['reference']}: {_ratio(relative['mean'])}{over}; "
+            f"of the errors that corruptions add: {_ratio(relative['relative_mean'])}."
+        )
+    return "## Corruptions\n\n" + " ".join(lines) + "\n\n" + _table(head, rows)
+
+
+def _curves(found: dict[str, Any]) -> str:
+    radius, steps, certified = found["radius"], found["steps"], found["certified"]
+    radii = zip(radius["radii"], radius["pgd"], radius["apgd"], strict=True)
+    counts = zip(steps["steps"], steps["pgd"], steps["apgd"], strict=True)
+    first = _table(["radius", "PGD", "APGD"], [[f"{255 * r:.3g}/255", _percent(p), _percent(a)] for r, p, a in radii])
+    second = _table(["steps", "PGD", "APGD"], [[str(n), _percent(p), _percent(a)] for n, p, a in counts])
+    blocks = [
+        f"## Attacks\n\nAccuracy in % of {found['images']} test images, every pixel changed by up to the radius in "
+        f"{radius['steps']} steps.\n\n{first}",
+        f"The same with a radius of {255 * steps['epsilon']:.3g}/255, by the number of steps.\n\n{second}",
+        "## Certified accuracy\n\n" + certified_words(certified),
+    ]
+    if "accuracy" in certified:
+        pairs = zip(certified["radii"], certified["accuracy"], strict=True)
+        blocks.append(_table(["Euclidean radius", "certified"], [[f"{r:g}", _percent(a)] for r, a in pairs]))
+    return "\n\n".join(blocks)
+
+
+def certified_words(certified: dict[str, Any]) -> str:
+    """What a certified accuracy means, or why there is none."""
+    if "reason" in certified:
+        return f"There is none: {certified['reason']}."
+    where = {
+        "weights": "from the Lipschitz constant that the weights prove, for all inputs",
+        "point": f"from the certificate at each equilibrium, each with probability {certified['probability']:g}",
+    }[certified["source"]]
+    return (
+        "The share of images, in %, that are classified rightly wherever they move within a radius (Euclidean norm, "
+        f"pixels in 0..1), {where}."
+    )
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

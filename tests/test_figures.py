@@ -1,0 +1,143 @@
+"""Figures of a run: which fit, files and captions, numbers that are drawn, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli_cases import call, refused
+from opteq import models
+from opteq.analysis.branches import measure_branches
+from opteq.report.figures import FIGURES, branches, maps, robust, solving, style, write_figures
+from opteq.report.figures.subject import DoesNotFitError, Subject, open_subject
+from opteq.states import blocks
+from opteq.training import load_recipe
+from opteq.training.recipe.files import to_toml
+
+SMALL: dict[str, dict[str, Any]] = {
+    "opteq-digits": {"channels": 4, "hidden": [6], "pool": 1},
+    "mopteq-193k": {"channels": 4, "hidden": [6, 6], "scales": [1, 1], "diversity": 0.01},
+    "popteq-193k": {"channels": 4, "hidden": [6, 6], "scales": [1, 1]},
+    "geq-5m": {"channels": 4, "hidden": [8, 8], "scales": [1, 2], "split": 4, "projection": 4, "stem": "plain"},
+    "resnet18-cifar": {"width": 4},
+}
+ACCURACY = {"clean": 0.9, "images": 20, "mean": 0.6, "seed": 0, "accuracy": {"fog": [0.9, 0.8, 0.6, 0.4, 0.3]}}
+CURVES = {
+    "clean": 0.9,
+    "images": 20,
+    "radius": {"radii": [0.0, 0.1], "steps": 4, "pgd": [0.9, 0.5], "apgd": [0.9, 0.4]},
+    "steps": {"steps": [1, 4], "epsilon": 0.1, "pgd": [0.7, 0.5], "apgd": [0.6, 0.4]},
+    "certified": {"radii": [0.0, 0.1, 1.0], "accuracy": [0.9, 0.5, 0.0], "source": "weights", "probability": 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("figures")
+    for name, options in SMALL.items():
+        torch.manual_seed(0)
+        run = models.create(name, num_classes=10, in_channels=1, **options).save_pretrained(folder / name)
+        (run / "recipe.toml").write_text(to_toml(load_recipe("digits", [f"model.name={name}"])))
+    (folder / "mopteq-193k" / "robustness.json").write_text(json.dumps({"corruptions": ACCURACY, "curves": CURVES}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "_ATTACKED", 16)
+    monkeypatch.setattr(branches, "_SIZES", (0.0, 1.0))
+    monkeypatch.setattr(branches, "_SAMPLES", 8)
+    monkeypatch.setattr(solving, "_SAMPLES", 4)
+    monkeypatch.setattr(style, "DPI", 50)
+
+
+def subject(runs: Path, name: str, *beside: str) -> Subject:
+    return open_subject(runs / name, tuple(runs / one for one in beside), device="cpu")
+
+
+def test_all_that_fit_and_a_line_for_each_that_does_not(runs: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    written = write_figures(runs / "mopteq-193k", tmp_path, say=said.append, device="cpu")
+    wanted = set(FIGURES) - {"attention"}
+    assert {path.stem for path in written} == wanted
+    files = {f"{name}.{kind}" for name in wanted for kind in ("png", "svg")}
+    assert {path.name for path in tmp_path.iterdir()} == files | {"captions.md"}
+    assert [line for line in said if ": none, " in line] == [
+        "attention: none, only GEQ with a Gaussian kernel weighs patches"
+    ]
+    captions = (tmp_path / "captions.md").read_text()
+    for name in wanted:
+        assert f"![{name}]({name}.png)" in captions
+    assert "from 90.0% to 40.0% under APGD at 25.5/255" in captions
+    assert "worst fog (60.0%)" in captions
+    assert "for all inputs" in captions
+
+
+def test_the_points_are_the_measures(runs: Path) -> None:
+    one = subject(runs, "mopteq-193k", "popteq-193k")
+    drawn = branches.heritage_diversity(one)
+    (axes,) = drawn.figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) != ("", "")
+    for run, points in zip((one, *one.beside), axes.collections, strict=True):
+        layer, given, _ = run.equilibrium(8)
+        with torch.no_grad():
+            found = measure_branches(tuple(blocks(layer(given))))
+        wanted = torch.stack([found.heritage, found.diversity], dim=1).double()
+        torch.testing.assert_close(torch.tensor(points.get_offsets().tolist()).double(), wanted, atol=1e-4, rtol=1e-3)
+
+
+def test_convergence_by_lambda_leaves_the_model_as_it_was(runs: Path) -> None:
+    one = subject(runs, "mopteq-193k")
+    problem = one.model.equilibrium.problem
+    before, solver = problem.coupling, one.model.equilibrium.solver
+    drawn = solving.convergence_lambda(one)
+    assert problem.coupling == before
+    assert one.model.equilibrium.solver is solver
+    lines = {line.get_label(): line.get_ydata() for line in drawn.figure.axes[0].get_lines()}
+    assert "0.01 (trained)" in lines
+    assert {"0", "1", "0.25"} <= set(lines)  # 1/C with four channels
+    assert all(values[-1] < values[0] for name, values in lines.items() if name != "1")
+    layer, given, _ = one.equilibrium(4)
+    own = solving.residuals(layer, given, solver).nanmedian(dim=1).values
+    assert lines["0.01 (trained)"][1] == pytest.approx(float(own[1]), rel=1e-3)
+
+
+def test_maps(runs: Path) -> None:
+    for name in ("geq-5m", "resnet18-cifar"):
+        drawn = maps.saliency(subject(runs, name))
+        assert len(drawn.figure.axes) == 18
+    drawn = maps.attention(subject(runs, "geq-5m"))
+    (low, high) = drawn.figure.axes[6].get_images()[0].get_clim()
+    assert 0 <= low < high <= 1
+    assert f"between {low:.2f} and {high:.2f}" in drawn.caption
+
+
+@pytest.mark.parametrize(
+    ("draw", "name", "words"),
+    [
+        (branches.heritage_diversity, "opteq-digits", "it compares branches, and this model has one"),
+        (branches.perturbations, "resnet18-cifar", "the model has no equilibrium layer"),
+        (solving.convergence_lambda, "popteq-193k", "weight of diversity in MOptEq, and this is POptEq"),
+        (robust.corruptions, "geq-5m", "not measured yet: run `opteq evaluate .*geq-5m --corruptions` first"),
+        (robust.certified, "geq-5m", "not measured yet: run `opteq evaluate .*geq-5m --curves` first"),
+    ],
+)
+def test_what_a_run_cannot_have(runs: Path, draw: Any, name: str, words: str) -> None:
+    with pytest.raises(DoesNotFitError, match=words):
+        draw(subject(runs, name))
+
+
+def test_the_command(runs: Path, tmp_path: Path) -> None:
+    result = call("figures", runs / "opteq-digits", "--only", "convergence", "--out", tmp_path, "--device", "cpu")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.stdout.strip() == f"convergence: {tmp_path / 'convergence.png'}"
+    refused(call("figures", runs / "opteq-digits", "--only", "convergance"), "did you mean 'convergence'?")
+    refused(
+        call("figures", runs / "opteq-digits", "--only", "attention"),
+        "has no figure attention: only GEQ with a Gaussian kernel weighs patches",
+    )
+    refused(call("figures", runs / "nothing"), "holds no run")

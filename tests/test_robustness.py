@@ -1,0 +1,142 @@
+"""Accuracy under corruptions and attacks: against one image at a time, against the formulas, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli_cases import call, finished, no_page, refused, root
+from opteq.analysis import APGD, PGD
+from opteq.data.corruptions import corrupt
+from opteq.models import Classifier
+from opteq.report.charts.robustness import robustness
+from opteq.training import evaluate, evaluate_robustness, load_any_recipe
+from opteq.training.opened import open_run
+from opteq.training.recipe.files import to_toml
+from opteq.training.robustness import curves, markdown, read_record
+from opteq.training.robustness.corrupted import relative_errors
+
+__all__ = ["finished", "no_page", "root"]  # fixtures
+
+
+@pytest.fixture(autouse=True)
+def short_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "SHARES", (0.5, 1.0))
+    monkeypatch.setattr(curves, "STEPS", (1, 2))
+
+
+def accuracy(model: Classifier, pixels: torch.Tensor, labels: torch.Tensor, extra: dict[str, Any]) -> float:
+    mean, std = (torch.tensor(extra[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
+    with torch.no_grad():
+        return float((model((pixels.float() / 255 - mean) / std).argmax(dim=1) == labels).float().mean())
+
+
+def test_accuracies_are_those_of_images_that_were_corrupted_by_hand(finished: Path, tmp_path: Path) -> None:
+    finished = shutil.copytree(finished, tmp_path / "run")
+    found = evaluate_robustness(finished, only=["contrast", "gaussian_noise"], seed=3)["corruptions"]
+    opened = open_run(finished)
+    split, model = opened.dataset.test, opened.model.eval()
+    assert found["clean"] == pytest.approx(evaluate(finished)["test_accuracy"])
+    assert list(found["accuracy"]) == ["gaussian_noise", "contrast"]
+    for name, row in found["accuracy"].items():
+        wanted = [
+            accuracy(model, corrupt(split.images, name, severity, seed=3), split.labels, opened.extra)
+            for severity in range(1, 6)
+        ]
+        assert row == pytest.approx(wanted)
+    assert found["mean"] == pytest.approx(sum(map(sum, found["accuracy"].values())) / 10)
+    assert read_record(finished)["corruptions"] == found
+
+
+def test_curves_are_those_of_single_attacks(finished: Path, tmp_path: Path) -> None:
+    finished = shutil.copytree(finished, tmp_path / "run")
+    found = evaluate_robustness(finished, False, True, attack="64/255", attack_steps=4)["curves"]
+    opened = open_run(finished)
+    split = opened.dataset.test
+    epsilon = 64 / 255
+    assert found["radius"]["radii"] == pytest.approx([0, epsilon / 2, epsilon])
+    assert found["steps"]["steps"] == [1, 2, 4]
+    assert found["radius"]["pgd"][0] == found["clean"]
+    assert found["radius"]["pgd"][-1] == found["steps"]["pgd"][-1]  # the same attack
+    assert found["steps"]["pgd"][1] == opened.counts(split, PGD(epsilon, 2)).accuracy
+    assert found["steps"]["apgd"][1] == opened.counts(split, APGD(epsilon, 2)).accuracy
+    certified = found["certified"]
+    if "accuracy" in certified:  # proofs hold: a ball of radius r in this norm lies in one of r sqrt(n)
+        size = split.images[0].numel() ** 0.5
+        for radius, share in zip(certified["radii"], certified["accuracy"], strict=True):
+            attacked = opened.counts(split, PGD(radius / size, 4)).accuracy if 0 < radius / size <= 1 else 1.0
+            assert share <= attacked
+        assert certified["accuracy"][0] == found["clean"]
+        assert certified["accuracy"] == sorted(certified["accuracy"], reverse=True)
+    else:
+        assert certified["reason"]
+
+
+def test_errors_relative_to_a_reference() -> None:
+    own = {"clean": 0.9, "accuracy": {"fog": [0.8, 0.7], "snow": [0.5, 0.5], "frost": [0.9, 0.9]}}
+    other = {"clean": 0.8, "accuracy": {"fog": [0.5, 0.5], "snow": [0.6, 0.4], "frost": [1.0, 1.0]}}
+    found = relative_errors(own, other)
+    assert found["corruption_errors"] == {"fog": pytest.approx(0.5), "snow": pytest.approx(1.0), "frost": None}
+    assert found["mean"] == pytest.approx(0.75)
+    assert found["mean_15"] is None
+    # fog: (0.5 - 0.2) / (1.0 - 0.4); snow: (1.0 - 0.2) / (1.0 - 0.4); the reference does not lose to frost.
+    assert found["relative_mean"] == pytest.approx((0.5 + 0.8 / 0.6) / 2)
+
+
+def test_one_command(finished: Path, tmp_path: Path) -> None:
+    run, reference = (shutil.copytree(finished, tmp_path / name) for name in ("run", "resnet"))
+    options = ("--corruptions", "--only", "fog", "--images", "6")
+    refused(call("evaluate", run, *options, "--reference", reference), "has no corruptions to compare with")
+    assert call("evaluate", reference, *options).exit_code == 0
+    result = call("evaluate", run, *options, "--reference", reference, "--curves", "--attack-steps", "2")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "1/1 fog" in result.stdout
+    assert "mean corruption error relative to resnet: " in result.stdout
+    record = json.loads((run / "robustness.json").read_text())
+    assert record["corruptions"]["images"] == 6
+    assert record["corruptions"]["relative"]["mean"] in (1.0, None)  # the same weights
+    text = (run / "robustness.md").read_text()
+    assert text == markdown(record, "run")
+    row = record["corruptions"]["accuracy"]["fog"]
+    assert f"| fog | {100 * row[0]:.1f} |" in text
+    assert (run / "robustness.png").stat().st_size > 5000
+    assert (run / "robustness.svg").read_text().startswith("<?xml")
+    section = robustness(record, run)
+    assert "data:image/png;base64," in section
+    assert "fog" in section
+    refused(
+        call("evaluate", run, "--corruptions", "--reference", reference), "measured with images 6, this run with 10"
+    )
+    refused(
+        call("evaluate", run, "--corruptions", "--only", "snow", "--images", "6", "--reference", reference),
+        "was not measured under snow",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--corruptions", "--only", "fogg"), "unknown corruption 'fogg'; did you mean 'fog'?"),
+        (("--only", "fog"), "need --corruptions or --curves"),
+        (("--curves", "--only", "fog"), "--only belongs to --corruptions"),
+        (("--corruptions", "--images", "0"), "--images should be at least 1; got 0"),
+        (("--curves", "--attack", "nine"), "--attack nine is not right: a radius is a number in (0, 1] such as 8/255"),
+        (("--curves", "--attack-steps", "0"), "--attack-steps should be at least 1; got 0"),
+        (("--curves", "--attack-step-size", "0.1"), "--attack-step-size has no effect on curves"),
+        (("--corruptions", "--attack", "8/255"), "--attack beside --corruptions needs --curves"),
+    ],
+)
+def test_what_is_refused(finished: Path, options: tuple[str, ...], words: str) -> None:
+    refused(call("evaluate", finished, *options), words)
+
+
+def test_denoisers_and_folders_without_a_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(to_toml(load_any_recipe("denoiser-convex")))
+    refused(call("evaluate", tmp_path, "--corruptions"), "are for classifiers, and this run trained a denoiser")
+    refused(call("figures", tmp_path), "figures are for classifiers, and", "holds a denoiser")
+    refused(call("evaluate", tmp_path / "none", "--curves"), "holds no run")
