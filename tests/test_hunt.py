@@ -14,7 +14,7 @@ import opteq
 from hunt import files, oracle, problems
 from hunt.__main__ import main
 from hunt.drawing import FailureError
-from hunt.run import KINDS, PATHS, Case, total
+from hunt.run import KINDS, PATHS, Case, Tally, total
 from opteq.models.pretrained import weights
 from opteq.problems.certificate import Certificate
 from opteq.states import map_state
@@ -85,7 +85,7 @@ def test_a_gradient_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def off(self: AdjointSystem, gradient: object) -> object:
         vector, report = solve(self, gradient)
-        return map_state(lambda part: 1.05 * part, vector), report
+        return map_state(lambda part: (1 + 1e-5) * part, vector), report
 
     monkeypatch.setattr(AdjointSystem, "solve", off)
     assert found_within(range(8), "gradients")
@@ -185,3 +185,11 @@ def test_two_processes_have_cases_of_their_own(tmp_path: Path) -> None:
     assert main(options) == 0
     numbers = {json.loads(path.read_text())["next"]["recipes/plain"] // 10**7 for path in tmp_path.glob("*.json")}
     assert numbers == {0, 1}
+
+
+def test_a_sum_says_how_many_failures_it_leaves_out(tmp_path: Path) -> None:
+    tally = Tally(1, 0, "cpu", failed={f"1/problems/plain/{number}": "wrong" for number in range(33)})
+    tally.write(Tally.path(tmp_path, 1, 0, "cpu"))
+    lines = total(tmp_path).splitlines()
+    assert sum("SEED=1/problems/plain/" in line for line in lines) == 30
+    assert lines[-1].strip() == "and 3 more that failed"

@@ -36,6 +36,8 @@ _APART = 10**7
 """Between the first numbers of two workers: each has cases of its own, however many workers there are."""
 _NOTED = 5
 """Seconds between two writes of the counts: a hunt that is killed loses no more."""
+_SHOWN = 30
+"""Failures that a sum lists; of others it says how many there are."""
 _SELDOM = 10
 """On a CPU the engine leaves nearly everything to the plain path: it has every tenth round."""
 
@@ -202,7 +204,8 @@ def total(folder: Path) -> str:
         found = json.loads(path.read_text())
         lines.append(f"  kills: {found['kills']} in {found['runs']} trainings, {found['different']} with other bytes")
     failed = [pair for tally in tallies for pair in tally.failed.items()]
-    return "\n".join(lines + [f"  failed: make hunt SEED={name}  # {message[:300]}" for name, message in failed[:30]])
+    lines += [f"  failed: make hunt SEED={name}  # {message[:300]}" for name, message in failed[:_SHOWN]]
+    return "\n".join(lines + [f"  and {len(failed) - _SHOWN} more that failed"] * (len(failed) > _SHOWN))
 
 
 @contextmanager
