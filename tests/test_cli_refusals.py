@@ -21,6 +21,7 @@ from cli_cases import call, finished, no_page, refused, root, train
 from opteq import cli, models
 from opteq.common.errors import UserError
 from opteq.report.run import read_run
+from opteq.training import opened
 from opteq.training.run.checkpoints import Checkpoints
 from training_cases import in_process, lines, train_here
 
@@ -88,10 +89,8 @@ def test_an_evaluation_that_cannot_be_kept_is_not_begun(finished: Path, monkeypa
     def begun(*_: object, **__: object) -> NoReturn:
         raise AssertionError("the test began, only to be lost")
 
-    # By its module's name: in the package, `evaluate` is the function.
-    module = sys.modules["opteq.training.evaluate"]
-    monkeypatch.setattr(module, "draft", refusing)
-    monkeypatch.setattr(module, "validate", begun)
+    monkeypatch.setattr(opened, "draft", refusing)
+    monkeypatch.setattr(opened, "validate", begun)
     refused(call("evaluate", finished), "writing the evaluation", "Permission denied", "a copy of the run elsewhere")
 
 

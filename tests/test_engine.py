@@ -257,7 +257,7 @@ def test_off_holds_until_the_last_thread_leaves_it() -> None:
     with opteq.engine.off():
         thread.start()
         assert inside.wait(10)
-    assert not settings.enabled
+    assert settings.offs
     leave.set()
     thread.join()
-    assert settings.enabled
+    assert not settings.offs

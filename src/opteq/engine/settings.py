@@ -10,7 +10,7 @@ class Settings:
     """Which fast paths may be taken.
 
     Attributes:
-        offs: how many :func:`opteq.engine.off` are entered, in all threads.
+        offs: how many :func:`opteq.engine.off` are entered, in all threads; the engine is asked where there is none.
         triton: whether captured solves use Triton kernels; without them, the plain loop's operations are captured.
         interpreted: run Triton kernels on a CPU by its interpreter: for tests.
     """
@@ -18,11 +18,6 @@ class Settings:
     offs: int = 0
     triton: bool = True
     interpreted: bool = False
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the engine is asked at all."""
-        return self.offs == 0
 
 
 settings = Settings()

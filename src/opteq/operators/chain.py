@@ -99,8 +99,8 @@ class ConvChain(Operator):
             norm = self._norm(ChainMap(weights).composed())
             weights[-1] = weights[-1] * (self.bound / torch.maximum(norm, torch.full_like(norm, self.bound)))
         chain = ChainMap(weights)
-        # One convolution with the composed kernel where that takes fewer multiplications, as with one input channel. On a
-        # CPU its adjoint, from many channels to one, takes four times as long as that of the chain.
+        # One convolution with the composed kernel where that takes fewer multiplications, as with one input channel; on
+        # a CPU its adjoint, from many channels to one, takes four times as long as that of the chain.
         size = [2 * p + 1 for p in chain.padding]
         together = self.channels[0] * self.channels[-1] * size[0] * size[1]
         fewer = together <= sum(weight.numel() for weight in weights)

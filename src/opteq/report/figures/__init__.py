@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from opteq.common.errors import UserError, unknown_name
 from opteq.common.files import plain_errors, write_atomically
@@ -36,7 +35,8 @@ def write_figures(
     only: Sequence[str] = (),
     beside: Sequence[str | Path] = (),
     say: Callable[[str], None] = lambda _: None,
-    **how: Any,
+    device: str = "auto",
+    root: str | None = None,
 ) -> list[Path]:
     """Write the figures of a finished run, each as PNG and SVG, and ``captions.md`` that says what is seen.
 
@@ -46,7 +46,8 @@ def write_figures(
         only: names of figures; all that the run can have by default.
         beside: folders of other runs, which are drawn in the same figures where that makes sense.
         say: gets a line for each figure: its file, or why there is none.
-        **how: ``device`` and ``root``, see :func:`~opteq.training.evaluate`.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        root: folder of the images, if it differs from the recipe's.
 
     Returns:
         The PNG files.
@@ -61,7 +62,7 @@ def write_figures(
     for folder in (run, *beside):
         if is_denoiser(Path(folder)):
             raise UserError(f"figures are for classifiers, and {folder} holds a denoiser")
-    subject = open_subject(Path(run), tuple(map(Path, beside)), **how)
+    subject = open_subject(Path(run), tuple(map(Path, beside)), device, root)
     folder = subject.opened.path / "figures" if out is None else Path(out)
     written, captions = [], [f"# Figures of {subject.title}"]
     for name, (draw, source) in FIGURES.items():

@@ -27,8 +27,12 @@ def command(
     attack: str | None = None,
     attack_steps: int | None = None,
     step_size: str | None = None,
+    tol: float | None = None,
+    max_steps: int | None = None,
+    device: str = "auto",
+    precision: str | None = None,
+    root: str | None = None,
     first: bool = True,
-    **how: Any,
 ) -> dict[str, Any]:
     """Measure what was asked for; the arguments are those of :func:`~opteq.training.evaluate_robustness`.
 
@@ -43,8 +47,12 @@ def command(
         attack: radius of the attacks of the curves.
         attack_steps: their steps.
         step_size: refused, as each point of the curves has its own.
+        tol: as for :func:`~opteq.training.evaluate`, with those below.
+        max_steps: most solver steps.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        precision: of the model.
+        root: folder of the images.
         first: whether this is the first of several processes, which prints and draws.
-        **how: solver, device and data.
     """
     if is_denoiser(run):
         raise UserError("--corruptions and --curves are for classifiers, and this run trained a denoiser")
@@ -61,7 +69,7 @@ def command(
 
     record = evaluate_robustness(
         run, corruptions, curves, only=only, reference=reference, images=images, attack=attack,
-        attack_steps=attack_steps, say=say, **how,
+        attack_steps=attack_steps, say=say, tol=tol, max_steps=max_steps, device=device, precision=precision, root=root,
     )  # fmt: skip
     if first:
         drawn = draw_record(run)

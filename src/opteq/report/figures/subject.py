@@ -81,7 +81,7 @@ class Subject:
             raise DoesNotFitError("it needs a classifier of images, and this run was trained for segmentation")
 
 
-def open_subject(run: Path, beside: tuple[Path, ...] = (), **how: Any) -> Subject:
-    """The run in a folder, with others beside it; ``how`` goes to :func:`~opteq.training.opened.open_run`."""
-    others = tuple(Subject(open_run(one, **how)) for one in beside)
-    return Subject(open_run(run, **how), others)
+def open_subject(run: Path, beside: tuple[Path, ...] = (), device: str = "auto", root: str | None = None) -> Subject:
+    """The run in a folder, with others beside it; ``device`` and ``root`` as for :func:`~opteq.training.evaluate`."""
+    others = tuple(Subject(open_run(one, device=device, root=root)) for one in beside)
+    return Subject(open_run(run, device=device, root=root), others)

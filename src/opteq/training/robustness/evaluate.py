@@ -30,7 +30,11 @@ def evaluate_robustness(
     attack: float | str | None = None,
     attack_steps: int | None = None,
     say: Callable[[str], None] = lambda _: None,
-    **how: Any,
+    tol: float | None = None,
+    max_steps: int | None = None,
+    device: str = "auto",
+    precision: str | None = None,
+    root: str | None = None,
 ) -> dict[str, Any]:
     """Measure a finished run on corrupted and attacked images; writes ``robustness.json`` and ``.md`` beside it.
 
@@ -48,7 +52,11 @@ def evaluate_robustness(
         attack: radius of the attacks, a number or a fraction; 8/255 by default.
         attack_steps: their steps; 20 by default.
         say: gets a line for each thing measured.
-        **how: ``tol``, ``max_steps``, ``device``, ``precision`` and ``root``, see :func:`~opteq.training.evaluate`.
+        tol: as for :func:`~opteq.training.evaluate`, with those below.
+        max_steps: most solver steps.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        precision: of the model.
+        root: folder of the images.
     """
     if not corruptions and (only or reference is not None):
         raise UserError(f"--{'only' if only else 'reference'} belongs to --corruptions; add that")
@@ -57,7 +65,7 @@ def evaluate_robustness(
     epsilon = _radius(attack)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"--attack-steps should be at least 1; got {attack_steps}")
-    opened = open_run(run, **how)
+    opened = open_run(run, tol, max_steps, device, precision, root)
     if opened.dataset.test.dense:
         raise UserError(
             f"{opened.path} was trained for segmentation: corruptions and attack curves need a classifier of images"
