@@ -156,8 +156,8 @@ print("torch._dynamo" in sys.modules)
 """,
     "models": """
 import sys, opteq
-assert all(opteq.models.describe(name).parameters for name in ("opteq-digits", "mopteq-0.48m"))
-print("torch._dynamo" in sys.modules)
+assert all(opteq.models.describe(name).parameters for name in opteq.models.list())
+print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """,
     "batches": """
 import sys, torch
@@ -199,7 +199,8 @@ def test_a_layer_does_not_load_the_compiler_of_torch(fresh: dict[str, str]) -> N
 
 
 def test_describing_models_does_not_load_the_compiler_of_torch(fresh: dict[str, str]) -> None:
-    assert fresh["models"] == "False"
+    """Nor sympy, which torch loads to draw normal numbers without a device."""
+    assert fresh["models"] == "[]"
 
 
 def test_batches_load_only_what_they_need(fresh: dict[str, str]) -> None:

@@ -81,7 +81,7 @@ class MonDEQ(FixedPoint):
         self.m, self.alpha, self.splitting, self.U = m, alpha, splitting, U
         checked_splitting(self)
         shape = channels, channels, kernel_size, kernel_size
-        self.A, self.B = (nn.Parameter(torch.randn(shape)) for _ in range(2))
+        self.A, self.B = (nn.Parameter(torch.empty(shape).uniform_(-1, 1)) for _ in range(2))
         self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
 
     @for_finite_weights

@@ -56,7 +56,7 @@ class TieredMonDEQ(FixedPoint):
         checked_splitting(self)
         steps = list(zip(channels[1:], channels[:-1], strict=True))
         for name, shapes in (("A", [(n, n) for n in channels]), ("B", [(n, n) for n in channels]), ("C", steps)):
-            kernels = [torch.randn(*shape, kernel_size, kernel_size) for shape in shapes]
+            kernels = [torch.empty(*shape, kernel_size, kernel_size).uniform_(-1, 1) for shape in shapes]
             setattr(self, name, nn.ParameterList(kernels))
             setattr(self, f"gain_{name}", nn.ParameterList([torch.tensor(1.0) for _ in shapes]))
 
