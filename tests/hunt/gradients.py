@@ -74,7 +74,7 @@ def hunt(draw: Draw) -> str:
         drawn, x.detach().double().cpu(), state, arriving, scale, x.grad.double().cpu(), dtype, draw.device, left, about
     )
     one_step = isinstance(gradient, opteq.OneStep)
-    if one_step and objective:  # the step of the equations has another length
+    if one_step and (objective or drawn.family == "inhibition"):  # the step of the equations has another length
         return "one step"
     return check.by_dense_solve(one_step)
 
