@@ -137,6 +137,19 @@ def test_objects_of_other_libraries_measure():
     assert torch.allclose(foreign, own, atol=1e-6)
 
 
+def assert_gradients_are_right(model: Denoiser, size: tuple[int, int]) -> None:
+    """By every parameter, against finite differences, for one random image."""
+    x = torch.rand(1, 1, *size, dtype=torch.float64)
+    sigma = torch.tensor([0.1], dtype=torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+
+    def restored(*values):
+        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x, sigma))
+
+    given = [p.detach().clone().requires_grad_() for _, p in model.named_parameters()]
+    assert torch.autograd.gradcheck(restored, given, eps=1e-6, atol=1e-5, fast_mode=True)
+
+
 def test_gradients_of_every_parameter_are_those_of_finite_differences():
     model = Denoiser(
         DenoiserConfig(channels=(1, 2, 3), kernel_size=3, knots=5),
@@ -146,15 +159,7 @@ def test_gradients_of_every_parameter_are_those_of_finite_differences():
     torch.manual_seed(0)
     for parameter in model.prior.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
-    x = torch.rand(1, 1, 6, 6, dtype=torch.float64)
-    sigma = torch.tensor([0.1], dtype=torch.float64)
-    names = [name for name, _ in model.named_parameters()]
-
-    def restored(*values):
-        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x, sigma))
-
-    given = [p.detach().clone().requires_grad_() for _, p in model.named_parameters()]
-    assert torch.autograd.gradcheck(restored, given, eps=1e-6, atol=1e-5, fast_mode=True)
+    assert_gradients_are_right(model, (6, 6))
 
 
 def test_denoisers_are_saved_and_loaded(tmp_path):
@@ -232,15 +237,7 @@ def test_gradients_of_a_guide_are_those_of_finite_differences(size):
     model = guided(rho=0.0)
     model.layer.solver = opteq.FISTA(tol=1e-13, max_steps=5000)
     model.layer.gradient = opteq.Implicit(tol=1e-12, max_steps=500)
-    x = torch.rand(1, 1, *size, dtype=torch.float64)
-    sigma = torch.tensor([0.1], dtype=torch.float64)
-    names = [name for name, _ in model.named_parameters()]
-
-    def restored(*values):
-        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x, sigma))
-
-    given = [p.detach().clone().requires_grad_() for _, p in model.named_parameters()]
-    assert torch.autograd.gradcheck(restored, given, eps=1e-6, atol=1e-5, fast_mode=True)
+    assert_gradients_are_right(model, size)
 
 
 def test_a_guided_energy_is_least_where_responses_are_as_expected():

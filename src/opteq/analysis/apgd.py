@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opteq.analysis.attack import AMPLIFIED, ball, channel_values
+from opteq.analysis.attack import AMPLIFIED, ball, channel_values, random_point
 from opteq.analysis.terms import evaluating
 from opteq.common import validate as _validate
 from opteq.common.options import NamedOptions
@@ -84,10 +84,7 @@ class APGD(metaclass=NamedOptions):
         images = images.detach()
         least, most = ball(self.epsilon, images, mean, std)
         unit = channel_values([self.epsilon / s for s in std], images)
-        x = images
-        if self.random_start:
-            chance = 2 * torch.rand_like(images) - 1 if noise is None else noise.to(images.dtype)
-            x = (images + unit * chance).clamp(least, most)
+        x = random_point(images, unit, noise).clamp(least, most) if self.random_start else images
         with evaluating(model), torch.enable_grad():
             now = self._at(model, x, labels)
             best = top = now

@@ -99,10 +99,7 @@ class PGD(metaclass=NamedOptions):
         least, most = ball(self.epsilon, images, mean, std)
         radius, stride = (channel_values([value / s for s in std], images) for value in (self.epsilon, self.length))
         unlabelled = IGNORE_INDEX if labels.ndim == 3 else -100
-        moved = images
-        if self.random_start:
-            chance = 2 * torch.rand_like(images) - 1 if noise is None else noise.to(images.dtype)
-            moved = (images + radius * chance).clamp(least, most)
+        moved = random_point(images, radius, noise).clamp(least, most) if self.random_start else images
         with evaluating(model), torch.enable_grad():
             for _ in range(self.steps):
                 moved = moved.detach().requires_grad_()
@@ -115,6 +112,11 @@ class PGD(metaclass=NamedOptions):
                 direction = torch.nan_to_num(slope, nan=0.0).sign()
                 moved = (moved.detach() + stride * direction).clamp(least, most)
         return moved.detach()
+
+
+def random_point(images: Tensor, radius: Tensor, noise: Tensor | None) -> Tensor:
+    """``images`` moved by ``radius`` times ``noise``: values in [-1, 1], drawn by torch where none are given."""
+    return images + radius * (2 * torch.rand_like(images) - 1 if noise is None else noise.to(images.dtype))
 
 
 def ball(epsilon: float, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> tuple[Tensor, Tensor]:
