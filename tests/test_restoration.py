@@ -169,8 +169,12 @@ def test_denoisers_are_saved_and_loaded(tmp_path):
     x, sigma = torch.rand(1, 1, 12, 12), torch.tensor([0.1])
     assert again.config == config
     assert torch.equal(model(x, sigma), again(x, sigma))
-    with pytest.raises(UserError, match="no denoiser"):
+    with pytest.raises(UserError, match=r"no denoiser.*denoiser-convex"):
         Denoiser.load(tmp_path)
+    written = tmp_path / "model" / "config.json"
+    written.write_text(written.read_text().replace('"guide"', '"hidden"'))
+    with pytest.raises(UserError, match=r"options that no denoiser has \(hidden\)"):
+        Denoiser.load(tmp_path / "model")
 
 
 def test_the_default_denoiser_has_at_most_14k_parameters_and_a_convex_energy():

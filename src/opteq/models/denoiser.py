@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, Unrolled
-from opteq.models.pretrained.released import released_folder
+from opteq.models.pretrained.released import released, released_folder
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.problems.restoration import FilterPrior, Restoration
@@ -139,7 +139,12 @@ class Denoiser(nn.Module):
         try:
             options = json.loads((folder / CONFIG).read_text())["denoiser"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder} holds no denoiser: {CONFIG} is missing or says something else") from error
+            here = ", ".join(one.name for one in released() if one.kind == "denoiser")
+            why = f"{CONFIG} is missing or says something else; the package has weights named {here}"
+            raise UserError(f"{folder} holds no denoiser: {why}") from error
+        known = {field.name for field in dataclasses.fields(DenoiserConfig)}
+        if other := ", ".join(sorted(set(options) - known)):
+            raise UserError(f"{folder / CONFIG} has options that no denoiser has ({other}); another version wrote it")
         config = DenoiserConfig(**{**options, "channels": tuple(options["channels"])})
         model = cls(config, solver, on_failure=on_failure)
         if (folder / WEIGHTS).exists():

@@ -28,6 +28,12 @@ class PriorSection(Section):
     depth: Count = 24
     steps: Annotated[int, Field(ge=0)] = 0
 
+    @model_validator(mode="after")
+    def _has_a_middle(self) -> PriorSection:
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size = {self.kernel_size} should be odd")
+        return self
+
     def config(self) -> DenoiserConfig:
         """What the model is made of."""
         return DenoiserConfig(
@@ -112,3 +118,11 @@ class DenoisingRecipe(Section):
     noise: NoiseSection = NoiseSection()
     train: DenoisingTrainSection
     test: DenoisingTestSection = DenoisingTestSection()
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> DenoisingRecipe:
+        if not self.model.guide and self.train.bfloat16:
+            raise ValueError("train.bfloat16 is for the network that guides a prior, and model.guide is 0")
+        if not self.model.guide and self.model.depth != PriorSection().depth:
+            raise ValueError("model.depth is of the network that guides a prior, and model.guide is 0")
+        return self
