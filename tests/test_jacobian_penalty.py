@@ -11,7 +11,7 @@ from opteq import models
 from opteq import operators as op
 from opteq.common.errors import UserError
 from opteq.training.optim.bounds import GrowingBounds
-from opteq.training.optim.jacobian import squared_jacobian
+from opteq.training.optim.jacobian import squared_jacobian, squared_radius
 from opteq.training.optim.losses import Loss, cross_entropy
 from opteq.training.recipe.sections import LossSection, TrainSection
 from oracles import dense_jacobian
@@ -56,6 +56,35 @@ def test_one_random_probe_is_right_on_average() -> None:
     values = squared_jacobian(many, tuple(part.expand(20_000, -1).contiguous() for part in first))
     jacobian = dense_jacobian(alone.step, first)
     assert float(values.detach().mean()) == pytest.approx(float(jacobian.square().sum()) / 7, rel=0.03)
+
+
+def test_the_radius_is_that_of_the_dense_jacobian() -> None:
+    problem = ring("relu")
+    x = torch.randn(5, 4, dtype=torch.float64)
+    hidden = problem(x)
+    state = tuple(torch.rand_like(part) for part in hidden.start())
+    found = squared_radius(hidden, state, iterations=300)
+    for row in range(5):
+        alone = problem(x[row : row + 1])
+        jacobian = dense_jacobian(alone.step, tuple(part[row : row + 1] for part in state))
+        assert float(found[row].detach().sqrt()) == pytest.approx(
+            float(torch.linalg.eigvals(jacobian).abs().max()), rel=1e-3
+        )
+
+
+def test_below_the_limit_nothing_is_added() -> None:
+    torch.manual_seed(0)
+    model = models.create("mopteq-193k", channels=4, hidden=[3, 3], scales=[1, 2], diversity=0.0)
+    x, labels = torch.randn(3, 3, 8, 8), torch.arange(3)
+    extra = {}
+    for limit in (0.01, 5.0):
+        with Loss(LossSection(), 0.0, model, jacobian=4.0, jacobian_limit=limit) as loss:
+            logits = model(x)
+            extra[limit] = float((loss(logits, labels) - cross_entropy(logits, labels)).detach())
+    assert extra[0.01] > 0
+    assert extra[5.0] == 0
+    with pytest.raises(ValueError, match="no effect without jacobian"):
+        TrainSection(epochs=1, batch_size=1, jacobian_limit=0.9)
 
 
 @pytest.mark.parametrize("name", ["mopteq-193k", "inhibition-0.48m"])

@@ -68,7 +68,8 @@ def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerat
     model = _model(recipe, dataset, accelerator)
     # From here on processes draw different random numbers.
     rng.seed(recipe.train.seed + accelerator.process_index)
-    made = Loss(recipe.loss, recipe.train.label_smoothing, model, recipe.train.jacobian)
+    options = recipe.train
+    made = Loss(recipe.loss, options.label_smoothing, model, options.jacobian, options.jacobian_limit)
     with without_warnings(model) as layers, made as loss:
         wrapped, optimiser = accelerator.prepare(model, optimizer(recipe.optimizer, model))
         train_batches, test, unseen = _batches(recipe, dataset, accelerator)

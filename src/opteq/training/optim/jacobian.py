@@ -30,14 +30,43 @@ def squared_jacobian(hidden: BoundMap, state: State, probe: State | None = None)
     return inner(pulled, pulled) / sum(part[0].numel() for part in blocks(at))
 
 
+def squared_radius(hidden: BoundMap, state: State, iterations: int = 6) -> Tensor:
+    """An estimate of the squared spectral radius of J per sample ``(B,)``, J the Jacobian of a step at ``state``.
+
+    Power iteration on ``J'`` from the state itself: feedback that is close to diverging has led the state along that
+    direction. The result is ``|J'w|^2`` for the unit vector w that it ends with; its gradient takes w as a constant.
+
+    Args:
+        hidden: the problem with its input bound.
+        state: an equilibrium of it.
+        iterations: products with ``J'`` before the last one.
+    """
+    at = map_state(Tensor.detach, state)
+    pull = pullback(hidden.step, at)[1]
+    direction = _unit(at)
+    with torch.no_grad():
+        for _ in range(iterations):
+            direction = _unit(pull(direction))
+    pulled: State = pull(direction)
+    return inner(pulled, pulled)
+
+
+def _unit(v: State) -> State:
+    length = inner(v, v).sqrt().clamp_min(1e-20)
+    return map_state(lambda part: part / length.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), v)
+
+
 class JacobianPenalty:
     """Sums :func:`squared_jacobian` over the equilibria that a model finds in training mode.
 
     Args:
         model: with at least one equilibrium layer.
+        limit: None, or the spectral radius up to which nothing is added: the penalty is then how far
+            :func:`squared_radius` exceeds its square.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, limit: float | None = None) -> None:
+        self.limit = limit
         self.layers = [layer for _, layer in equilibria(model)]
         if not self.layers:
             raise UserError("train.jacobian needs a model with an equilibrium; this one has none")
@@ -63,4 +92,7 @@ class JacobianPenalty:
         # Tests and attacks want none: an attack's solves come before the one that is trained on.
         if torch.is_grad_enabled() and self.layers[0].training:
             del self.found[: -len(self.layers)]
-            self.found.append(squared_jacobian(hidden, state))
+            if self.limit is None:
+                self.found.append(squared_jacobian(hidden, state))
+            else:
+                self.found.append((squared_radius(hidden, state) - self.limit**2).clamp_min(0))

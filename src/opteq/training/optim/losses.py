@@ -48,16 +48,24 @@ class Loss:
       that the MOptEq paper trains POptEq with, its sign corrected (the printed one rewards what it should penalise).
       Features have length 1 in it unless ``normalised = false``, where longer features lower it without end;
     - ``jacobian * |J|_F^2 / n``, estimated by one random vector a batch: it keeps equilibria easy to find where no
-      bound on the weights does (see :func:`~opteq.training.optim.jacobian.squared_jacobian`).
+      bound on the weights does (see :func:`~opteq.training.optim.jacobian.squared_jacobian`). With a limit r it is
+      ``jacobian * max(0, radius^2 - r^2)`` of J's spectral radius: what does not endanger convergence is free.
 
     Forward hooks read the features; leaving the context removes them.
     """
 
-    def __init__(self, options: LossSection, label_smoothing: float, model: Classifier, jacobian: float = 0.0) -> None:
+    def __init__(
+        self,
+        options: LossSection,
+        label_smoothing: float,
+        model: Classifier,
+        jacobian: float = 0.0,
+        jacobian_limit: float | None = None,
+    ) -> None:
         self.options = options
         self.label_smoothing = label_smoothing
         self.jacobian = jacobian
-        self._penalty = JacobianPenalty(model) if jacobian else None
+        self._penalty = JacobianPenalty(model, jacobian_limit) if jacobian else None
         self.features: Tensor | None = None
         self.branches: tuple[Tensor, ...] | None = None
         self._hooks = []

@@ -84,7 +84,8 @@ class TrainSection(Section):
     of one micro-batch.) ``checkpoint_steps`` adds a checkpoint every that many steps to those at the end of every
     epoch; 0 adds none. ``threads`` is the number of CPU threads, torch's default if not given. Small images gain little
     from a second thread, and are much slower if another program uses its core. ``jacobian`` is the weight, in the loss,
-    of the squared Frobenius norm of a step's Jacobian at the equilibrium per entry of the state. With ``bound_start``,
+    of the squared Frobenius norm of a step's Jacobian at the equilibrium per entry of the state; with
+    ``jacobian_limit``, of how far its squared spectral radius exceeds that limit's square. With ``bound_start``,
     bounds on weights grow from there to the model's own within the first ``bound_epochs`` epochs.
     """
 
@@ -100,6 +101,7 @@ class TrainSection(Section):
     clip: Positive | None = None
     label_smoothing: Share = 0.0
     jacobian: NotNegative = 0.0
+    jacobian_limit: Positive | None = None
     bound_start: Positive | None = None
     bound_epochs: Count | None = None
     drop_last: bool = False
@@ -109,6 +111,8 @@ class TrainSection(Section):
     def _parts_are_not_empty(self) -> TrainSection:
         if self.accumulate > self.batch_size:
             raise ValueError(f"accumulate = {self.accumulate} is more than batch_size = {self.batch_size}")
+        if self.jacobian_limit is not None and not self.jacobian:
+            raise ValueError("jacobian_limit has no effect without jacobian, the weight of the penalty")
         if (self.bound_start is None) != (self.bound_epochs is None):
             raise ValueError("bound_start and bound_epochs go together: where bounds begin, and for how long they grow")
         if self.bound_epochs is not None and self.bound_epochs >= self.epochs:
