@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -88,7 +90,7 @@ def test_below_the_limit_nothing_is_added() -> None:
 
 
 @pytest.mark.parametrize("name", ["mopteq-193k", "inhibition-0.48m"])
-def test_it_enters_the_loss_of_training(name: str) -> None:
+def test_it_enters_the_loss_of_training(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     small = {"channels": 4, "hidden": [3, 3], "scales": [1, 2]}
     model = models.create(name, **small, **({"diversity": 0.0} if "mopteq" in name else {}))
@@ -101,11 +103,13 @@ def test_it_enters_the_loss_of_training(name: str) -> None:
         total.backward()
         assert extra > 0
         assert all(weight.grad is not None for weight in model.parameters())
+        model.save_pretrained(tmp_path)  # as a training does, in the middle of which the layer is observed
         model.eval()(x)  # a test pass in between leaves nothing behind
         torch.manual_seed(1)
         again = model.train()(x)
         assert float((loss(again, labels) - cross_entropy(again, labels)).detach()) == pytest.approx(extra, rel=1e-2)
     assert model.equilibrium.observer is None
+    assert models.from_pretrained(tmp_path).config == model.config
 
 
 def test_models_without_an_equilibrium_are_refused() -> None:

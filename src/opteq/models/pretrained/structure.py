@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 # What says nothing of what a model computes, or is compared otherwise.
-_ASIDE = {*vars(nn.Module()), "last", "on_failure", "config", "forward", "_monitor"}
+_ASIDE = {*vars(nn.Module()), "last", "observer", "on_failure", "config", "forward", "_monitor"}
 
 
 def replaced(model: nn.Module, described: nn.Module) -> list[str]:
