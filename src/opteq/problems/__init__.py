@@ -14,8 +14,6 @@ from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.inhibition import Inhibition
 from opteq.problems.linearisation import Structure
-from opteq.problems.monotone import MonDEQ
-from opteq.problems.monotone_tiers import TieredMonDEQ
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
 from opteq.problems.variants.affine import AffineOptEq
@@ -35,7 +33,6 @@ __all__ = [
     "Inhibited",
     "Inhibition",
     "MOptEq",
-    "MonDEQ",
     "Objective",
     "OptEq",
     "POptEq",
@@ -43,5 +40,4 @@ __all__ = [
     "Problem",
     "Splitting",
     "Structure",
-    "TieredMonDEQ",
 ]

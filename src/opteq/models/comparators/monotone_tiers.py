@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opteq.models.comparators.monotone import checked_splitting, identity, strongly_monotone
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.fixed_point import FixedPoint
-from opteq.problems.monotone import checked_splitting, identity, strongly_monotone
 
 
 class TieredMonDEQ(FixedPoint):
@@ -19,7 +19,7 @@ class TieredMonDEQ(FixedPoint):
     ``W = (1 - m) I - A'A + S`` with a skew S. A has a circular convolution ``A_i`` for each tier and below it a strided
     one ``C_i`` from tier i to tier i + 1. S has ``B_i - B_i'`` on the diagonal and beside it what makes W block
     triangular: tier i + 1 sees ``-2 A_(i+1)' C_i z_i`` and tier i does not see tier i + 1. As with one tier
-    (:class:`~opteq.problems.MonDEQ`), ``I - W`` is m-strongly monotone whatever the weights are.
+    (:class:`~opteq.models.comparators.monotone.MonDEQ`), ``I - W`` is m-strongly monotone whatever the weights are.
 
     The inverse of Peaceman-Rachford splitting goes from tier to tier. Strided convolutions mix four frequencies; the
     Woodbury formula takes them to one small matrix per frequency of the next tier.
