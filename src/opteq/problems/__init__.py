@@ -2,7 +2,6 @@
 
 from opteq.problems.base import HiddenProblem, Problem
 from opteq.problems.branches.branch import Branch
-from opteq.problems.branches.fusion import AverageBranches
 from opteq.problems.branches.inhibited import Inhibited
 from opteq.problems.branches.mopteq import MOptEq
 from opteq.problems.branches.parallel import Parallel
@@ -22,7 +21,6 @@ from opteq.problems.variants.splitting import Splitting
 __all__ = [
     "GEQ",
     "AffineOptEq",
-    "AverageBranches",
     "BoundMap",
     "Branch",
     "Certificate",

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
 from opteq.models.restoration.guide import Guide
+from opteq.models.restoration.measurement import Measurement, checked_measurement, settled_measurement
 from opteq.models.restoration.noise_levels import NoiseLevels
 from opteq.operators.base import Operator
 from opteq.operators.chain import ChainMap, ConvChain, largest_response, response_powers
-from opteq.operators.measurement import Measurement, checked_measurement, settled_measurement
 from opteq.penalties import Identity
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.potentials import Curve, Potential
