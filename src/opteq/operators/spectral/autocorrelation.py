@@ -47,16 +47,11 @@ class Autocorrelation:
                 odd.append(product - mirrored)
         self.even = torch.stack(even).flatten(1)
         self.odd = torch.stack(odd).flatten(1)
-        self.even_trace = torch.stack([one.diagonal(dim1=1, dim2=2).sum(1) for one in even])
 
     def waves(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``(F, shifts)`` for frequencies ``(F, 2)`` in float64; what the other methods take."""
         angles = frequencies @ torch.tensor(self.shifts, dtype=torch.float64, device=frequencies.device).mT
         return angles.cos().to(self.even), angles[:, 1:].sin().to(self.even)
-
-    def traces(self, waves: tuple[Tensor, Tensor]) -> Tensor:
-        """``(F, groups)``, without forming the matrices."""
-        return waves[0] @ self.even_trace
 
     def at(self, waves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Real and imaginary part of the Gram matrices, each ``(F * groups, n, n)``."""

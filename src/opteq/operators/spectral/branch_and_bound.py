@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from opteq.operators.spectral.autocorrelation import Autocorrelation
-from opteq.operators.spectral.gram import bounds_above
+from opteq.operators.spectral.gram import eigenvalue_bound
 
 # Centres per degree and axis at first, and how often cells are halved. At last r = 2 pi / 88, whose cosine costs
 # 0.26 %; the level lies a little more than that above the lower bound, so that the smallest cells can be excluded.
@@ -70,7 +70,7 @@ def close_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:
             return level
     best = level * gap
     for S, T in _matrices(gram, centres):
-        best = torch.cat([best.reshape(1), bounds_above(S.add_(T), _SQUARINGS, best)[0]]).max()
+        best = torch.maximum(best, eigenvalue_bound(S.add_(T), _SQUARINGS).max())
     return best / gap
 
 

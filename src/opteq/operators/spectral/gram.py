@@ -75,35 +75,6 @@ def _squared(x: Tensor) -> Tensor:
     return torch.baddbmm(torch.bmm(x, x), twice, twice, alpha=-0.5)
 
 
-@torch.no_grad()
-def bounds_above(form: Tensor, squarings: int, best: Tensor) -> tuple[Tensor, Tensor]:
-    """Those values of :func:`eigenvalue_bound` that exceed ``best``, and where they are.
-
-    The bound is read after every squaring. A matrix for which it does not exceed ``best`` is left out from then on:
-    its largest eigenvalue is no larger either. (This waits for the device at every squaring.)
-
-    Returns:
-        Bounds ``(some,)`` and their indices in the batch.
-    """
-    x, inverse = _shifted(form, torch.eye(form.shape[-1], dtype=form.dtype, device=form.device))
-    where = torch.arange(len(form), device=form.device)
-    norms: list[Tensor] = []
-    for _ in range(squarings):
-        squared = _squared(x)
-        norms.append(torch.linalg.vector_norm(squared, dim=(-2, -1)))
-        # A bound that is not a number has to be seen, so what is left out is what does not exceed, not the rest.
-        keep = ~(_read(norms, inverse, form.shape[-1]) <= best)
-        count = int(keep.sum())
-        if count < len(where):
-            where, inverse, squared = where[keep], inverse[keep], squared[keep]
-            norms = [norm[keep] for norm in norms]
-        if count == 0:
-            break
-        x = squared.mul_(norms[-1].pow(-2).mul(-2 * form.shape[-1])[:, None, None])
-        x.diagonal(dim1=-2, dim2=-1).add_(1)
-    return _read(norms, inverse, form.shape[-1]), where
-
-
 def _shifted(form: Tensor, identity: Tensor) -> tuple[Tensor, Tensor]:
     """``X_0 = 1 - A / h`` and ``1 / (2 h)``."""
     # Any positive h is valid. The floor keeps it positive for a zero matrix; and tr A >= |A|_F, which rounding can

@@ -15,13 +15,6 @@ gradient: the derivative is that of the computed number, for the price of one fr
 
 On a GPU nothing waits for the device, so all of it can be captured in a CUDA graph. That pays: a GPU computes these
 small operations in less time than it takes to launch them one by one.
-
-A CPU has no reason not to look at the numbers on the way. There, frequencies that can no longer attain the maximum are
-left out: many before their Gram matrix is formed, by trace and Frobenius norm alone, the others before the last
-squaring. The result is that of the full sweep. Random kernels have nearly the same norm at all frequencies and gain
-nothing from the former; where training made some frequencies stand out, it often saves half of the time or more.
-(Bounds by products in bfloat16, with all that rounding can change added, were tried for processors with units for them.
-They are 1 % larger, which leaves up to a third of a random kernel's frequencies to float32, and took no less time.)
 """
 
 from __future__ import annotations
@@ -34,8 +27,7 @@ import torch
 from torch import Tensor
 
 from opteq.common.dynamo import constant
-from opteq.operators.spectral.autocorrelation import Autocorrelation
-from opteq.operators.spectral.gram import bounds_above, eigenvalue_bound, gram_form
+from opteq.operators.spectral.gram import eigenvalue_bound, gram_form
 
 
 class _Effort(NamedTuple):
@@ -56,10 +48,6 @@ _FINE = _Effort(60, 7)
 # is full (though its memory should not be).
 _CHUNK_CPU = 2**18
 _CHUNK_GPU = 2**24
-# Side of the Gram matrices from which it pays to leave frequencies out early, where that is possible.
-_ELIMINATION = 64
-# Rounding may hide so much of a sum's square, relative to the square of the sum of its terms' magnitudes.
-_HIDDEN = 2.0**-18
 
 
 def squared_supremum(taps: Tensor, size: tuple[int, int], fine: bool) -> Tensor:
@@ -89,57 +77,12 @@ def _largest_on_grid(taps: Tensor, size: tuple[int, int], number: tuple[int, int
     groups, n, m = taps.shape[1:]
     table = _frequencies(*size, *number, taps.dtype, taps.device)
     with torch.no_grad():
-        if n >= _ELIMINATION and may_wait(taps):
-            best, where = _largest_by_elimination(Autocorrelation(taps, size), half_grid(*number), squarings)
-        else:
-            chunk = _CHUNK_CPU if taps.device.type == "cpu" else _CHUNK_GPU
-            parts = torch.split(table, max(1, chunk // (groups * n * m)), dim=1)
-            best, where = torch.cat([_squared_norms(taps, part, squarings) for part in parts]).max(dim=0, keepdim=True)
+        chunk = _CHUNK_CPU if taps.device.type == "cpu" else _CHUNK_GPU
+        parts = torch.split(table, max(1, chunk // (groups * n * m)), dim=1)
+        best, where = torch.cat([_squared_norms(taps, part, squarings) for part in parts]).max(dim=0, keepdim=True)
     if not torch.is_grad_enabled():
         return best.squeeze(0)
     return _squared_norms_at(taps, table, where // groups, where % groups, squarings).squeeze(0)
-
-
-def _largest_by_elimination(gram: Autocorrelation, grid: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
-    """The largest bound and where it is, both ``(1,)``; most frequencies are left out before the last squaring.
-
-    Those of the largest rough bounds come first, so that the largest bound is met soon, and where rough bounds do not
-    exceed it any more, the sweep ends. The result is that of the full sweep.
-    """
-    waves = gram.waves(grid)
-    rough, order = _rough_bounds(gram, waves).amax(dim=1).sort(descending=True)
-    best, where = order.new_full((1,), -1.0, dtype=waves[0].dtype), order.new_zeros(1)
-    chunk = max(1, _CHUNK_CPU // (gram.groups * gram.n**2))
-    # The first one alone: until its bound is known, nothing can be left out.
-    for start, stop in [(0, 1), *((i, i + chunk) for i in range(1, len(order), chunk))]:
-        # What is not a number has to be seen, so what is left out is what does not exceed, not the rest.
-        part = order[start:stop][~(rough[start:stop] <= best)]
-        if not len(part):
-            break
-        S, T = gram.at((waves[0][part], waves[1][part]))
-        bounds, found = bounds_above(S.add_(T), squarings, best)
-        if len(found):
-            best, first = bounds.max(dim=0, keepdim=True)
-            index = found[first]
-            where = part[index // gram.groups] * gram.groups + index % gram.groups
-    return best, where
-
-
-def _rough_bounds(gram: Autocorrelation, waves: tuple[Tensor, Tensor]) -> Tensor:
-    """Upper bounds ``(F, groups)`` of the largest eigenvalues from traces and Frobenius norms; no matrix is formed.
-
-    ``n`` numbers with mean ``m`` and mean square ``q`` do not exceed ``m + sqrt((n - 1) (q - m^2))``. The Frobenius
-    norm of a sum of matrices times waves takes no more than the inner products of the matrices.
-    """
-    square: Tensor | float = 0.0
-    for wave, parts in zip(waves, (gram.even, gram.odd), strict=True):
-        rows = parts.reshape(len(parts), gram.groups, -1).transpose(0, 1)
-        products = torch.bmm(rows, rows.mT)
-        sizes = products.diagonal(dim1=1, dim2=2).sqrt()
-        square = square + torch.einsum("fs,gst,ft->fg", wave, products, wave)
-        square = square + _HIDDEN * (wave.abs() @ sizes.mT).square()
-    mean = gram.traces(waves) / gram.n
-    return mean + ((gram.n - 1) * (square / gram.n - mean.square())).clamp_min(0).sqrt()
 
 
 def may_wait(taps: Tensor) -> bool:
