@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.common.autocast import Autocast
 from opteq.common.validate import check_share
 from opteq.operators import Operator, module_norm, unhooked
 from opteq.penalties import Penalty
@@ -21,7 +20,7 @@ from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.objective import BoundObjective
 from opteq.solvers.fista import FISTA
-from opteq.states import State, blocks, inner, map_state, sum_over_sample, working_dtype
+from opteq.states import Autocast, State, blocks, inner, map_state, sum_over_sample, working_dtype
 
 
 class AcceleratedProblem(Problem):

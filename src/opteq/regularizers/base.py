@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.common.autocast import has_autocast
 from opteq.common.derivatives import pullback, saved_as_they_are
 from opteq.common.options import NamedOptions
+from opteq.states import has_autocast
 
 # Elements of the largest temporary of a batch-coupled regulariser: 64 MiB in float32, enough to keep a GPU busy and
 # little compared with the activations of a network.

@@ -9,13 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.common.autocast import Autocast
 from opteq.common.options import NamedOptions
 from opteq.common.validate import not_negative, positive, whole
 from opteq.solvers.loop import Finish, GuardedIteration, Iteration, Loop, Process, Rule, iterate
 from opteq.solvers.method import InverseEstimate, Method, Task
 from opteq.solvers.status import Status
-from opteq.states import Layout, State, blocks
+from opteq.states import Autocast, Layout, State, blocks
 
 Step = Callable[[State], State]
 MeasuredStep = Callable[[State], tuple[State, Tensor]]
