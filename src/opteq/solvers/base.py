@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opteq.common.options import NamedOptions
-from opteq.common.validate import not_negative, positive, whole
+from opteq.common.validate import not_negative, positive, share, whole
 from opteq.solvers.loop import Finish, GuardedIteration, Iteration, Loop, Process, Rule, iterate
 from opteq.solvers.method import InverseEstimate, Method, Task
 from opteq.solvers.status import Status
@@ -236,6 +236,25 @@ class Solver(metaclass=NamedOptions):
     def _method(self, task: Task) -> Method:
         """A fresh method for one solve."""
         raise NotImplementedError(f"{type(self).__name__} should define _method or _process")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DampedSolver(Solver):
+    """A solver whose steps may be shorter than those of the map.
+
+    Args:
+        damping: share of a step that is taken; None takes what the problem recommends, else 1.
+    """
+
+    damping: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.damping is not None:
+            share(self, "damping")
+
+    def _damping(self, task: Task) -> float | Tensor:
+        return task.damping if self.damping is None else self.damping
 
 
 def _by_row(damping: float | Tensor, layout: Layout) -> float | Tensor:
