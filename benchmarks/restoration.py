@@ -25,7 +25,7 @@ import opteq
 from opteq import operators as op
 from opteq.data.grey import read_grey
 from opteq.models.denoiser import Denoiser
-from opteq.problems.restoration import Restoration
+from opteq.models.restoration import Restoration
 from opteq.training.denoising.quality import psnr
 
 BORDER = 12

@@ -1,7 +1,7 @@
 """How far above the truth the bounds of eigenvalues and norms can lie: a search for bad spectra, and random kernels.
 
 First table: the eigenvalues of a positive semidefinite matrix are moved by gradient ascent, from many starts, so that
-`opteq.operators.spectral.gram.eigenvalue_bound` overestimates the largest one as much as possible. The bound depends on
+`opteq.operators.spectral.bound.eigenvalue_bound` overestimates the largest one as much as possible. It depends on
 the spectrum alone, so the search runs on vectors; the worst one found is handed to the library as a matrix, and the two
 must agree. What a search finds is a lower bound of the worst case. Second table: random kernels as they are bounded in
 training and by `norm()`, against eigenvalues on a grid of 48 x 48 frequencies (on which a supremum can be missed by at
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opteq.operators import kernel_norm
-from opteq.operators.spectral.gram import eigenvalue_bound
+from opteq.operators.spectral.bound import eigenvalue_bound
 
 SIZES = (8, 64, 128, 256, 512)
 SQUARINGS = (3, 4, 7)

@@ -14,9 +14,9 @@ import opteq
 from opteq import models
 from opteq.models.comparators.feedforward import PlainLayers
 from opteq.models.comparators.mdeq import MultiscaleStep, Zeros
+from opteq.models.comparators.monotone import SPLITTINGS, MonDEQ
+from opteq.models.comparators.monotone_tiers import TieredMonDEQ
 from opteq.models.registry import sketched
-from opteq.problems.monotone import SPLITTINGS, MonDEQ
-from opteq.problems.monotone_tiers import TieredMonDEQ
 
 N, SIDE = 3, 4
 

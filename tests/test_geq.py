@@ -19,8 +19,8 @@ from opteq import kernels
 from opteq import operators as op
 from opteq.analysis.attention import attention_map, patch_weights
 from opteq.kernels.gaussian import DIP
+from opteq.models.blocks.fusion import AverageBranches
 from opteq.operators import module_norm
-from opteq.problems.branches.fusion import AverageBranches
 from opteq.problems.branches.parallel import Parallel
 from opteq.problems.geq import GEQ
 from opteq.problems.linearisation import Structure

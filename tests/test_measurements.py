@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opteq import operators as op
-from opteq.operators.measurement import checked_measurement, settled_measurement
+from opteq.models.restoration.measurement import checked_measurement, settled_measurement
 
 CASES = {
     "blur": lambda: op.Blur(1.2),

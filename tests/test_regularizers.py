@@ -21,7 +21,6 @@ from opteq import regularizers
 from opteq.gradients import Gradient
 from opteq.operators import Dense
 from opteq.regularizers import HSIC, L1, Decorrelation, Envelope, Incay, Regularizer, Ridge, base
-from opteq.regularizers.random_fourier import RandomFourier, _uniform
 
 optimize, stats = lazily("scipy.optimize"), lazily("scipy.stats")
 
@@ -34,7 +33,6 @@ ALL = [
     Decorrelation(eps=0.5),
     HSIC(),
     HSIC(bandwidth=2.5),
-    HSIC(features=7, seed=3),
     Envelope(Ridge(), weight=0.7),
     Envelope(L1(), weight=0.4),
 ]
@@ -147,8 +145,8 @@ def test_hsic_of_images_uses_distances_between_whole_maps() -> None:
     torch.testing.assert_close(HSIC(bandwidth=2.0).value(maps), HSIC(bandwidth=1.0).value(z))
 
 
-@pytest.mark.parametrize("R", [HSIC(), HSIC(features=64)], ids=repr)
-def test_hsic_ignores_a_shift_of_features_even_in_single_precision(R: HSIC) -> None:
+def test_hsic_ignores_a_shift_of_features_even_in_single_precision() -> None:
+    R = HSIC()
     for shape in [(8, 3), (8, 3, 2, 2)]:
         z = draw(*shape)
         shifted = (z + 100).float()
@@ -548,10 +546,10 @@ def test_a_batch_of_one() -> None:
     z = draw(1, 4)
     assert Decorrelation().value(z).item() == pytest.approx(6)  # all cosines are 1 or -1: m (m - 1) / 2
     assert Decorrelation().gradient(z).abs().max() < 1e-12
-    for R in (HSIC(), HSIC(features=5)):
-        assert R.value(z).item() == 0
-        assert torch.equal(R.gradient(z), torch.zeros_like(z))
-        assert torch.equal(R.curvature(z, z), torch.zeros_like(z))
+    R = HSIC()
+    assert R.value(z).item() == 0
+    assert torch.equal(R.gradient(z), torch.zeros_like(z))
+    assert torch.equal(R.curvature(z, z), torch.zeros_like(z))
 
 
 @every
@@ -589,12 +587,11 @@ def test_order_of_features_and_samples_does_not_matter(R: Regularizer) -> None:
     torch.testing.assert_close(R.gradient(z.flip(0, 1)), R.gradient(z).flip(0, 1))
 
 
-# --- HSIC: chunks and random functions ------------------------------------------------------------------------------
+# --- HSIC: chunks -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("R", [HSIC(), HSIC(features=10)], ids=repr)
-def test_chunks_change_nothing(R: HSIC, monkeypatch: pytest.MonkeyPatch) -> None:
-    z, v = draw(6, 5, 2), draw(6, 5, 2, seed=1)
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    R, z, v = HSIC(), draw(6, 5, 2), draw(6, 5, 2, seed=1)
     whole = R.value(z), R.gradient(z), R.curvature(z, v)
     for chunk in (1, 80, 200):
         monkeypatch.setattr(base, "CHUNK", chunk)
@@ -603,94 +600,18 @@ def test_chunks_change_nothing(R: HSIC, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_exact_hsic_keeps_few_kernel_matrices_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    kernel = regularizers.hsic.ExactSum._kernel
+    kernel = HSIC._kernel
 
     def watched(self: object, x: Tensor) -> Tensor:
         answer = kernel(self, x)  # type: ignore[arg-type]
         sizes.append(answer.numel())
         return answer
 
-    monkeypatch.setattr(regularizers.hsic.ExactSum, "_kernel", watched)
+    monkeypatch.setattr(HSIC, "_kernel", watched)
     monkeypatch.setattr(base, "CHUNK", 3 * 6 * 6)
     HSIC().gradient(draw(6, 20))
     assert max(sizes) == 3 * 6 * 6
     assert sum(sizes) == 2 * 20 * 6 * 6
-
-
-def test_random_estimate_keeps_few_functions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = draw(4, 9, 2)
-    monkeypatch.setattr(base, "CHUNK", 3 * 4 * 9)
-    assert [len(phase) for _, phase in RandomFourier(1.0, 7, 0)._functions(x)] == [3, 3, 1]
-
-
-def test_random_functions_reproduce_the_gaussian_kernel() -> None:
-    x = draw(1, 5, 3)  # one feature, five samples, three entries
-    form = RandomFourier(bandwidth=1.5, draws=20_000, seed=1)
-    waves = torch.cat(
-        [
-            math.sqrt(2) * torch.cos(torch.einsum("mbp,kmp->kmb", x, frequency) + phase)
-            for frequency, phase in form._functions(x)
-        ]
-    )[:, 0]
-    estimate = waves.T @ waves / 20_000
-    exact = torch.exp(-torch.cdist(x[0], x[0]).square() / (2 * 1.5**2))
-    assert (estimate - exact).abs().max() < 4 / math.sqrt(20_000)  # the standard deviation is below 1
-
-
-def test_random_estimate_by_its_definition() -> None:
-    z, R = draw(6, 4, 2), HSIC(bandwidth=1.3, features=5, seed=2)
-    x = z.transpose(0, 1) - z.mean(0)[:, None]
-    total = 0.0
-    for frequency, phase in RandomFourier(1.3, 5, 2)._functions(x):
-        for k in range(5):
-            wave = [math.sqrt(2) * torch.cos(x[i] @ frequency[k, i] + phase[k, i]) for i in range(4)]
-            for i, j in itertools.combinations(range(4), 2):
-                total += 36 * np.cov(wave[i], wave[j], bias=True)[0, 1] ** 2 / 5 / 25
-    assert R.value(z).sum().item() == pytest.approx(total, rel=1e-10)
-
-
-def test_random_estimate_is_unbiased_and_its_error_falls_with_the_number_of_functions() -> None:
-    z = draw(30, 4)
-    z[:, 1] = z[:, 0] ** 2 + 0.1 * z[:, 1]
-    exact = HSIC().value(z).sum().item()
-
-    def errors(count: int) -> np.ndarray:
-        return np.array([HSIC(features=count, seed=s).value(z).sum().item() for s in range(120)]) / exact - 1
-
-    spread = {count: errors(count) for count in (4, 64, 1024)}
-    for sample in spread.values():
-        assert abs(sample.mean()) < 4 * sample.std() / math.sqrt(len(sample))
-    typical = [math.sqrt((sample**2).mean()) for sample in spread.values()]
-    assert 2.5 < typical[0] / typical[1] < 6.5  # sixteen times as many: a quarter of the error
-    assert 2.5 < typical[1] / typical[2] < 6.5
-    gradient = HSIC().gradient(z)
-    far, near = (HSIC(features=count).gradient(z) - gradient for count in (16, 4096))
-    assert near.norm() < 0.25 * far.norm()
-    assert near.norm() < 0.15 * gradient.norm()
-
-
-def test_random_functions_are_fixed_by_the_seed_and_nested() -> None:
-    z = draw(6, 3)
-    state = torch.get_rng_state()
-    assert torch.equal(HSIC(features=8, seed=1).value(z), HSIC(features=8, seed=1).value(z))
-    assert torch.equal(torch.get_rng_state(), state)  # nobody else's random numbers are touched
-    assert not torch.equal(HSIC(features=8, seed=1).value(z), HSIC(features=8, seed=2).value(z))
-    x = z.T[..., None]
-    few, many = (next(iter(RandomFourier(1.0, draws, 0)._functions(x))) for draws in (3, 8))
-    assert torch.equal(few[0], many[0][:3])
-    assert torch.equal(few[1], many[1][:3])
-
-
-def test_uniform_numbers_are_uniform_and_independent() -> None:
-    streams = [_uniform(seed, stream, 0, 20_000, torch.device("cpu")).numpy() for seed in (0, 1) for stream in range(3)]
-    for numbers in streams:
-        assert 0 < numbers.min() < numbers.max() < 1
-        assert stats.kstest(numbers, "uniform").pvalue > 1e-3
-        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 4 / math.sqrt(20_000)
-    for a, b in itertools.combinations(streams, 2):
-        assert abs(np.corrcoef(a, b)[0, 1]) < 4 / math.sqrt(20_000)
-    part = _uniform(1, 2, 500, 100, torch.device("cpu")).numpy()
-    np.testing.assert_array_equal(part, streams[-1][500:600])
 
 
 # --- flags and constants ---------------------------------------------------------------------------------------------
@@ -806,7 +727,7 @@ def test_autocast_takes_no_digits(R: Regularizer) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("R", [Incay(), Decorrelation(), HSIC(), HSIC(features=4)], ids=repr)
+@pytest.mark.parametrize("R", [Incay(), Decorrelation(), HSIC()], ids=repr)
 def test_compiles_into_one_graph(R: Regularizer) -> None:
     def step(z: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return R.value(z), R.gradient(z), R.curvature(z, v)
@@ -876,11 +797,6 @@ def test_get_errors() -> None:
         (lambda: Incay(eps=True), TypeError, "Incay.eps should be a positive number; got True"),
         (lambda: Decorrelation(eps=-1), ValueError, "Decorrelation.eps should be at least 0 and finite; got -1"),
         (lambda: HSIC(bandwidth=math.nan), ValueError, "HSIC.bandwidth should be a positive finite number; got nan"),
-        (lambda: HSIC(features=0), ValueError, "HSIC.features should be at least 1; got 0"),
-        (lambda: HSIC(features=2.0), TypeError, "HSIC.features should be a whole number; got 2.0"),
-        (lambda: HSIC(seed=None), TypeError, "HSIC.seed should be a whole number; got None"),
-        (lambda: HSIC(seed=-1), ValueError, "HSIC.seed should be at least 0; got -1"),
-        (lambda: HSIC(features=True), TypeError, "HSIC.features should be a whole number; got True"),
         (lambda: Envelope("l1", 1.0), TypeError, "Envelope: regularizer must be a Regularizer, such as L1"),
         (lambda: Envelope(HSIC(), 1.0), ValueError, r"Envelope: regularizer must be convex, and HSIC\(.*is not"),
         (lambda: Envelope(Quartic(), 1.0), ValueError, "Envelope: regularizer must have a prox, and .*Quartic"),

@@ -15,8 +15,8 @@ from opteq import potentials
 from opteq.common.errors import UserError
 from opteq.data.grey import Crops, read_grey
 from opteq.models.denoiser import Denoiser, DenoiserConfig
-from opteq.problems.restoration import FilterPrior, Restoration
-from opteq.problems.restoration.noise_levels import NoiseLevels
+from opteq.models.restoration import FilterPrior, Restoration
+from opteq.models.restoration.noise_levels import NoiseLevels
 
 ROOT = Path(__file__).parent.parent
 

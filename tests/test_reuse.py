@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
-from opteq.operators.convolution import conv2d, conv_transpose2d
+from opteq.engine.convolution import conv2d, conv_transpose2d
 
 GEOMETRIES = [{"padding": 1}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": 2}, {"groups": 2, "padding": 1}]
 

@@ -4,10 +4,10 @@ from opteq import analysis, couplings, engine, kernels, models, operators, penal
 from opteq.common.errors import ConvergenceError, ConvergenceWarning
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit, OneStep, Phantom, Shine, Unrolled
+from opteq.models.blocks.fusion import AverageBranches
 from opteq.problems import (
     GEQ,
     AffineOptEq,
-    AverageBranches,
     Branch,
     Certificate,
     DeepOptEq,

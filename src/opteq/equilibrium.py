@@ -24,7 +24,7 @@ from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
-from opteq.states import Layout, State, apart, blocks, map_state, nan_rows
+from opteq.states import Layout, State, any_row, apart, blocks, map_state, nan_rows
 
 _PARTS: dict[str, tuple[type, str]] = {
     "problem": (Problem, "a hidden problem such as opteq.OptEq"),
@@ -157,7 +157,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             raise RuntimeError("there is nothing to solve on the meta device; layer(x) gives the features' shape there")
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
-        self._monitor.catch_up(self.on_failure)
+        if self._monitor.unseen:
+            self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
         hidden.fuse = self.compile_functions
         layout = Layout.of(hidden.start())
@@ -197,7 +198,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )
         self.__dict__["last"] = (report, slot)  # past torch, which would look whether it is a parameter or a module
-        self._monitor.check(FailureCheck(report, "no equilibrium within the tolerance", "forward", x), self.on_failure)
+        if self.on_failure != "ignore" and (report.pending or any_row(report.failures())):
+            failure = FailureCheck(report, "no equilibrium within the tolerance", "forward", x)
+            self._monitor.check(failure, self.on_failure)
         if self.observer is not None:
             self.observer(hidden, state)
         features = hidden.features(state) if outcome.features is None else outcome.features

@@ -15,7 +15,7 @@ from opteq.common.errors import UserError
 from opteq.data.readers.decode import open_image
 from opteq.equilibrium import Equilibrium
 from opteq.models.denoiser import Denoiser
-from opteq.problems.restoration import Restoration
+from opteq.models.restoration import Restoration
 from opteq.solution import Report
 from opteq.solvers import FISTA
 

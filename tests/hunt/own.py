@@ -17,8 +17,8 @@ from hunt.oracle import Equations, State, Weights
 from hunt.parts import DrawnProblem, Frame
 from opteq import operators as op
 from opteq import potentials
-from opteq.problems.restoration import FilterPrior, Restoration
-from opteq.problems.restoration.noise_levels import NoiseLevels
+from opteq.models.restoration import FilterPrior, Restoration
+from opteq.models.restoration.noise_levels import NoiseLevels
 
 
 class Bowl(opteq.HiddenProblem):

@@ -1,1 +1,1 @@
-"""What all parts of the library share: options, errors, autocast, warnings about convergence."""
+"""What all parts of the library share: options, errors, files."""

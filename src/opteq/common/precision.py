@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from opteq.common.autocast import Autocast
+from opteq.states import Autocast
 
 
 def matrix_product(multiply: Callable[..., Tensor], *operands: Tensor) -> Tensor:

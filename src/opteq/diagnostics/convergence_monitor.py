@@ -124,9 +124,9 @@ class ConvergenceMonitor:
 
     def __init__(self) -> None:
         self._warned: dict[str, _Extent] = {}
-        self._unseen: deque[_Pending] = deque()
+        self.unseen: deque[_Pending] = deque()
         self._lock = threading.RLock()  # backward passes have threads of their own
-        weakref.finalize(self, _check_pending, self._unseen, self._warned, os.getpid())
+        weakref.finalize(self, _check_pending, self.unseen, self._warned, os.getpid())
 
     def __reduce__(self) -> tuple[type[ConvergenceMonitor], tuple[()]]:
         # Reports belong to the process and the layer that made them.
@@ -138,8 +138,8 @@ class ConvergenceMonitor:
             return
         if on_failure == "warn" and finding.report.pending:
             with self._lock:
-                self._unseen.append(_Pending(finding))
-                oldest = self._unseen.popleft() if len(self._unseen) > _MOST_UNSEEN else None
+                self.unseen.append(_Pending(finding))
+                oldest = self.unseen.popleft() if len(self.unseen) > _MOST_UNSEEN else None
             if oldest is not None:
                 self._settle(oldest)
         elif any_row(finding.report.failures()):
@@ -155,7 +155,7 @@ class ConvergenceMonitor:
 
     def _next(self, wait_for: str | None) -> _Pending | None:
         with self._lock:
-            waiting = self._unseen
+            waiting = self.unseen
             if waiting and (waiting[0].codes.arrived() or any(each.finding.way == wait_for for each in waiting)):
                 return waiting.popleft()
             return None

@@ -1,9 +1,9 @@
 """All that exists for speed, behind one interface.
 
-The library computes everything without this package. At three places it asks for a faster implementation:
-to solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), and to compute the
-bounded weights of a module (:func:`bounded_weights`). None means "not mine": the plain path runs. Nothing else in the
-library imports from here, and a test sees to it.
+The library computes everything without this package. At four places it asks for a faster implementation:
+to solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), to compute the
+bounded weights of a module (:func:`bounded_weights`), and for an operation of a user's function (:func:`substitute`).
+None means "not mine": the plain path runs. Nothing else in the library imports from here, and a test sees to it.
 
 Today there is one backend, :mod:`opteq.engine.cuda_graphs`. It takes any problem, a user's as ours, apart into its
 tensors and its structure, captures solves and backward passes as CUDA graphs, and replays them. Results agree with the
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _counting = Lock()
 
-__all__ = ["Backend", "attach", "bounded_weights", "forget", "off", "report", "solve"]
+__all__ = ["Backend", "attach", "bounded_weights", "forget", "off", "report", "solve", "substitute"]
 
 
 class Backend(Protocol):
@@ -97,6 +97,18 @@ def bounded_weights(module: nn.Module) -> AbstractContextManager[None]:
     """A context in which bounds of the operators inside ``module`` are computed together, where that is faster."""
     backend = _backend()
     return (None if backend is None else backend.bounded_weights(module)) or nullcontext()
+
+
+def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What computes the same as a function of torch with cheaper second derivatives; None where there is nothing.
+
+    It gives None, in turn, for arguments that it does not take.
+    """
+    if settings.offs:
+        return None
+    from opteq.engine.convolution import SECOND_ORDER
+
+    return SECOND_ORDER.get(function)
 
 
 def report(layer: Any, x: Any) -> str:

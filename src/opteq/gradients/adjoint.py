@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from opteq.common.autocast import Autocast
 from opteq.problems.hidden import BoundMap
 from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers.linear import CG, MINRES, LinearSolver
-from opteq.states import Layout, State, map_state, nan_samples
+from opteq.states import Autocast, Layout, State, map_state, nan_samples
 
 
 class AdjointSystem:

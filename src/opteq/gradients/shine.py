@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.common.autocast import Autocast
 from opteq.common.validate import positive
 from opteq.gradients.attach import attach
 from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.method import InverseEstimate
-from opteq.states import Layout, State, blocks, like, row_norms
+from opteq.states import Autocast, Layout, State, blocks, like, row_norms
 
 
 @dataclass(frozen=True)

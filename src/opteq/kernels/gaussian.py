@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opteq.common.override import overridable
 from opteq.kernels.base import Kernel, Product, Similarity
-from opteq.operators import Dense, LinearMap, Patches, unhooked
+from opteq.operators import Dense, LinearMap, Patches
 from opteq.states import sum_over_sample, working_dtype
 
 DIP = 2 * math.exp(-1.5)
@@ -97,7 +97,7 @@ class Gaussian(Kernel):
         """Cut, project and, where it is automatic, choose gamma."""
         cut = _Whole(c.shape[1:]) if self.patches is None else self.patches.prepare()
         grid = (1, 1, 1) if self.patches is None else _grid(self.patches, c)
-        project = None if self.projection is None else unhooked(self.projection, "kernel.projection").prepare()
+        project = None if self.projection is None else self.projection.prepare()
         view = _View(cut, project)
         gamma: float | Tensor
         if self.log_gamma is not None:

@@ -14,11 +14,11 @@ from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, Unrolled
 from opteq.models.pretrained.released import released, released_folder
+from opteq.models.restoration import FilterPrior, Restoration
+from opteq.models.restoration.guide import Guide
+from opteq.models.restoration.noise_levels import NoiseLevels
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
-from opteq.problems.restoration import FilterPrior, Restoration
-from opteq.problems.restoration.guide import Guide
-from opteq.problems.restoration.noise_levels import NoiseLevels
 from opteq.solvers import FISTA, Picard, Solver
 
 CONFIG, WEIGHTS, WEIGHTS_OF_TORCH = "config.json", "model.safetensors", "model.pt"
@@ -33,10 +33,10 @@ class DenoiserConfig:
         knots, reach: of the learned potentials, per channel.
         rho: how concave potentials may be; 0 gives a convex prior.
         mu: how convex they may be.
-        least, most, degree: noise levels, see :class:`~opteq.problems.restoration.noise_levels.NoiseLevels`.
+        least, most, degree: noise levels, see :class:`~opteq.models.restoration.noise_levels.NoiseLevels`.
         margin: strong convexity of the energy.
         steepest: largest curvature of the prior.
-        guide, depth: channels and blocks of the :class:`~opteq.problems.restoration.guide.Guide` that sets the prior's
+        guide, depth: channels and blocks of the :class:`~opteq.models.restoration.guide.Guide` that sets the prior's
             terms from the given image; ``guide=0`` for a prior that is the same everywhere.
         steps: 0 for the minimiser of the energy; else exactly so many plain steps towards it.
     """

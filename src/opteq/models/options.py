@@ -83,10 +83,10 @@ class ClassifierOptions(Options):
         None, optional(wholes()), "channels of a pyramid's levels, each half as large as the one before"
     )
     stem_attention: bool = option(
-        False, flag(), "residual blocks weigh their channels by what the whole picture shows, as SENet's do"
+        False, flag(), "residual blocks weigh their channels by what the whole image shows, as SENet's do"
     )
     stem_kernel: int = option(3, whole(most=31), "size of the first convolution's kernel, an odd number")
-    downsample: int = option(0, whole(0), "how many of the stem's convolutions halve the picture, from the first on")
+    downsample: int = option(0, whole(0), "how many of the stem's convolutions halve the image, from the first on")
     readout: str = option("concat", one_of(("concat", "mean")), "what is made of the branches' pooled features")
     head_width: int | None = option(
         None, optional(whole()), "units of a hidden layer before the last; none for no hidden layer"

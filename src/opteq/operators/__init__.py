@@ -13,7 +13,7 @@ torch.Size([2, 3, 16, 16])
 True
 """
 
-from opteq.operators.base import LinearMap, Operator, is_hooked, unhooked, use_prepared
+from opteq.operators.base import LinearMap, Operator, use_prepared
 from opteq.operators.blur import Blur, gaussian_kernel
 from opteq.operators.chain import ConvChain
 from opteq.operators.conv import Conv2d, SeparableConv2d
@@ -40,10 +40,8 @@ __all__ = [
     "SeparableConv2d",
     "Stack",
     "gaussian_kernel",
-    "is_hooked",
     "kernel_norm",
     "module_norm",
     "resample",
-    "unhooked",
     "use_prepared",
 ]

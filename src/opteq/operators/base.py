@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -81,34 +80,6 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     def _current(self) -> LinearMap:
         return (_prepared.get() or {}).get(self) or self.prepare()
-
-
-def unhooked(operator: Operator, name: str) -> Operator:
-    """``operator``, unless it has hooks: solvers apply its prepared map, so that a hook would have no effect.
-
-    The older utilities of torch (``torch.nn.utils.spectral_norm``, ``weight_norm``, ``prune``) work by such a hook: the
-    weight would stay as it was when they were applied, and what they train would get no gradient.
-    """
-    for part in operator.modules():
-        if isinstance(part, Operator) and is_hooked(part, backward=True):
-            kinds = sorted({type(hook).__name__ for hooks in _hooks(part, backward=True) for hook in hooks})
-            raise ValueError(
-                f"{name} has hooks ({', '.join(kinds)}), which would have no effect: its weights are read once a "
-                "batch, not at every call. Reparametrise it by torch.nn.utils.parametrize (for instance "
-                "torch.nn.utils.parametrizations.spectral_norm), and watch values by a hook on U or on the layer"
-            )
-    return operator
-
-
-def is_hooked(module: nn.Module, backward: bool = False) -> bool:
-    """Whether hooks may change what a call of ``module`` gives, or (``backward``) its gradient."""
-    return any(_hooks(module, backward)) or "forward" in vars(module)
-
-
-def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
-    names = ["_forward_hooks", "_forward_pre_hooks"]
-    names += ["_backward_hooks", "_backward_pre_hooks"] if backward else []
-    return [list(getattr(module, name).values()) for name in names]
 
 
 def initial_norm(bound: float | None) -> float:

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from opteq.common.precision import matrix_product
 from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
-from opteq.operators.spectral.norms import bounded, certified_norm, kernel_norm
+from opteq.operators.spectral.bound import bounded
+from opteq.operators.spectral.norms import certified_norm, kernel_norm
 
 
 class DenseMap(LinearMap):

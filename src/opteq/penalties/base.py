@@ -68,15 +68,6 @@ class Penalty(metaclass=NamedOptions):
     def linearise(self, t: Tensor) -> Linearised:
         """The derivative of the prox at t, computed once for many products."""
 
-    @property
-    def tells_slope(self) -> bool:
-        """Whether ``prox(t)`` determines the derivative at t: :meth:`linearise_at_image`."""
-        return False
-
-    def linearise_at_image(self, y: Tensor) -> Linearised:
-        """The same from ``y = prox(t)``."""
-        raise NotImplementedError(f"prox(t) of {type(self).__name__} does not determine the derivative at t")
-
     def project(self, y: Tensor) -> Tensor:
         """The nearest point at which the penalty is finite; y itself where it is finite everywhere."""
         return y

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common import validate as _validate
-from opteq.common.autocast import Autocast
 from opteq.penalties.base import Linearised, Penalty
-from opteq.states import sum_over_sample, working_dtype
+from opteq.states import Autocast, sum_over_sample, working_dtype
 
 
 class LinearActivation(nn.Module, Penalty):

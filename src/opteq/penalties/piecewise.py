@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,15 +63,11 @@ class ReLU(ElementwisePenalty):
         if type(self) is not ReLU:  # whose slope may be another one
             return super().linearise(t)
         slope = self.derivative(t)  # its own square root
-        return _same(lambda v: slope * v, lambda: t > 0)
 
-    @property
-    def tells_slope(self) -> bool:
-        return type(self) is ReLU
+        def scale(v: Tensor) -> Tensor:
+            return slope * v
 
-    def linearise_at_image(self, y: Tensor) -> Linearised:
-        # One operation, and no mask to be made before.
-        return _same(lambda v: torch.ops.aten.threshold_backward(v, y.to(v.dtype), 0), lambda: y > 0)
+        return Linearised(scale, scale, scale, diagonal=lambda: t > 0)
 
     def _antiderivative(self, t: Tensor) -> Tensor:
         return F.relu(t).square() / 2
@@ -186,8 +181,3 @@ class HardTanh(ElementwisePenalty):
 def _zero(y: Tensor) -> Tensor:
     """0 with y in its graph, so that the derivative of a constant can be asked for; a NaN stays one."""
     return torch.where(y.isnan(), y, 0.0)
-
-
-def _same(scale: Callable[[Tensor], Tensor], diagonal: Callable[[], Tensor]) -> Linearised:
-    """Multiplication by zeros and ones, which is its own root and its own adjoint."""
-    return Linearised(factor=scale, factor_adjoint=scale, derivative=scale, diagonal=diagonal)

@@ -2,7 +2,6 @@
 
 from opteq.problems.base import HiddenProblem, Problem
 from opteq.problems.branches.branch import Branch
-from opteq.problems.branches.fusion import AverageBranches
 from opteq.problems.branches.inhibited import Inhibited
 from opteq.problems.branches.mopteq import MOptEq
 from opteq.problems.branches.parallel import Parallel
@@ -14,8 +13,6 @@ from opteq.problems.geq import GEQ
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.inhibition import Inhibition
 from opteq.problems.linearisation import Structure
-from opteq.problems.monotone import MonDEQ
-from opteq.problems.monotone_tiers import TieredMonDEQ
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
 from opteq.problems.variants.affine import AffineOptEq
@@ -24,7 +21,6 @@ from opteq.problems.variants.splitting import Splitting
 __all__ = [
     "GEQ",
     "AffineOptEq",
-    "AverageBranches",
     "BoundMap",
     "Branch",
     "Certificate",
@@ -35,7 +31,6 @@ __all__ = [
     "Inhibited",
     "Inhibition",
     "MOptEq",
-    "MonDEQ",
     "Objective",
     "OptEq",
     "POptEq",
@@ -43,5 +38,4 @@ __all__ = [
     "Problem",
     "Splitting",
     "Structure",
-    "TieredMonDEQ",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opteq import engine, penalties
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
-from opteq.operators import Operator, is_hooked, unhooked
+from opteq.operators import Operator
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
@@ -128,6 +128,34 @@ def check_operator(W: Any, name: str) -> Operator:
     if not isinstance(W, Operator):
         raise TypeError(f"{name} should be one of opteq.operators, which have an exact adjoint; got {type(W).__name__}")
     return unhooked(W, name)
+
+
+def unhooked(operator: Operator, name: str) -> Operator:
+    """``operator``, unless it has hooks: solvers apply its prepared map, so that a hook would have no effect.
+
+    The older utilities of torch (``torch.nn.utils.spectral_norm``, ``weight_norm``, ``prune``) work by such a hook: the
+    weight would stay as it was when they were applied, and what they train would get no gradient.
+    """
+    for part in operator.modules():
+        if isinstance(part, Operator) and is_hooked(part, backward=True):
+            kinds = sorted({type(hook).__name__ for hooks in _hooks(part, backward=True) for hook in hooks})
+            raise ValueError(
+                f"{name} has hooks ({', '.join(kinds)}), which would have no effect: its weights are read once a "
+                "batch, not at every call. Reparametrise it by torch.nn.utils.parametrize (for instance "
+                "torch.nn.utils.parametrizations.spectral_norm), and watch values by a hook on U or on the layer"
+            )
+    return operator
+
+
+def is_hooked(module: nn.Module, backward: bool = False) -> bool:
+    """Whether hooks may change what a call of ``module`` gives, or (``backward``) its gradient."""
+    return any(_hooks(module, backward)) or "forward" in vars(module)
+
+
+def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
+    names = ["_forward_hooks", "_forward_pre_hooks"]
+    names += ["_backward_hooks", "_backward_pre_hooks"] if backward else []
+    return [list(getattr(module, name).values()) for name in names]
 
 
 def check_injection(U: Any) -> nn.Module | None:

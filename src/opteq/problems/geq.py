@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from opteq import penalties
 from opteq.kernels import Gaussian, Kernel, Similarity
 from opteq.kernels.linear import LinearSimilarity
-from opteq.operators import Operator, module_norm, unhooked
+from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unknown_norm
+from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import Hidden
 from opteq.problems.linearisation import Structure
@@ -61,6 +61,8 @@ class GEQ(Problem):
         """``U x + b``, the bounded W, and the kernel with its parameters settled, computed once."""
         c = inject(self.U, x)
         W = unhooked(self.W, "W").prepare()
+        if self.kernel.projection is not None:
+            unhooked(self.kernel.projection, "kernel.projection")
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)
         # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.

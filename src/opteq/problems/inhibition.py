@@ -9,19 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.common.autocast import Autocast
 from opteq.common.validate import check_share
-from opteq.operators import Operator, module_norm, unhooked
+from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unknown_norm
+from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
 from opteq.problems.branches.branch import Branch, check_branches, views
 from opteq.problems.branches.common_space import CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.objective import BoundObjective
 from opteq.solvers.fista import FISTA
-from opteq.states import State, blocks, inner, map_state, sum_over_sample, working_dtype
+from opteq.states import Autocast, State, blocks, inner, map_state, sum_over_sample, working_dtype
 
 
 class AcceleratedProblem(Problem):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from opteq import penalties
 from opteq.common.errors import ConvergenceError
 from opteq.common.validate import check_positive
-from opteq.operators import LinearMap, Operator, unhooked
+from opteq.operators import LinearMap, Operator
 from opteq.penalties import Linearised, Penalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject
+from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from opteq.operators import Operator, module_norm, unhooked
+from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import unknown_norm
+from opteq.problems.base import unhooked, unknown_norm
 from opteq.problems.certificate import Certificate, existence
 from opteq.regularizers import Regularizer
 

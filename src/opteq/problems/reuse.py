@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opteq.operators.convolution import SECOND_ORDER
+from opteq import engine
 
 _IMPURE = {"dropout", "rand", "randn", "bernoulli", "normal", "multinomial", "manual_seed", "requires_grad_"}
 
@@ -19,8 +19,7 @@ class InputOnly(TorchFunctionMode):
 
     Known are the given tensors and the results of such operations. An operation is recognised by its function and its
     arguments, tensors by identity, so that values come out as if nothing were kept. Operations that write to a tensor,
-    draw random numbers or see a state are left alone, but for convolutions of a state: they are computed with the cheap
-    second derivatives of :mod:`opteq.operators.convolution`.
+    draw random numbers or see a state are left alone, but for what the engine has a faster substitute for.
 
     Args:
         tensors: the input, parameters and buffers.
@@ -39,8 +38,8 @@ class InputOnly(TorchFunctionMode):
         kwargs = kwargs or {}
         key = self._key(func, args, kwargs)
         if key is None:
-            replaced = SECOND_ORDER.get(func)
-            found = None if replaced is None else replaced(*args, **kwargs)
+            substitute = engine.substitute(func)
+            found = None if substitute is None else substitute(*args, **kwargs)
             return func(*args, **kwargs) if found is None else found
         if key in self._found:
             return self._found[key]

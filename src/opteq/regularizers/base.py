@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.common.autocast import has_autocast
 from opteq.common.derivatives import pullback, saved_as_they_are
 from opteq.common.options import NamedOptions
+from opteq.states import has_autocast
 
 # Elements of the largest temporary of a batch-coupled regulariser: 64 MiB in float32, enough to keep a GPU busy and
 # little compared with the activations of a network.
@@ -64,7 +64,8 @@ class Regularizer(metaclass=NamedOptions):
         """The Hessian of ``value(z).sum()`` at ``z`` times ``v``, in the shape of ``z``."""
         check_direction(z, v)
         # A Hessian is symmetric, so one reverse pass through the gradient is the product that is wanted.
-        return _pullback(self.gradient, z, v.to(z.dtype))
+        with exact_products(z):  # those of the reverse pass, too
+            return _pullback(self.gradient, z, v.to(z.dtype))
 
     def prox(self, z: Tensor, weight: float) -> Tensor:
         """``argmin_p weight * R(p) + 1/2 |p - z|^2``, for ``weight >= 0``.
@@ -123,11 +124,6 @@ def chunk_size(numbers_each: int) -> int:
     return max(1, CHUNK // max(numbers_each, 1))
 
 
-def without_diagonal(matrix: Tensor) -> Tensor:
-    """The square matrices ``(..., m, m)`` with zeros on the diagonal."""
-    return matrix - torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
-
-
 def check_direction(z: Tensor, v: Tensor) -> None:
     """Refuse a direction ``v`` that would broadcast against ``z`` instead of matching it."""
     if v.shape != z.shape:
@@ -140,7 +136,8 @@ def _pullback(function: Callable[[Tensor], Tensor], z: Tensor, cotangent: Tensor
     It stays part of the graph if ``z``, ``cotangent`` or what ``function`` holds, parameters for instance, is itself
     being differentiated.
     """
-    if torch._C._are_functorch_transforms_active():  # torch.func does not let torch.autograd be called inside
+    # Neither torch.func nor the compiler lets torch.autograd be called inside.
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         value, pull = pullback(function, z)
         back: Tensor = pull(torch.ones_like(value) if cotangent is None else cotangent)
         return back

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import not_negative
-from opteq.regularizers.base import (
-    Regularizer,
-    batch_shares,
-    check_direction,
-    exact_products,
-    without_diagonal,
-    working_copy,
-)
+from opteq.regularizers.base import Regularizer, batch_shares, exact_products, working_copy
 
 
 @dataclass(frozen=True)
@@ -67,24 +60,6 @@ class Decorrelation(Regularizer):
             pull = 2 * _cosines(unit) @ unit
             return _unrows(inverse_length * (pull - _row_dot(pull, unit) * unit), z)
 
-    def curvature(self, z: Tensor, v: Tensor) -> Tensor:
-        check_direction(z, v)
-        with exact_products(z):
-            unit, inverse_length = self._unit_rows(_rows(z))
-            direction = _rows(v)
-            cosines = _cosines(unit)
-            pull = 2 * cosines @ unit
-            radial = _row_dot(pull, unit)
-            # From here on, `d_...` is the derivative of the quantity of that name along v.
-            along = _row_dot(unit, direction)
-            d_unit = inverse_length * (direction - along * unit)
-            half = without_diagonal(d_unit @ unit.mT)
-            d_pull = 2 * ((half + half.mT) @ unit + cosines @ d_unit)
-            d_radial = _row_dot(d_pull, unit) + _row_dot(pull, d_unit)
-            tangential = pull - radial * unit
-            d_tangential = d_pull - d_radial * unit - radial * d_unit
-            return _unrows(inverse_length * (d_tangential - inverse_length * along * tangential), z)
-
     def _unit_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The rows over their lengths, and one over the lengths, ``(m, 1)``; zeros for a row that vanishes."""
         square = rows.square().sum(1, keepdim=True) + self.eps
@@ -106,7 +81,8 @@ def _unrows(rows: Tensor, like: Tensor) -> Tensor:
 
 def _cosines(unit: Tensor) -> Tensor:
     # The diagonal is 1 for a living row and 0 for a dead one; either way it is not a correlation.
-    return without_diagonal(unit @ unit.mT)
+    products = unit @ unit.mT
+    return products - torch.diag_embed(products.diagonal())
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:

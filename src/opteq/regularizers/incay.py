@@ -8,13 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from opteq.common.validate import positive
-from opteq.regularizers.base import (
-    Regularizer,
-    check_direction,
-    per_sample_factor,
-    per_sample_sum,
-    working_copy,
-)
+from opteq.regularizers.base import Regularizer, per_sample_factor, per_sample_sum, working_copy
 
 
 @dataclass(frozen=True)
@@ -58,15 +52,6 @@ class Incay(Regularizer):
         features = working_copy(z)
         factor = -4 / self._denominator(features).square()
         return (per_sample_factor(factor, features) * features).to(z.dtype)
-
-    def curvature(self, z: Tensor, v: Tensor) -> Tensor:
-        check_direction(z, v)
-        features, direction = working_copy(z), working_copy(v)
-        denominator = self._denominator(features)
-        along = per_sample_sum(features * direction)
-        stretch = per_sample_factor(16 * along / denominator.pow(3), features)
-        shrink = per_sample_factor(4 / denominator.square(), features)
-        return (stretch * features - shrink * direction).to(z.dtype)
 
     @property
     def gradient_lipschitz(self) -> float:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.common.validate import share, whole
-from opteq.solvers.base import Solver
+from opteq.common.validate import whole
+from opteq.solvers.base import DampedSolver
 from opteq.solvers.method import InverseEstimate, Method, Task
 from opteq.states import row_norms, zeros_a_row
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anderson(Solver):
+class Anderson(DampedSolver):
     """Anderson acceleration (type II) with a memory of a few steps.
 
     With ``g = T(y) - y`` and the last differences ``dY``, ``dG``, the weights ``w`` minimise ``|g - dG w|`` and
@@ -33,17 +33,13 @@ class Anderson(Solver):
     """
 
     memory: int = 5
-    damping: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole(self, "memory")
-        if self.damping is not None:
-            share(self, "damping")
 
     def _method(self, task: Task) -> Method:
-        damping = task.damping if self.damping is None else self.damping
-        return _AndersonMixing(task.start, self.memory, damping, ridge(task.start.dtype, task.eps))
+        return _AndersonMixing(task.start, self.memory, self._damping(task), ridge(task.start.dtype, task.eps))
 
 
 def ridge(dtype: torch.dtype, eps: float) -> float:

@@ -9,13 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.common.autocast import Autocast
 from opteq.common.options import NamedOptions
-from opteq.common.validate import not_negative, positive, whole
+from opteq.common.validate import not_negative, positive, share, whole
 from opteq.solvers.loop import Finish, GuardedIteration, Iteration, Loop, Process, Rule, iterate
 from opteq.solvers.method import InverseEstimate, Method, Task
 from opteq.solvers.status import Status
-from opteq.states import Layout, State, blocks
+from opteq.states import Autocast, Layout, State, blocks
 
 Step = Callable[[State], State]
 MeasuredStep = Callable[[State], tuple[State, Tensor]]
@@ -49,6 +48,79 @@ class Outcome:
     def trace(self) -> Tensor:
         """Residual after each step, ``(steps + 1, B)``."""
         return self.history if isinstance(self.history, Tensor) else self.history()
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """How a solve went, per sample.
+
+    Attributes:
+        method: what was used, in words.
+        residual: relative residual of the answer, ``(B,)``; NaN where no system was solved. Where a problem was solved
+            in the smaller variable of its features, theirs, which is at least that of the state.
+        steps: steps taken, ``(B,)``.
+        codes: a :class:`~opteq.solvers.status.Status` as an integer, ``(B,)``.
+        tol: the tolerance that was applied.
+        history: residual after every step, or a function that waits for it: :attr:`trace` reads it.
+    """
+
+    method: str
+    residual: Tensor
+    steps: Tensor
+    codes: Tensor
+    tol: float
+    history: Tensor | Callable[[], Tensor] | None = None
+
+    @property
+    def trace(self) -> Tensor | None:
+        """Residual after every step, ``(steps + 1, B)``."""
+        return self.history if self.history is None or isinstance(self.history, Tensor) else self.history()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the solve may still be running on the device, so that reading a value waits for it."""
+        return self.history is not None and not isinstance(self.history, Tensor)
+
+    @property
+    def converged(self) -> Tensor:
+        """Which samples reached the tolerance, ``(B,)``."""
+        return self.codes == int(Status.CONVERGED)
+
+    @property
+    def status(self) -> tuple[Status, ...]:
+        """A status per sample; :attr:`Status.message` says what to try."""
+        return tuple(Status(code) for code in self.codes.tolist())
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{self.status.count(one)} {one.name}" for one in dict.fromkeys(self.status))
+        if not self.residual.numel():
+            return f"{self.method}: no samples"
+        return (
+            f"{self.method}: {counts}; at most {int(self.steps.max())} steps, worst relative residual "
+            f"{float(self.residual.max()):.1e}, tolerance {self.tol:.1e}"
+        )
+
+    __repr__ = __str__  # tensors of a whole batch would be all that is seen
+
+    def failures(self) -> Tensor:
+        """Which samples ended without what was asked for."""
+        fine = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
+        return torch.stack([self.codes != int(status) for status in fine]).all(dim=0)
+
+    def describe_failures(self, what: str) -> str:
+        """One message about all samples that failed: how many, how far off, and what to try."""
+        failed = self.failures()
+        residuals = self.residual[failed]
+        finite = residuals[torch.isfinite(residuals)]
+        worst = f"worst relative residual {float(finite.max()):.1e}" if finite.numel() else "no finite residual"
+        lines = [
+            f"{int(failed.sum())} of {failed.numel()} samples: {what} "
+            f"({self.method}, {worst}, tolerance {self.tol:.1e}, at most {int(self.steps.max())} steps taken)"
+        ]
+        for code in sorted(set(self.codes[failed].tolist())):
+            count = int((self.codes == code).sum())
+            lines.append(f"  {count}x {Status(code).name}: {Status(code).message}.")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -164,6 +236,25 @@ class Solver(metaclass=NamedOptions):
     def _method(self, task: Task) -> Method:
         """A fresh method for one solve."""
         raise NotImplementedError(f"{type(self).__name__} should define _method or _process")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DampedSolver(Solver):
+    """A solver whose steps may be shorter than those of the map.
+
+    Args:
+        damping: share of a step that is taken; None takes what the problem recommends, else 1.
+    """
+
+    damping: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.damping is not None:
+            share(self, "damping")
+
+    def _damping(self, task: Task) -> float | Tensor:
+        return task.damping if self.damping is None else self.damping
 
 
 def _by_row(damping: float | Tensor, layout: Layout) -> float | Tensor:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.common.validate import share, whole
+from opteq.common.validate import whole
 from opteq.solvers.anderson import History, with_column
-from opteq.solvers.base import Solver
+from opteq.solvers.base import DampedSolver
 from opteq.solvers.method import InverseEstimate, Method, Task
 from opteq.states import row_norms, zeros_a_row
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broyden(Solver):
+class Broyden(DampedSolver):
     """Good Broyden updates of an inverse Jacobian, kept as a sum of ``memory`` rank-one terms.
 
     With ``g = T(y) - y`` the step is ``y <- y + H g``, where ``H ~ (I - J)^-1`` starts as ``damping I`` and after a
@@ -34,16 +34,13 @@ class Broyden(Solver):
     """
 
     memory: int = 16
-    damping: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole(self, "memory")
-        if self.damping is not None:
-            share(self, "damping")
 
     def _method(self, task: Task) -> Method:
-        return _BroydenUpdates(task.start, self.memory, task.damping if self.damping is None else self.damping)
+        return _BroydenUpdates(task.start, self.memory, self._damping(task))
 
 
 class _BroydenUpdates(Method, InverseEstimate):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opteq.common.override import overridable
-from opteq.common.validate import share as checked_share
-from opteq.solvers.base import Solver
+from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Process, relative
 from opteq.solvers.method import Method, Task
 from opteq.solvers.status import Status
@@ -20,7 +19,7 @@ _MEASURES = ("residual", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FISTA(Solver):
+class FISTA(DampedSolver):
     """Accelerated steps ``y <- z + s (T(z) - z)``, ``z <- y + beta (y - y_before)`` (Beck and Teboulle 2009).
 
     For an :class:`~opteq.Objective` T is a proximal gradient step, so this is the accelerated proximal gradient method;
@@ -45,21 +44,15 @@ class FISTA(Solver):
     """
 
     max_steps: int = 200
-    damping: float | None = None
     measure: str = "residual"
-
-    takes_every_step: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.damping is not None:
-            checked_share(self, "damping")
         if self.measure not in _MEASURES:
             raise ValueError(f"FISTA.measure should be one of {', '.join(_MEASURES)}; got {self.measure!r}")
 
     def _process(self, task: Task) -> tuple[Method | None, Process]:
-        damping = task.damping if self.damping is None else self.damping
-        return None, AcceleratedIteration(task, damping, self.floor, self.measure == "error")
+        return None, AcceleratedIteration(task, self._damping(task), self.floor, self.measure == "error")
 
 
 class Point(NamedTuple):

@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.common.validate import share
-from opteq.solvers.base import Solver
+from opteq.solvers.base import DampedSolver
 from opteq.solvers.method import Method, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picard(Solver):
+class Picard(DampedSolver):
     """``y <- (1 - damping) y + damping T(y)``: slow, without memory, and sure to converge where T contracts.
 
     Args:
@@ -26,17 +25,10 @@ class Picard(Solver):
     (2.0, 19)
     """
 
-    damping: float | None = None
-
     takes_every_step: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.damping is not None:
-            share(self, "damping")
-
     def _method(self, task: Task) -> Method:
-        return _PlainStep(task.damping if self.damping is None else self.damping)
+        return _PlainStep(self._damping(task))
 
 
 class _PlainStep(Method):

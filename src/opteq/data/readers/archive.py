@@ -1,7 +1,7 @@
 """Members of a tar archive, read into memory: nothing is unpacked, and nothing in it can lead astray.
 
 What is checked: the checksum of the compression, which tar's own end would leave unread; that a wanted member is a
-plain file and no link; and that neither a member nor the whole is larger than any archive of pictures that is read
+plain file and no link; and that neither a member nor the whole is larger than any archive of images that is read
 here, so that a small file which unpacks to gigabytes is refused instead.
 """
 

@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100 from their official archives: packed or unpacked, python or binary version.
 
-CIFAR-100 names each picture's class twice, finely (100 classes) and coarsely (20 super-classes of five classes each).
+CIFAR-100 names each image's class twice, finely (100 classes) and coarsely (20 super-classes of five classes each).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Version:
     test: tuple[str, ...]
     names: str
     key: bytes  # of the labels; with b"_names" appended, of the names, where the files are pickles
-    label_bytes: int  # bytes in front of each picture; 0 where the files are pickles
+    label_bytes: int  # bytes in front of each image; 0 where the files are pickles
     label_at: int = -1  # which of them is the label
-    finer: bytes | None = None  # the key of labels that say which part of its class a picture shows; in bytes, the last
+    finer: bytes | None = None  # the key of labels that say which part of its class a image shows; in bytes, the last
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def _class_names(version: Version, content: bytes, path: Path) -> tuple[str, ...
 
 
 def _read_python(version: Version, content: bytes, path: Path) -> tuple[Pixels, Labels, Labels]:
-    """Pictures, their labels, and the finer ones (the same again where there are none)."""
+    """Images, their labels, and the finer ones (the same again where there are none)."""
     batch = read_pickle(content, str(path))
     try:
         rows, labels = batch[b"data"], np.asarray(batch[version.key + b"s"], dtype=np.int64)
@@ -174,7 +174,7 @@ def _read_python(version: Version, content: bytes, path: Path) -> tuple[Pixels, 
     images = pixels(rows, str(path))
     if images.ndim != 2 or images.shape[1] != PIXELS or not labels.shape == finer.shape == images.shape[:1]:
         raise UserError(
-            f"{path}: expected pictures of {PIXELS} bytes and one label each; "
+            f"{path}: expected images of {PIXELS} bytes and one label each; "
             f"got shapes {images.shape} and {labels.shape}; fetch the archive again"
         )
     return images.reshape(-1, 3, 32, 32), labels, finer

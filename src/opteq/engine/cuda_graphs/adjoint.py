@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.common.autocast import Autocast
 from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.buffers import dense
 from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
@@ -23,7 +22,7 @@ from opteq.problems.linearisation import Product
 from opteq.solution import Report
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import Finish, Iteration, iterate
-from opteq.states import Layout, State, blocks, like, map_state, nan_samples
+from opteq.states import Autocast, Layout, State, blocks, like, map_state, nan_samples
 
 Gradients = list[Tensor | None]
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from opteq.common.autocast import Autocast
 from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
 from opteq.engine.cuda_graphs.bounds import scales_by_graph
@@ -20,14 +19,14 @@ from opteq.engine.log import note
 from opteq.engine.triton.solvers import open_fixed_point
 from opteq.gradients.base import Formulation
 from opteq.operators import Conv2d, Dense, SeparableConv2d
-from opteq.operators.spectral.norms import known_scales
+from opteq.operators.spectral.bound import known_scales
 from opteq.problems.hidden import BoundMap
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.base import Solve
 from opteq.solvers.linear import GMRES, LinearSolver
 from opteq.solvers.loop import Finish, Iteration
-from opteq.states import State, blocks, like
+from opteq.states import Autocast, State, blocks, like
 
 _MOST_STEPS = 400
 """A graph holds every step that a solve may take."""

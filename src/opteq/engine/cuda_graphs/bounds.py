@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.common.autocast import Autocast
 from opteq.engine.cuda_graphs.buffers import copy_all
 from opteq.engine.cuda_graphs.capture import mend_generator, no_garbage_collection, on, raw_stream, turn
-from opteq.operators.spectral.norms import scale_for
+from opteq.operators.spectral.bound import scale_for
+from opteq.states import Autocast
 
 Job = tuple[float, tuple[Tensor, ...]]
 """A bound, and the tensors whose product it is for: the weight first."""

@@ -1,6 +1,6 @@
 """Passes over memory of Anderson-accelerated iteration: measure a point, propose the next one.
 
-Between the two, :mod:`opteq.engine.triton.step_acceptance` judges the point by the sums that the first has left.
+Between the two, :mod:`opteq.engine.triton.step_acceptance` decides on the point by the sums that the first has left.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
@@ -78,7 +78,7 @@ def anderson_mix(
     column, low, high, M: tl.constexpr, MP: tl.constexpr, DAMPED: tl.constexpr, CLAMPED: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The next proposal, ``y + damping g - moves w``; and the copies that the judgement asked for."""
+    """The next proposal, ``y + damping g - moves w``; and the copies that the decision asked for."""
     _, row, offsets, inside, at = entries(width, BLOCK)
     active = save_best(point, last_point, best, flags, rows, row, at, inside)
     if active != 0:

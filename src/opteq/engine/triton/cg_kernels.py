@@ -1,4 +1,4 @@
-"""Passes over memory of conjugate gradients for ``(I - S) v = rhs``, and the judgement between them.
+"""Passes over memory of conjugate gradients for ``(I - S) v = rhs``, and the decision between them.
 
 The first two passes find the lengths of right sides and divide by them. A step is three more beside the product with S:
 the curvature along the direction, the new residual with its norm, and, once one program per row has checked it, the
@@ -139,11 +139,11 @@ def cg_update(
 
 
 @triton.jit(do_not_specialize=["step"])
-def cg_judge(
+def cg_accept(
     sums, parts, flags, numbers, trace, step, rows, tol, eps, NON_FINITE: tl.constexpr,
     INDEFINITE: tl.constexpr, SINGULAR: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of one row by its newest answer, as ``judge`` does."""
+    """Update the state of one row by its newest answer, as ``accept_step`` does."""
     row = tl.program_id(0)
     residual = tl.load(numbers + RESIDUAL * rows + row)
     if tl.load(flags + ACTIVE * rows + row) != 0:

@@ -92,7 +92,7 @@ class FusedConjugateGradients:
         self._load(images)
         self._measure(place, images, book.flags)
         self._update(place, images, book.flags, start=book.step == 1)
-        self._judge(book.flags)
+        self._accept_step(book.flags)
         fold, again = place + 1 == self.kept, self.folded > 0
         if fold:
             self.folded = book.step
@@ -118,12 +118,12 @@ class FusedConjugateGradients:
                 layout.firsts[i], layout.parts, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
-    def _judge(self, flags: Tensor) -> None:
+    def _accept_step(self, flags: Tensor) -> None:
         book = self.book
-        kernels.cg_judge[(book.blocks.rows,)](
+        kernels.cg_accept[(book.blocks.rows,)](
             book.sums, book.blocks.parts, flags, book.numbers, book.trace,
             book.step, book.blocks.rows, book.tol, self.eps, P=book.width_of_sums,
-            num_warps=book.judges, **_ENDS,
+            num_warps=book.acceptance_warps, **_ENDS,
         )  # fmt: skip
 
     def _update(self, place: int, images: Sequence[Tensor], flags: Tensor, start: bool) -> None:
@@ -184,7 +184,7 @@ class FusedConjugateGradients:
         """All kernels of a step and of its end."""
         nobody = torch.zeros_like(self.book.flags)
         self._measure(0, images, nobody)
-        self._judge(nobody)
+        self._accept_step(nobody)
         for start in (False, True):
             self._update(0, images, nobody, start)
         for fold, again in ((False, False), (True, False), (True, True)):

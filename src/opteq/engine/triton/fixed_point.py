@@ -85,10 +85,10 @@ class FusedPlain:
     def begin(self) -> None:
         """Measure the start."""
         self._observe(self.before, start=True)
-        self._judge_start(None)
+        self._accept_start(None)
 
     def advance(self) -> None:
-        """A step and its judgement."""
+        """A step and its decision."""
         older, self.before, self.point = self.before, self.point, self._next()
         self.image, _ = self._evaluate(self.point)
         self.book.step += 1
@@ -120,7 +120,7 @@ class FusedPlain:
         return [part.to(own.dtype) for part, own in zip(self.image, self.point, strict=True)]
 
     def _observe(self, older: Sequence[Tensor], start: bool = False) -> None:
-        # The judgement before this one may have asked for copies: of the point before, or of one older.
+        # The decision before this one may have asked for copies: of the point before, or of one older.
         book = self.book
         damped = self.damping is not None and self.memory == 0
         following = self._next() if damped else self.image
@@ -136,14 +136,14 @@ class FusedPlain:
     def _damping(self) -> Tensor:
         return self.book.numbers if self.damping is None else self.damping
 
-    def _judge_start(self, merit: Tensor | None) -> None:
+    def _accept_start(self, merit: Tensor | None) -> None:
         book = self.book
         nothing = book.flags
-        kernels.judge_start[(book.blocks.rows,)](
+        kernels.accept_start[(book.blocks.rows,)](
             book.sums, book.blocks.parts, nothing if merit is None else merit.contiguous(), book.flags, book.numbers,
             *self._memory(), book.trace, book.blocks.rows, book.tol, self.floor, NON_FINITE=NON_FINITE,
             MERITED=merit is not None, M=self.memory, MP=self.padded, K=self._sums(),
-            P=book.width_of_sums, num_warps=book.judges,
+            P=book.width_of_sums, num_warps=book.acceptance_warps,
         )  # fmt: skip
 
     def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -190,7 +190,7 @@ class FusedAnderson(FusedPlain):
 
     def finish(self) -> Finish:
         """The best points, and how they were reached."""
-        # The second pass of a step has made all copies that its judgement asked for.
+        # The second pass of a step has made all copies that its decision asked for.
         return self.book.summary(self.book.settle(self.point, self.before, saved=True))
 
     def _remember(self, layout: Blocks) -> None:
@@ -202,7 +202,7 @@ class FusedAnderson(FusedPlain):
     def begin(self) -> None:
         """Measure the start, and propose the first step, which is plain."""
         self._observe(self.before, start=True)
-        self._judge_start(self.task.known[1])
+        self._accept_start(self.task.known[1])
         self._open(self.ring[1])
         self._project(self.ring[1])
 
@@ -214,7 +214,7 @@ class FusedAnderson(FusedPlain):
         self.older_image, self.image_before = self.image_before, self.image
         self.image, merit = self._evaluate(self.point)
         self._compare(older)
-        self._judge(merit)
+        self._accept_step(merit)
         following = self.ring[(book.step + 1) % 3]
         self._mix(following)
         self._project(following)
@@ -251,14 +251,14 @@ class FusedAnderson(FusedPlain):
                 WIDE=book.wide_type, PIECE=book.blocks.piece, BLOCK=self._at_a_time(), num_warps=1,
             )  # fmt: skip
 
-    def _judge(self, merit: Tensor | None) -> None:
+    def _accept_step(self, merit: Tensor | None) -> None:
         book = self.book
-        kernels.judge[(book.blocks.rows,)](
+        kernels.accept_step[(book.blocks.rows,)](
             book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
             *self._memory(), book.trace, book.step, book.blocks.rows, self._slot(), book.tol,
             self.floor, self.growth, 64 * self.task.eps, self.ridge, NON_FINITE=NON_FINITE,
             MERITED=merit is not None, M=self.memory, MP=self.padded,
-            P=book.width_of_sums, num_warps=book.judges,
+            P=book.width_of_sums, num_warps=book.acceptance_warps,
         )  # fmt: skip
 
     def _mixers(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The pass over memory of plain iteration, which judges the step as well: one launch a step beside the map."""
+"""The pass over memory of plain iteration, which decides on the step as well: one launch a step beside the map."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
 from __future__ import annotations
@@ -25,9 +25,9 @@ def plain_observe(
     parts, tol, floor, START: tl.constexpr, DAMPED: tl.constexpr, NON_FINITE: tl.constexpr, K: tl.constexpr,
     P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``|T(y) - y|^2`` and ``|T(y)|^2``, the copies that the last judgement asked for, and this step's judgement.
+    """``|T(y) - y|^2`` and ``|T(y)|^2``, the copies that the last decision asked for, and this step's decision.
 
-    ``START`` has no judgement before it, and leaves its own to ``judge_start``. Where steps are ``DAMPED``, the next
+    ``START`` has no decision before it, and leaves its own to ``accept_start``. Where steps are ``DAMPED``, the next
     point is written too; otherwise it is the image.
     """
     part, row, _, inside, at = entries(width, BLOCK)
@@ -54,14 +54,14 @@ def plain_observe(
         if finished == parts - 1:
             tl.store(flags + COUNT * rows + row, 0)
             mine = sums + row * K * parts
-            judge_plain(mine, parts, flags, numbers, trace, step, rows, row, active, tol, floor, NON_FINITE, P)
+            accept_plain(mine, parts, flags, numbers, trace, step, rows, row, active, tol, floor, NON_FINITE, P)
 
 
 @triton.jit
-def judge_plain(
+def accept_plain(
     sums, parts, flags, numbers, trace, step, rows, row, active, tol, floor, NON_FINITE: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Update the state of one row by its newest point, as ``judge`` does where every finite step is taken."""
+    """Update the state of one row by its newest point, as ``accept_step`` does where every finite step is taken."""
     piece = tl.arange(0, P)
     # Other programs have just written the sums: they are read where those are seen, past this one's own cache.
     gaps = tl.load(sums + piece, mask=piece < parts, other=0.0, cache_modifier=".cg")

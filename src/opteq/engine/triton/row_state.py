@@ -110,7 +110,7 @@ class RowState:
         self.rule = rule
         self.tol = float32_below(rule.tol)  # the kernels and the status of a row agree on it to the last digit
         self.wide = wide
-        # The judgement of the start writes all of these that a later step reads: a launch each would be most of it.
+        # The decision of the start writes all of these that a later step reads: a launch each would be most of it.
         self.flags = torch.empty(8, blocks.rows, dtype=torch.int32, device=device)
         self.numbers = torch.empty(7, blocks.rows, dtype=torch.float64, device=device)
         self.sums = torch.empty(blocks.rows, sums, blocks.parts, dtype=wide, device=device)
@@ -121,7 +121,7 @@ class RowState:
         self.wide_type = tl.float64 if wide == torch.float64 else tl.float32
         self.width_of_sums = power_of_two(blocks.parts)
         # A single warp adds up without a barrier; long rows have too many sums for one.
-        self.judges = 1 if self.width_of_sums <= 128 else 4
+        self.acceptance_warps = 1 if self.width_of_sums <= 128 else 4
         self.best: list[Tensor] = []
 
     def unfinished(self) -> Tensor:

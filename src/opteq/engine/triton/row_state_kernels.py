@@ -7,7 +7,7 @@
 * PENDING: the best point so far is the newest one, which is still in its own buffer;
 * SAVE: what has to be copied to ``best`` before its buffer is used again: 1 the newest point, 2 the one before it;
 * PLAIN: the last proposal was a plain step;
-* COUNT: programs that have finished their part of a step, where the last of them judges it;
+* COUNT: programs that have finished their part of a step, where the last of them decides on it;
 * BEST_STEP, of conjugate gradients, which copy no answers and have no use for LATE: the step of the best one.
 
 The best point is thus copied only when a worse one follows it, or at the end: a row that converges monotonically is

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from opteq.common.autocast import Autocast
 from opteq.engine.triton.launch import may_launch
 from opteq.gradients.base import Formulation
 from opteq.penalties import ElementwisePenalty
@@ -17,7 +16,7 @@ from opteq.solvers.base import Evaluation, Solve
 from opteq.solvers.linear import CG, LinearSolver
 from opteq.solvers.linear.base import LinearSolve, usable_scale
 from opteq.solvers.method import Method
-from opteq.states import Layout, State, blocks
+from opteq.states import Autocast, Layout, State, blocks
 
 _MOST_COLUMNS = 8
 """Differences that the Anderson kernels can remember: their small system is one tile of a program."""

@@ -1,4 +1,4 @@
-"""The judgement of a start, and of a step with memory: one small program a row, between two passes over memory."""
+"""The decision of a start, and of a step with memory: one small program a row, between two passes over memory."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
 from __future__ import annotations
@@ -25,7 +25,7 @@ from opteq.engine.triton.row_state_kernels import (
 
 
 @triton.jit
-def judge_start(
+def accept_start(
     sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, rows, tol, floor,
     NON_FINITE: tl.constexpr, MERITED: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
     K: tl.constexpr, P: tl.constexpr,
@@ -89,7 +89,7 @@ def enter_point(
     flags, numbers, rows, row, gaps, sizes, merit, known, least, best, steps, plain, was_pending, tol, floor, growth,
     rounding, NON_FINITE: tl.constexpr, MERITED: tl.constexpr,
 ):  # fmt: skip
-    """Judge the newest point by its norms and its merit: ``|T(y) - y|``, its residual, and whether it is taken."""
+    """Decide on the newest point by its norms and its merit: ``|T(y) - y|``, its residual, and whether it is taken."""
     gap = tl.sqrt(tl.sum(gaps.to(tl.float64), axis=0))
     residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
     finite = residual < float("inf")  # false for NaN
@@ -105,12 +105,12 @@ def enter_point(
 
 
 @triton.jit(do_not_specialize=["slot", "step"])
-def judge(
+def accept_step(
     sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, step, rows, slot, tol, floor, growth,
     rounding, ridge, NON_FINITE: tl.constexpr, MERITED: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """Judge the newest point of one row: is it taken, is it the best, is the row finished; and weigh the columns.
+    """Decide on the newest point of one row: is it taken, is it the best, is the row finished; and weigh the columns.
 
     All is loaded before anything is computed: a program that waits for one number after the other is mostly waiting.
     """

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.checks import number, one_of, option, whole
+from opteq.models.comparators.monotone import SPLITTINGS, MonDEQ
+from opteq.models.comparators.monotone_tiers import TieredMonDEQ
 from opteq.models.options import SolvingOptions
-from opteq.problems.monotone import SPLITTINGS, MonDEQ
-from opteq.problems.monotone_tiers import TieredMonDEQ
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ class ResNetOptions(Options):
     """Options of a residual network."""
 
     blocks: tuple[int, ...] = option(
-        (2, 2, 2, 2), wholes(most=256, longest=8), "blocks a stage; from the second on, a stage halves pictures"
+        (2, 2, 2, 2), wholes(most=256, longest=8), "blocks a stage; from the second on, a stage halves images"
     )
     width: int = option(64, whole(), "channels of the first stage; each stage doubles them")
     bottleneck: bool = option(False, flag(), "blocks of 1x1, 3x3, 1x1 with four times the channels at the end")
     widen: int = option(1, whole(most=64), "factor of the channels inside bottleneck blocks; 2 is the wide network")
-    large: bool = option(False, flag(), "begin with a 7x7 convolution and a max-pooling, which both halve pictures")
+    large: bool = option(False, flag(), "begin with a 7x7 convolution and a max-pooling, which both halve images")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
 
     def __post_init__(self) -> None:

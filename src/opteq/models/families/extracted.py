@@ -26,7 +26,7 @@ class ExtractorOptions(Options):
     extractor_blocks: tuple[int, ...] = option(
         (3, 4, 6), wholes(most=256, longest=8), "bottleneck blocks of each stage of the extractor"
     )
-    extractor_strides: tuple[int, ...] = option((1, 2, 1), wholes(), "2 for a stage that halves pictures, 1 for others")
+    extractor_strides: tuple[int, ...] = option((1, 2, 1), wholes(), "2 for a stage that halves images, 1 for others")
     extractor_width: int = option(64, whole(), "channels of its first convolution; the stages have 4, 8, 16 times that")
     widen: int = option(1, whole(), "factor of the channels inside its blocks; 2 is the wide residual network")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from opteq.common.errors import UserError
 from opteq.kernels import Gaussian, Kernel, Linear, Polynomial, Sigmoid
+from opteq.models.blocks.fusion import AverageBranches
 from opteq.models.blocks.parts import Head, Parts, make_injection, make_stem
 from opteq.models.checks import Check, either, flag, number, one_of, option, optional, whole
 from opteq.models.options import BranchOptions
 from opteq.operators import Conv2d
-from opteq.problems import GEQ, AverageBranches, Parallel
+from opteq.problems import GEQ, Parallel
 from opteq.states import working_dtype
 
 

@@ -26,8 +26,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from opteq.operators.spectral.autocorrelation import Autocorrelation
-from opteq.operators.spectral.gram import bounds_above
+from opteq.operators.spectral.bound import eigenvalue_bound
 
 # Centres per degree and axis at first, and how often cells are halved. At last r = 2 pi / 88, whose cosine costs
 # 0.26 %; the level lies a little more than that above the lower bound, so that the smallest cells can be excluded.
@@ -70,7 +69,7 @@ def close_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:
             return level
     best = level * gap
     for S, T in _matrices(gram, centres):
-        best = torch.cat([best.reshape(1), bounds_above(S.add_(T), _SQUARINGS, best)[0]]).max()
+        best = torch.maximum(best, eigenvalue_bound(S.add_(T), _SQUARINGS).max())
     return best / gap
 
 
@@ -129,3 +128,51 @@ def _power_steps(A: Tensor, u: Tensor) -> Tensor:
     for _ in range(_POWER_STEPS):
         u = A @ (u / torch.linalg.vector_norm(u, dim=-2, keepdim=True).clamp_min(torch.finfo(A.real.dtype).tiny))
     return u
+
+
+class Autocorrelation:
+    """The Gram matrices of a convolution at many frequencies, from few matrix products.
+
+    ``K^(theta) K^(theta)* = sum over s of C_s e^(i s.theta)``, where ``C_s`` sums ``K_t K_{t+s}'`` over the taps ``t``
+    for which ``t + s`` is a tap too: the kernel's autocorrelation. As ``C_{-s} = C_s'``, half of the shifts are enough.
+    At a frequency the real part is ``C_0 + sum over s of cos(s.theta) (C_s + C_s')`` and the imaginary one
+    ``sum over s of sin(s.theta) (C_s - C_s')``.
+
+    Args:
+        taps: ``(k1 * k2, groups, n, m)``.
+        size: ``(k1, k2)``.
+    """
+
+    def __init__(self, taps: Tensor, size: tuple[int, int]) -> None:
+        k1, k2 = size
+        _, self.groups, self.n, m = taps.shape
+        # Taps behind one another in a row of the matrix: one product then sums over several of them.
+        rows = taps.reshape(k1, k2, self.groups, self.n, m).permute(2, 3, 0, 1, 4).contiguous()
+        even, odd = [], []
+        self.shifts = [(a, b) for a in range(k1) for b in range(0 if a == 0 else 1 - k2, k2)]
+        for a, b in self.shifts:
+            here, there = rows[:, :, : k1 - a, max(-b, 0) : k2 - max(b, 0)], rows[:, :, a:, max(b, 0) : k2 + min(b, 0)]
+            if b == 0:
+                product = torch.bmm(here.flatten(2), there.flatten(2).mT)
+            else:
+                product = torch.bmm(here[:, :, 0].flatten(2), there[:, :, 0].flatten(2).mT)
+                for i in range(1, k1 - a):
+                    product.baddbmm_(here[:, :, i].flatten(2), there[:, :, i].flatten(2).mT)
+            if (a, b) == (0, 0):
+                even.append(product)
+            else:
+                mirrored = product.mT.contiguous()
+                even.append(product + mirrored)
+                odd.append(product - mirrored)
+        self.even = torch.stack(even).flatten(1)
+        self.odd = torch.stack(odd).flatten(1)
+
+    def waves(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``(F, shifts)`` for frequencies ``(F, 2)`` in float64; what the other methods take."""
+        angles = frequencies @ torch.tensor(self.shifts, dtype=torch.float64, device=frequencies.device).mT
+        return angles.cos().to(self.even), angles[:, 1:].sin().to(self.even)
+
+    def at(self, waves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Real and imaginary part of the Gram matrices, each ``(F * groups, n, n)``."""
+        shape = (len(waves[0]) * self.groups, self.n, self.n)
+        return (waves[0] @ self.even).reshape(shape), (waves[1] @ self.odd).reshape(shape)

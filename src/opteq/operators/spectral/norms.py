@@ -7,7 +7,7 @@ restricts the result; embedding and restriction have norm 1. So its norm, on an 
 
 and approaches it as images grow. Strides and dropped borders only restrict more, circular padding samples ``K^`` at
 some frequencies, dilation only renames them: the same supremum serves all. In training it is bounded from the Gram
-matrices on the smaller side (:mod:`~opteq.operators.spectral.symbol`, :mod:`~opteq.operators.spectral.gram`); on a CPU
+matrices on the smaller side (:mod:`~opteq.operators.spectral.bound`); on a CPU
 :mod:`~opteq.operators.spectral.branch_and_bound` comes closer, for ``norm()``.
 
 How far above the true supremum the numbers may lie; the second column is the worst that a search found, the third is
@@ -28,21 +28,12 @@ A slack of 0.05 % in float32 is included. It covers rounding, even where TensorF
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
-
 import torch
 from torch import Tensor, nn
 
-from opteq.common.autocast import has_autocast
-from opteq.operators.base import Operator, is_hooked
+from opteq.operators.base import Operator
+from opteq.operators.spectral.bound import normalised, rounding, squared_supremum, unit_norm
 from opteq.operators.spectral.branch_and_bound import close_supremum
-from opteq.operators.spectral.gram import eigenvalue_bound
-from opteq.operators.spectral.symbol import may_wait, squared_supremum
-
-# Enough to come within 0.1 %; a single matrix is cheap.
-_MATRIX_SQUARINGS = 7
 
 
 def kernel_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
@@ -61,102 +52,28 @@ def kernel_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
     """
     if kernel.is_meta:  # a shape without numbers, of which none is the norm: 1 stands for any
         return torch.ones((), dtype=kernel.dtype, device="cpu")
-    unit, magnitude = _normalised(kernel)
-    return _unit_norm(unit, groups, fine) * magnitude
-
-
-def bounded(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
-    """``weight * min(1, bound / s)``: the weight itself, bit for bit, where its norm is within the bound.
-
-    ``s`` is :func:`kernel_norm` of ``weight``, or, with ``before``, of the product of ``weight`` and those factors,
-    which broadcast against it (the norm then bounded is that of the product). Differentiable with respect to them all.
-
-    >>> bounded(torch.tensor([[3.0, 0.0], [0.0, 0.1]]), 1.0)[0, 0] <= 1
-    tensor(True)
-    """
-    if bound is None:
-        return weight
-    known = (known_scales.get() or {}).get(id(weight))
-    scale = scale_for(bound, weight, *before) if known is None else known
-    return (weight.to(scale.dtype) * scale).to(weight.dtype)
-
-
-known_scales: ContextVar[dict[int, Tensor] | None] = ContextVar("known_scales", default=None)
-"""Scales of :func:`bounded` that were computed already, by the identity of the weight."""
-
-
-def scale_for(bound: float, weight: Tensor, *before: Tensor) -> Tensor:
-    """The factor of :func:`bounded`: ``min(1, bound / s)``, exactly 1 where the norm is within the bound."""
-    # Magnitudes are divided out one by one, so that nothing overflows however large the weights are.
-    kernel, magnitude = _normalised(weight)
-    room = bound / (1 + _rounding(weight.dtype)) / magnitude
-    for factor in before:
-        unit, magnitude = _normalised(factor)
-        kernel, room = kernel * unit, room / magnitude
-    limits = torch.finfo(room.dtype)
-    room = room.clamp_max(limits.max / 2)
-    return room / torch.maximum(_unit_norm(kernel), room).clamp_min(limits.tiny)
+    unit, magnitude = normalised(kernel)
+    return unit_norm(unit, groups, _fine_supremum if fine else None) * magnitude
 
 
 @torch.no_grad()
 def certified_norm(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
     """The norm, from above and within 0.5 %, of a ``weight`` that :func:`bounded` made from the same ``before``."""
-    kernel, scale = _normalised(weight)
+    kernel, scale = normalised(weight)
     for factor in before:
-        unit, magnitude = _normalised(factor)
+        unit, magnitude = normalised(factor)
         kernel, scale = kernel * unit, scale * magnitude
-    norm = _unit_norm(kernel, fine=True) * scale
+    norm = unit_norm(kernel, supremum=_fine_supremum) * scale
     # Both numbers are certified; but rounding to 16 bits after the bound was applied takes its certificate away.
-    return norm if bound is None or _rounding(weight.dtype) else norm.clamp_max(bound)
+    return norm if bound is None or rounding(weight.dtype) else norm.clamp_max(bound)
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    """What rounding the bounded weight back to a 16-bit format may add to its norm, relatively."""
-    return torch.finfo(dtype).eps / 2 if torch.finfo(dtype).bits < 32 else 0.0
-
-
-def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight`` in computing precision, divided by its largest magnitude, and that magnitude.
-
-    The magnitude carries no gradient: norms are homogeneous, so derivatives come out right for any constant divisor.
-    """
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    magnitude = torch.linalg.vector_norm(weight.detach(), math.inf).clamp_min(torch.finfo(weight.dtype).tiny ** 0.75)
-    return weight / magnitude, magnitude
-
-
-def _unit_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
-    """:func:`kernel_norm` for a kernel in computing precision whose entries are of order one."""
-    with _full_precision(kernel.device.type):
-        outputs, inputs, *size = kernel.shape
-        taps = kernel.reshape(groups, outputs // groups, inputs, -1).movedim(-1, 0)
-        if outputs // groups > inputs:  # A and A' have the same norm; the Gram matrix is on the smaller side
-            taps = taps.mT
-        taps = taps.contiguous()
-        if taps.shape[0] == 1:
-            squared = _squared_norm(taps)
-        elif fine and _may_search(taps):
-            squared = close_supremum(taps, (size[0], size[1]))
-        else:
-            squared = squared_supremum(taps, (size[0], size[1]), fine)
-        slack = 2**-11 if kernel.dtype == torch.float32 else 1e-9
-        return squared.sqrt() * (1 + slack)
-
-
-def _squared_norm(taps: Tensor) -> Tensor:
-    """Of matrices ``(1, groups, n, m)``, the largest squared norm from above."""
-    return eigenvalue_bound(torch.bmm(taps[0], taps[0].mT), _MATRIX_SQUARINGS, symmetric=True).amax()
-
-
-def _may_search(taps: Tensor) -> bool:
-    """Whether the fine norm may be searched for, which takes a CPU, no gradient and finite numbers."""
-    return may_wait(taps) and not (torch.is_grad_enabled() and taps.requires_grad) and bool(taps.isfinite().all())
-
-
-def _full_precision(device_type: str) -> AbstractContextManager[object]:
-    if has_autocast(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+def _fine_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Within 0.5 %: by a search, which takes a CPU, no gradient and finite numbers; else by a sweep."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not taps.is_cpu or traced or (torch.is_grad_enabled() and taps.requires_grad) or not bool(taps.isfinite().all()):
+        return squared_supremum(taps, size, fine=True)
+    return close_supremum(taps, size)
 
 
 @torch.no_grad()
@@ -172,7 +89,7 @@ def module_norm(module: nn.Module) -> Tensor | None:
     >>> module_norm(nn.ReLU()) is None
     True
     """
-    if is_hooked(module):
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
     if isinstance(module, Operator):
         return module.norm()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opteq.operators import Conv2d, Dense, LinearMap, Operator, kernel_norm, resample, unhooked
+from opteq.operators import Conv2d, Dense, LinearMap, Operator, kernel_norm, resample
+from opteq.problems.base import unhooked
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, map_state
 

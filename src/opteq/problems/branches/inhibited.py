@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.validate import check_share
-from opteq.operators import Operator, unhooked
-from opteq.problems.base import Problem, check_operator
+from opteq.operators import Operator
+from opteq.problems.base import Problem, check_operator, unhooked
 from opteq.problems.branches.common_space import measured_square, prepare_common, squared_norm
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from opteq import penalties
 from opteq.common.validate import check_not_negative, check_whole
 from opteq.couplings import Coupling, Features, largest_neighbours
-from opteq.operators import Conv2d, LinearMap, unhooked
+from opteq.operators import Conv2d, LinearMap
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, inject
+from opteq.problems.base import Problem, inject, unhooked
 from opteq.problems.branches.branch import Branch, check_branches, feature_channels, views
 from opteq.problems.branches.chattering import Tensors, inclusion_residual, returns, signs_change
 from opteq.problems.branches.mopteq_certificate import certify

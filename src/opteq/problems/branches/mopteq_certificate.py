@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from opteq.couplings import Coupling
-from opteq.operators import Conv2d, Identity, SeparableConv2d, is_hooked, module_norm, unhooked
+from opteq.operators import Conv2d, Identity, SeparableConv2d, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import unknown_norm
+from opteq.problems.base import is_hooked, unhooked, unknown_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from opteq import penalties
 from opteq.common.errors import unknown_name
 from opteq.common.validate import check_positive
-from opteq.operators import Operator, Stack, module_norm, unhooked
+from opteq.operators import Operator, Stack, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, inject, unknown_norm
+from opteq.problems.base import Problem, inject, unhooked, unknown_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.deep.convolutional import by_conv_slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -15,15 +16,6 @@ from opteq.problems.fixed_point import FixedPoint
 SPLITTINGS = ("peaceman-rachford", "forward-backward")
 
 
-def strongly_monotone(m: float) -> Certificate:
-    """What follows from m alone."""
-    reason = f"I - W is {m:g}-strongly monotone whatever the weights are, and relu is a prox"
-    none = "plain steps relu(W z + U x) need not contract; splitting converges all the same"
-    moves = f"|z - z'| <= |U x - U x'| / {m:g}; the norm of U is not known"
-    reasons = {"exists": reason, "unique": reason, "contraction": none, "lipschitz": moves}
-    return Certificate(True, True, None, None, reasons)
-
-
 def identity(kernel: Tensor) -> Tensor:
     """The identity of the channels of a kernel.
 
@@ -33,44 +25,34 @@ def identity(kernel: Tensor) -> Tensor:
     return torch.diag_embed(torch.ones_like(torch.amax(kernel, dim=(1, 2, 3))))
 
 
-def checked_splitting(problem: Any) -> None:
-    """Raise unless ``m``, ``alpha`` and ``splitting`` of a problem are right."""
-    share(problem, "m")
-    positive(problem, "alpha")
-    if problem.splitting not in SPLITTINGS:
-        kind = type(problem).__name__
-        raise ValueError(f"{kind}.splitting should be one of {', '.join(SPLITTINGS)}; got {problem.splitting!r}")
+def scaled_kernel(kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
+    """``gain A / |A|_F`` in float32 or better; an error where images are smaller than the kernel."""
+    if max(kernel.shape[2:]) > min(height, width):
+        raise ValueError(f"images of {height} x {width} are smaller than the kernels, {tuple(kernel.shape[2:])}")
+    scaled: Tensor = gain / torch.linalg.vector_norm(kernel) * kernel
+    return scaled.to(torch.promote_types(kernel.dtype, torch.float32))
 
 
-class MonDEQ(FixedPoint):
-    """``z = relu(W z + U x + b)`` with ``W = (1 - m) I - A'A + B - B'``, all of them circular convolutions.
-
-    The symmetric part of ``I - W`` is at least m, whatever A and B are: there is one fixed point, and it moves by at
-    most ``|U| / m`` times the change of the input. W is not symmetric, so no objective belongs to it; without B it is
-    an :class:`~opteq.Inhibition`. Convolutions are computed by the Fourier transform, where the inverse that
-    Peaceman-Rachford splitting needs is one small matrix per frequency.
+class Monotone(FixedPoint):
+    """What monDEQ of one tier and of several share.
 
     Args:
-        channels: n, of the state ``(B, n, h, w)``.
-        U: module from the input to ``(B, n, h, w)``, with the bias.
-        kernel_size: of A and B.
+        channels: of the state; one number, or one per tier.
+        U: module from the input to the (first tier of the) state, with the bias.
+        kernel_size: of all convolutions.
         m: strong monotonicity, in (0, 1].
         splitting: ``"peaceman-rachford"`` steps converge for every ``alpha``; ``"forward-backward"`` steps for those
             below ``2 m / L^2`` with ``L = |I - W|``.
         alpha: step length.
 
-    A is ``gain_A A / |A|_F`` and B likewise, with gains that are learned.
-
-    >>> layer = MonDEQ(4, nn.Conv2d(3, 4, 3, padding=1), m=0.2)
-    >>> layer.certificate().unique
-    True
+    A kernel A acts as ``gain_A A / |A|_F``, with a gain that is learned.
     """
 
     takes_tuples = False
 
     def __init__(
         self,
-        channels: int,
+        channels: Any,
         U: nn.Module,
         kernel_size: int = 3,
         m: float = 0.1,
@@ -78,16 +60,47 @@ class MonDEQ(FixedPoint):
         alpha: float = 1.0,
     ) -> None:
         Problem.__init__(self)  # the map is a method here
-        self.m, self.alpha, self.splitting, self.U = m, alpha, splitting, U
-        checked_splitting(self)
-        shape = channels, channels, kernel_size, kernel_size
-        self.A, self.B = (nn.Parameter(torch.empty(shape).uniform_(-1, 1)) for _ in range(2))
-        self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
+        self.channels, self.U, self.m, self.splitting, self.alpha = channels, U, m, splitting, alpha
+        share(self, "m")
+        positive(self, "alpha")
+        if splitting not in SPLITTINGS:
+            kind = type(self).__name__
+            raise ValueError(f"{kind}.splitting should be one of {', '.join(SPLITTINGS)}; got {splitting!r}")
+        self._make_kernels(kernel_size)
+
+    @abstractmethod
+    def _make_kernels(self, size: int) -> None:
+        """Draw the kernels, and make the gains."""
 
     @for_finite_weights
     def certificate(self) -> Certificate:
         """Existence and uniqueness from m alone."""
-        return strongly_monotone(self.m)
+        reason = f"I - W is {self.m:g}-strongly monotone whatever the weights are, and relu is a prox"
+        none = "plain steps relu(W z + U x) need not contract; splitting converges all the same"
+        moves = f"|z - z'| <= |U x - U x'| / {self.m:g}; the norm of U is not known"
+        reasons = {"exists": reason, "unique": reason, "contraction": none, "lipschitz": moves}
+        return Certificate(True, True, None, None, reasons)
+
+
+class MonDEQ(Monotone):
+    """``z = relu(W z + U x + b)`` with ``W = (1 - m) I - A'A + B - B'``, all of them circular convolutions.
+
+    The symmetric part of ``I - W`` is at least m, whatever A and B are: there is one fixed point, and it moves by at
+    most ``|U| / m`` times the change of the input. W is not symmetric, so no objective belongs to it; without B it is
+    an :class:`~opteq.Inhibition`. Convolutions are computed by the Fourier transform, where the inverse that
+    Peaceman-Rachford splitting needs is one small matrix per frequency.
+
+    ``channels`` is n, of the state ``(B, n, h, w)``; the other options are those of :class:`Monotone`.
+
+    >>> layer = MonDEQ(4, nn.Conv2d(3, 4, 3, padding=1), m=0.2)
+    >>> layer.certificate().unique
+    True
+    """
+
+    def _make_kernels(self, size: int) -> None:
+        shape = self.channels, self.channels, size, size
+        self.A, self.B = (nn.Parameter(torch.empty(shape).uniform_(-1, 1)) for _ in range(2))
+        self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
 
     def symbol(self, height: int, width: int) -> Tensor:
         """W at every frequency of images ``(height, width)``: ``(height, width // 2 + 1, n, n)``, complex."""
@@ -96,10 +109,7 @@ class MonDEQ(FixedPoint):
         return symbol
 
     def _spectrum(self, kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
-        wide = (gain / kernel.norm() * kernel).to(torch.promote_types(kernel.dtype, torch.float32))
-        if max(wide.shape[2:]) > min(height, width):
-            raise ValueError(f"images of {height} x {width} are smaller than the kernels, {tuple(wide.shape[2:])}")
-        spectrum: Tensor = torch.fft.rfft2(wide, s=(height, width))
+        spectrum: Tensor = torch.fft.rfft2(scaled_kernel(kernel, gain, height, width), s=(height, width))
         return spectrum.permute(2, 3, 0, 1)
 
     # The state is z for forward-backward, and u with z = relu(u) for Peaceman-Rachford splitting.

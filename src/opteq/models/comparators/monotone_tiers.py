@@ -7,30 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq.problems.base import Problem
-from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.fixed_point import FixedPoint
-from opteq.problems.monotone import checked_splitting, identity, strongly_monotone
+from opteq.models.comparators.monotone import Monotone, identity, scaled_kernel
 
 
-class TieredMonDEQ(FixedPoint):
+class TieredMonDEQ(Monotone):
     """``z = relu(W z + U x + b)`` with z on several tiers; tier i is fed by tier i - 1, the first one by x.
 
     ``W = (1 - m) I - A'A + S`` with a skew S. A has a circular convolution ``A_i`` for each tier and below it a strided
     one ``C_i`` from tier i to tier i + 1. S has ``B_i - B_i'`` on the diagonal and beside it what makes W block
     triangular: tier i + 1 sees ``-2 A_(i+1)' C_i z_i`` and tier i does not see tier i + 1. As with one tier
-    (:class:`~opteq.problems.MonDEQ`), ``I - W`` is m-strongly monotone whatever the weights are.
+    (:class:`~opteq.models.comparators.monotone.MonDEQ`), ``I - W`` is m-strongly monotone whatever the weights are.
 
     The inverse of Peaceman-Rachford splitting goes from tier to tier. Strided convolutions mix four frequencies; the
     Woodbury formula takes them to one small matrix per frequency of the next tier.
 
-    Args:
-        channels: of the tiers, ``(n_1, n_2, ...)``; the state is a tuple ``((B, n_1, h, w), (B, n_2, h/2, w/2), ...)``.
-        U: module from the input to ``(B, n_1, h, w)``, with the bias.
-        kernel_size: of all convolutions.
-        m: strong monotonicity, in (0, 1].
-        splitting: ``"peaceman-rachford"``, which converges for every ``alpha``, or ``"forward-backward"``.
-        alpha: step length.
+    ``channels`` are those of the tiers, ``(n_1, n_2, ...)``, of a state ``((B, n_1, h, w), (B, n_2, h/2, w/2), ...)``. The
+    other options are those of :class:`~opteq.models.comparators.monotone.Monotone`.
 
     ``features`` is the last tier.
 
@@ -39,31 +31,15 @@ class TieredMonDEQ(FixedPoint):
     [(1, 4, 8, 8), (1, 6, 4, 4)]
     """
 
-    takes_tuples = False
     A: nn.ParameterList
 
-    def __init__(
-        self,
-        channels: tuple[int, ...],
-        U: nn.Module,
-        kernel_size: int = 3,
-        m: float = 0.1,
-        splitting: str = "peaceman-rachford",
-        alpha: float = 1.0,
-    ) -> None:
-        Problem.__init__(self)  # the map is a method here
-        self.m, self.alpha, self.splitting, self.U, self.channels = m, alpha, splitting, U, tuple(channels)
-        checked_splitting(self)
+    def _make_kernels(self, size: int) -> None:
+        channels = self.channels
         steps = list(zip(channels[1:], channels[:-1], strict=True))
         for name, shapes in (("A", [(n, n) for n in channels]), ("B", [(n, n) for n in channels]), ("C", steps)):
-            kernels = [torch.empty(*shape, kernel_size, kernel_size).uniform_(-1, 1) for shape in shapes]
+            kernels = [torch.empty(*shape, size, size).uniform_(-1, 1) for shape in shapes]
             setattr(self, name, nn.ParameterList(kernels))
             setattr(self, f"gain_{name}", nn.ParameterList([torch.tensor(1.0) for _ in shapes]))
-
-    @for_finite_weights
-    def certificate(self) -> Certificate:
-        """Existence and uniqueness from m alone."""
-        return strongly_monotone(self.m)
 
     def start(self, x: Any) -> tuple[Tensor, ...]:
         """Zeros."""
@@ -95,10 +71,7 @@ class TieredMonDEQ(FixedPoint):
 
     def _symbol(self, name: str, tier: int, height: int, width: int) -> Tensor:
         kernel, gain = getattr(self, name)[tier], getattr(self, f"gain_{name}")[tier]
-        wide = (gain / torch.linalg.vector_norm(kernel) * kernel).to(torch.promote_types(kernel.dtype, torch.float32))
-        if max(kernel.shape[2:]) > min(height, width):
-            raise ValueError(f"images of {height} x {width} are smaller than the kernels, {tuple(kernel.shape[2:])}")
-        spectrum: Tensor = torch.fft.fft2(wide, s=(height, width))
+        spectrum: Tensor = torch.fft.fft2(scaled_kernel(kernel, gain, height, width), s=(height, width))
         return torch.permute(spectrum, (2, 3, 0, 1))
 
     def _diagonal(self, tier: int, height: int, width: int) -> Tensor:

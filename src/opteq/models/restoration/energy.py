@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
+from opteq.models.restoration.guide import Guide
+from opteq.models.restoration.measurement import Measurement, checked_measurement, settled_measurement
+from opteq.models.restoration.noise_levels import NoiseLevels
 from opteq.operators.base import Operator
 from opteq.operators.chain import ChainMap, ConvChain, largest_response, response_powers
-from opteq.operators.measurement import Measurement, checked_measurement, settled_measurement
 from opteq.penalties import Identity
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.potentials import Curve, Potential
@@ -20,8 +22,6 @@ from opteq.potentials.base import scaled_derivative, scaled_second
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.linearisation import Structure
 from opteq.problems.objective import BoundObjective, Objective
-from opteq.problems.restoration.guide import Guide
-from opteq.problems.restoration.noise_levels import NoiseLevels
 from opteq.solvers.fista import FISTA
 from opteq.states import State, single, sum_over_sample
 

@@ -1,5 +1,5 @@
 """Image restoration: a data term, and a prior made of potentials of filter responses."""
 
-from opteq.problems.restoration.energy import FilterPrior, Restoration
+from opteq.models.restoration.energy import FilterPrior, Restoration
 
 __all__ = ["FilterPrior", "Restoration"]
