@@ -108,7 +108,12 @@ def is_hooked(module: nn.Module, backward: bool = False) -> bool:
 def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
     names = ["_forward_hooks", "_forward_pre_hooks"]
     names += ["_backward_hooks", "_backward_pre_hooks"] if backward else []
-    return [list(getattr(module, name).values()) for name in names]
+    return [[hook for hook in getattr(module, name).values() if not _only_watches(hook)] for name in names]
+
+
+def _only_watches(hook: Any) -> bool:
+    # torchinfo.summary writes sizes down, and changes nothing: that it sees no call of W costs a line its size.
+    return getattr(hook, "__module__", "").partition(".")[0] == "torchinfo"
 
 
 def initial_norm(bound: float | None) -> float:

@@ -30,6 +30,10 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
     def bind(self, x: Any) -> BoundMap:
         """The problem with ``x`` bound. All work that depends on ``x`` and the weights alone is done here, once."""
 
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """:meth:`forward` with its hooks, except for hooks that only watch: a bound problem has no size to report."""
+        return super().__call__(*given, **named) if is_hooked(self, backward=True) else self.forward(*given, **named)
+
     def forward(self, x: State) -> BoundMap:
         """Check ``x``, a tensor (for problems with branches, or a tuple with one per branch), then bind it."""
         for part in x if self.takes_tuples and isinstance(x, tuple) and x else (x,):
