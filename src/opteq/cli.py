@@ -139,7 +139,7 @@ def evaluate(
     with one_line_errors():
         from opteq import training
 
-        if corruptions or curves or only or reference or images:
+        if corruptions or curves or only or reference is not None or images is not None:
             from opteq.report.figures import evaluation
 
             evaluation.command(
@@ -150,7 +150,7 @@ def evaluate(
             return
 
         if training.is_denoiser(run):
-            if precision or attack or attack_steps or attack_step_size:
+            if any(given is not None for given in (precision, attack, attack_steps, attack_step_size)):
                 raise UserError("--precision and --attack are for classifiers, and this run trained a denoiser")
             from opteq.training.run.tables import denoising_table
 

@@ -76,6 +76,10 @@ class Gaussian(Kernel):
                 f"Gaussian.patch and Gaussian.split go together, sides and channels of a patch; got {patch=}, {split=}"
             )
         self.patches = None if patch is None or split is None else Patches(split, patch)
+        if hidden is None and bound != 1.0:
+            raise ValueError(
+                f"Gaussian.bound is of the projection to `hidden` numbers, so it needs hidden; got {bound=}"
+            )
         if hidden is not None:
             if self.patches is None:
                 raise ValueError(f"Gaussian.hidden projects patches, so it needs patch and split; got {hidden=} alone")

@@ -65,6 +65,8 @@ class HSIC(Regularizer):
         if self.features is not None:
             whole(self, "features", least=1)
         whole(self, "seed", least=0)
+        if self.features is None and self.seed:
+            raise ValueError(f"HSIC.seed draws random features, so it needs features; got seed={self.seed}")
 
     def value(self, z: Tensor) -> Tensor:
         with exact_products(z):
