@@ -880,6 +880,7 @@ def test_get_errors() -> None:
         (lambda: HSIC(features=2.0), TypeError, "HSIC.features should be a whole number; got 2.0"),
         (lambda: HSIC(seed=None), TypeError, "HSIC.seed should be a whole number; got None"),
         (lambda: HSIC(seed=-1), ValueError, "HSIC.seed should be at least 0; got -1"),
+        (lambda: HSIC(seed=3), ValueError, "HSIC.seed draws random features, so it needs features; got seed=3"),
         (lambda: HSIC(features=True), TypeError, "HSIC.features should be a whole number; got True"),
         (lambda: Envelope("l1", 1.0), TypeError, "Envelope: regularizer must be a Regularizer, such as L1"),
         (lambda: Envelope(HSIC(), 1.0), ValueError, r"Envelope: regularizer must be convex, and HSIC\(.*is not"),
