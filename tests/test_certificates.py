@@ -331,7 +331,7 @@ def test_it_reads_well() -> None:
     assert lines == [
         "exists       True     a contraction of a complete space has exactly one fixed point (Banach)",
         "unique       True     a contraction of a complete space has exactly one fixed point (Banach)",
-        "contraction  0.5      L |W|^2 / mu with L = 1 and |W| <= 0.5",
+        "contraction  0.5      L |W|^2 / mu with |W| <= 0.5 and L = 1, the activation's slope",
         "lipschitz    2        |U| L |W| / mu / (1 - L |W|^2 / mu), since sigma is a convex function's gradient",
     ]
     unknown = opteq.OptEq(operator(torch.full((1, 1), 2.0, dtype=torch.float64))).certificate()

@@ -137,3 +137,24 @@ def test_parametrisations_act_and_are_certified(build: Callable[..., Problem]) -
     torch.stack([part.square().sum() for part in torch.atleast_1d(layer(torch.randn(2, 3)))]).sum().backward()
     assert all(p.grad is not None for p in (*W.parameters(), *U.parameters()))
     assert problem.certificate().contraction == pytest.approx(plain.certificate().contraction)
+
+
+def test_torchinfo_sums_a_layer_up() -> None:
+    """By hooks on every module that read the sizes of tensors and fail on anything else."""
+    seen: dict[nn.Module, tuple[int, ...]] = {}
+
+    def hook(module: nn.Module, given: object, found: object) -> None:
+        if not isinstance(found, Tensor):
+            raise TypeError(f"Model contains a layer with an unsupported input or output type: {found}")
+        seen[module] = tuple(found.shape)
+
+    hook.__module__ = "torchinfo.torchinfo"
+    W, U = maps()
+    layer = opteq.Equilibrium(opteq.OptEq(W, U))
+    x = torch.randn(2, 3)
+    plain, certificate = layer(x), layer.problem.certificate()
+    for module in layer.modules():
+        module.register_forward_hook(hook)
+    torch.testing.assert_close(layer(x), plain, rtol=0, atol=0)
+    assert (seen[layer], seen[U]) == ((2, 4), (2, 6))
+    assert layer.problem.certificate() == certificate

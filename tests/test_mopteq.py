@@ -174,7 +174,9 @@ def test_terms_are_those_of_equation_5() -> None:
     ],
 )
 def test_fixed_points_satisfy_algorithm_2(branches: object, shape: tuple[int, ...], eps: float) -> None:
-    problem = MOptEq(branches(), diversity=0.002, perturbation=eps, settle=60).double()
+    made = branches()
+    eps = eps if len(made) > 1 else 0.0
+    problem = MOptEq(made, diversity=0.002, perturbation=eps, settle=60 if eps else None).double()
     x = gaussian(2, *shape)
     with torch.no_grad():
         hidden, y = exact(problem, x)
@@ -407,8 +409,8 @@ def test_perturbations_are_for_training_only_and_carry_no_gradient() -> None:
     assert (perturbed.injections[1] - plain.injections[1]).abs().max() > 0.01
     slopes = [torch.autograd.grad(hidden.injections[1].sum(), x)[0] for hidden in (perturbed, plain)]
     torch.testing.assert_close(*slopes, rtol=1e-12, atol=1e-12)  # U is affine: delta adds nothing
-    alone = MOptEq(pictures(1), perturbation=0.3).double()
-    assert alone(gaussian(2, 2, 4, 4)).perturbation is None  # the first branch sees the input as it is
+    with pytest.raises(ValueError, match="no effect on a single branch"):  # which sees the input as it is
+        MOptEq(pictures(1), perturbation=0.3)
 
 
 @pytest.mark.parametrize("scales", [(1, 1, 1), (1, 2, 4), (4, 2, 1)])
@@ -610,6 +612,8 @@ def test_backward_system_is_symmetric(bound: float | None, method: str) -> None:
     [
         ({"diversity": -0.1}, "diversity should be at least 0 and finite; got -0.1"),
         ({"perturbation": -1}, "perturbation should be at least 0 and finite; got -1"),
+        ({"smoothing": 0.1}, "smoothing=0.1 has no effect with diversity=0"),
+        ({"settle": 9}, "settle=9 has no effect with perturbation=0"),
         ({"smoothing": float("nan")}, "smoothing should be at least 0 and finite; got nan"),
         ({"settle": 0}, "settle should be at least 1; got 0"),
         ({"activation": "rellu"}, "did you mean 'relu'"),

@@ -157,6 +157,12 @@ def test_options_that_would_have_no_effect_are_refused() -> None:
         with pytest.raises(ValueError, match=r"no effect beside linear.*Give them to CG"):
             opteq.Implicit(linear=opteq.CG(), **options)
     assert opteq.Implicit(linear=opteq.CG(tol=1e-3, max_steps=7)).linear == opteq.CG(tol=1e-3, max_steps=7)
+    W = opteq.operators.Dense(2, 2)
+    for build in (lambda: opteq.OptEq(W, gamma=0.5), lambda: opteq.DeepOptEq([(W, torch.nn.Linear(2, 2))], gamma=0.5)):
+        with pytest.raises(ValueError, match=r"gamma is the weight of a regularizer, and there is none; got gamma=0.5"):
+            build()
+    with pytest.raises(ValueError, match=r"Gaussian.bound is of the projection .* needs hidden; got bound=0.5"):
+        opteq.kernels.Gaussian(0.3, bound=0.5)
 
 
 def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:

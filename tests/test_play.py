@@ -145,6 +145,17 @@ def test_the_certificate_at_the_point_moves_with_the_terms(client: TestClient, r
         step *= 0.9 * usual["radius"] / step.norm()
         bend = layer(x + step) + layer(x - step) - 2 * layer(x)
         assert bend.norm() <= 1e-6 * (layer(x + step) - layer(x)).norm()
+    # The prediction stays within the proved distance, and is near to another at the estimated one, in its direction.
+    model, start = model.eval(), Preprocessing.of(model.config).normalised(pixels).double()
+    std = torch.tensor(Preprocessing.of(model.config).std).double()
+    logits = model(start.requires_grad_())[0]
+    first, second = logits.topk(2).indices.tolist()
+    (slope,) = torch.autograd.grad(logits[first] - logits[second], start)
+    lead = float((logits[first] - logits[second]).detach() / (slope / std).norm())
+    assert 0 < usual["proved"] < usual["estimated"] <= lead * (1 + 1e-3)
+    with torch.no_grad():
+        towards = -slope / slope.norm() * usual["proved"] / std
+        assert int(model(start + towards).argmax()) == first
     assert certificate(factors={"coupling": 4.0})["converged"] is False
     assert certificate(factors={"input": 0.0})["radius"] is not None
 

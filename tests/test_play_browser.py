@@ -28,7 +28,7 @@ pytestmark = needs_chromium
 
 SEVEN = [(0.4, 0.3), (0.5, 0.3), (0.6, 0.3), (0.56, 0.42), (0.52, 0.54), (0.48, 0.66), (0.44, 0.78)]
 PREDICTED = "document.querySelector('#answer .bar span')?.innerText"
-RADIUS = "document.querySelector('#point').innerText.match(/Radius\\s+([0-9.e-]+)/)?.[1]"
+RADIUS = "document.querySelector('#point').innerText.match(/piece\\s+([0-9.e-]+)/)?.[1]"
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,9 @@ def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
         ("loss.weight=0.1", "[loss] regularizer = None with weight = 0.1: give both or neither"),
         ("loss.diversity=0.1", "[loss] diversity has no effect with augmented = 0"),
         ("loss.smoothing=0.1", "MOptEq's own is model.options.smoothing"),
+        ("optimizer.name=adamw", '[optimizer] nesterov has no effect with name = "adamw"; it belongs to "sgd"'),
+        ("optimizer.eps=1e-6", '[optimizer] eps has no effect with name = "sgd"; it belongs to "adamw"'),
+        ("schedule.power=2.0", "[schedule] power has no effect with name = "),
         ("train.accumulate=999", "[train] accumulate = 999 is more than batch_size"),
         ("augment.flip=3", "augment.flip = 3 is not right: it should be a valid boolean"),
         ("augment.erase=7.0", "[augment] Augmentation.erase should be in [0, 1]; got 7.0"),
@@ -186,6 +189,8 @@ def test_values_of_overrides_are_typed() -> None:
         "digits",
         [
             "train.epochs=7",
+            "optimizer.name=adamw",
+            "optimizer.nesterov=false",
             "optimizer.betas=[0.8, 0.9]",
             "data.root=2024",
             "train.clip=1",

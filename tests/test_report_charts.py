@@ -258,4 +258,4 @@ def test_numbers_at_their_edges() -> None:
     assert percent(0.9999) == "99.9\u00a0%"
     assert percent(float("nan")) == "–"
     assert decimal(999.96) == "1,000"
-    assert scientific(0.00099999) == "10⁻³"
+    assert scientific(0.00099999) == "9.9·10⁻⁴"

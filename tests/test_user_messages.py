@@ -131,3 +131,12 @@ def test_flags_show_no_type() -> None:
     lines = [line for line in call("train", "--help").stdout.splitlines() if "--resume" in line]
     assert len(lines) == 1
     assert "bool" not in lines[0].lower()
+
+
+@pytest.mark.parametrize("command", ["", "train", "evaluate", "play"])
+def test_help_names_flags_without_a_type(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    result = call(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "--help" in result.output
+    assert "bool" not in result.output.lower()

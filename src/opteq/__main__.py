@@ -13,7 +13,7 @@ def main() -> None:
     except MissingExtraError as error:
         print(f"opteq: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
-    app()
+    app(prog_name="opteq")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import opteq
 from opteq.common.errors import UserError
@@ -23,7 +24,29 @@ if TYPE_CHECKING:
 PATIENCE = 3.0
 """Seconds that other processes wait for the first one to print an error."""
 
+
+class _Command(TyperCommand):
+    """A command whose ``--help`` is listed as a flag, without a type: so are all flags here, by a blank metavar."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _as_flag(super().get_help_option(ctx))
+
+
+class _Commands(TyperGroup):
+    """All of them."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _as_flag(super().get_help_option(ctx))
+
+
+def _as_flag(option: Any) -> Any:
+    if option is not None:
+        option.metavar = " "
+    return option
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Networks whose output solves an optimisation problem that a person can read and edit.",
     no_args_is_help=True,
     add_completion=False,
@@ -41,7 +64,7 @@ def main(
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=_Command)
 def demo(
     samples: Annotated[int, typer.Option(min=4, max=1797, help="How many digits to solve for.")] = 256,
 ) -> None:
@@ -51,10 +74,11 @@ def demo(
     run(samples)
 
 
-@app.command()
+@app.command(cls=_Command)
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(help="A name that `opteq recipes` lists, or a TOML file; digits by default.")
+        str | None,
+        typer.Argument(metavar="RECIPE", help="A name that `opteq recipes` lists, or a TOML file; digits by default."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/<name> by default.")] = None,
     set_: Annotated[
@@ -85,9 +109,9 @@ def train(
             _report(folder)
 
 
-@app.command()
+@app.command(cls=_Command)
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     tol: Annotated[float | None, typer.Option(help="Solve to this relative residual, in full precision.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Maximal number of solver steps.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -115,7 +139,7 @@ def evaluate(
     with one_line_errors():
         from opteq import training
 
-        if corruptions or curves or only or reference or images:
+        if corruptions or curves or only or reference is not None or images is not None:
             from opteq.report.figures import evaluation
 
             evaluation.command(
@@ -126,7 +150,7 @@ def evaluate(
             return
 
         if training.is_denoiser(run):
-            if precision or attack or attack_steps or attack_step_size:
+            if any(given is not None for given in (precision, attack, attack_steps, attack_step_size)):
                 raise UserError("--precision and --attack are for classifiers, and this run trained a denoiser")
             from opteq.training.run.tables import denoising_table
 
@@ -139,10 +163,12 @@ def evaluate(
         _console().print(evaluation_table(str(run), result))
 
 
-@app.command()
+@app.command(cls=_Command)
 def predict(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run or saved model, or a name: digits.")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a finished run or saved model, or a name: digits.")
+    ],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE", help="Image files, or folders of them.")],
     top: Annotated[int, typer.Option(min=1, help="How many classes to show.")] = 3,
     as_json: Annotated[
         bool, typer.Option("--json", metavar=" ", help="Print JSON, one object for each image.")
@@ -159,9 +185,11 @@ def predict(
         predicting.command(run, images, top, as_json, explain, device, _console())
 
 
-@app.command()
+@app.command(cls=_Command)
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run or saved model, or a name: digits.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a finished run or saved model, or a name: digits.")
+    ],
     format: Annotated[str, typer.Option(help="onnx, torchscript or exported (torch.export).")] = "onnx",
     steps: Annotated[
         int | None, typer.Option(min=1, help="Plain steps of every equilibrium; enough for its tolerance by default.")
@@ -175,9 +203,11 @@ def export(
         exporting.command(run, format, steps, out, _console())
 
 
-@app.command()
+@app.command(cls=_Command)
 def play(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, saved model or denoiser, or a name: digits.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, saved model or denoiser, or a name: digits.")
+    ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8000,
     browser: Annotated[bool, typer.Option(metavar=" ", help="Open the page in a browser.")] = True,
 ) -> None:
@@ -188,7 +218,7 @@ def play(
         command.command(run, port, browser, _console())
 
 
-@app.command()
+@app.command(cls=_Command)
 def restore(
     image: Annotated[Path, typer.Argument(metavar="IN", help="The image to restore, grey or colour.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the restored image goes.")],
@@ -211,9 +241,9 @@ def restore(
         restoring.command(image, out, model, sigma, blur, mask, scale, strength, tol, tile, device, _console())
 
 
-@app.command()
+@app.command(cls=_Command)
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One run to report on, or several to compare.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="One run to report on, or several to compare.")],
     out: Annotated[Path | None, typer.Option(help="Where a comparison goes; comparison.html by default.")] = None,
 ) -> None:
     """Write the report of a run, finished or not, again; or a page that compares several runs."""
@@ -229,9 +259,9 @@ def report(
         typer.echo(f"open {page} in a browser")
 
 
-@app.command()
+@app.command(cls=_Command)
 def figures(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     out: Annotated[Path | None, typer.Option(help="Where the figures go; RUN/figures by default.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This figure; may be repeated.")] = None,
     beside: Annotated[list[Path] | None, typer.Option(metavar="RUN", help="Another run in the same figures.")] = None,
@@ -245,7 +275,7 @@ def figures(
         write_figures(run, out, only or (), beside or (), typer.echo, device=device, root=root)
 
 
-@app.command()
+@app.command(cls=_Command)
 def recipes() -> None:
     """List the recipes, and what each reproduces."""
     with one_line_errors():
@@ -255,14 +285,14 @@ def recipes() -> None:
         console.print(recipes_table(console.width))
 
 
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@app.command(cls=_Command, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def bench() -> None:
     """Say how to run the benchmark."""
     with one_line_errors():
         raise UserError("the benchmark is not part of the installed package: in a clone of opteq run `make bench`")
 
 
-@app.command()
+@app.command(cls=_Command)
 def models() -> None:
     """List the models, their sizes, what each reproduces, and which have weights in the package."""
     with one_line_errors():

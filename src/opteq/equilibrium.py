@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from opteq.common.dynamo import constant
 from opteq.common.errors import unknown_name
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
@@ -55,14 +56,20 @@ def dynamo_disable(function: Function) -> Function:
         # Who compiles a model has loaded the compiler before the model is called.
         if "torch._dynamo" not in sys.modules:
             return function(*given, **named)
-        if _DISABLED not in vars(function):
-            # torch 2.6 takes no reason.
-            known = "reason" in inspect.signature(torch.compiler.disable).parameters
-            said = {"reason": _REASON} if known else {}
-            setattr(function, _DISABLED, torch.compiler.disable(function, **said))  # type: ignore[no-untyped-call]
+        _disable(function)
         return getattr(function, _DISABLED)(*given, **named)
 
     return called  # type: ignore[return-value]
+
+
+@constant  # the compiler calls it and does not trace it: its very first call meets the reason
+def _disable(function: Callable[..., Any]) -> bool:
+    if _DISABLED not in vars(function):
+        # torch 2.6 takes no reason.
+        known = "reason" in inspect.signature(torch.compiler.disable).parameters
+        said = {"reason": _REASON} if known else {}
+        setattr(function, _DISABLED, torch.compiler.disable(function, **said))  # type: ignore[no-untyped-call]
+    return True
 
 
 class Equilibrium(HoldsOptions, metaclass=NamedOptions):

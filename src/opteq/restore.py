@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opteq import operators as op
+from opteq.common.devices import chosen_device
 from opteq.common.errors import UserError
 from opteq.data.readers.decode import open_image
 from opteq.equilibrium import Equilibrium
@@ -45,8 +47,8 @@ class Damage:
     scale: int = 1
 
     def __post_init__(self) -> None:
-        if self.sigma < 0:
-            raise UserError(f"--sigma should be at least 0; got {self.sigma:g}")
+        if not 0 <= self.sigma < math.inf:
+            raise UserError(f"--sigma should be at least 0 and finite; got {self.sigma:g}")
         if self.blur < 0:
             raise UserError(f"--blur should be at least 0; got {self.blur:g}")
         if self.scale not in _SCALES:
@@ -196,14 +198,17 @@ def command(
     """What ``opteq restore`` does."""
     from rich.progress import Progress
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(device)
     seen = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
     damage = Damage(sigma, blur, seen, scale)
     if strength <= 0:
         raise UserError(f"--strength should be positive; got {strength:g}")
     x = read_image(source).to(device)
     trained = Denoiser.load(model).to(device).eval()
+    least, most = 255 * trained.config.least, 255 * trained.config.most
+    if not least <= sigma <= most:
+        instead = f"; {least:.3g} is used" if sigma < least else ""
+        console.print(f"{model} was trained for --sigma {least:.3g} to {most:.3g}, and {sigma:g} is outside{instead}")
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("minimising", total=None)
         result = restore(

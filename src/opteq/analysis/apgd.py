@@ -73,7 +73,7 @@ class APGD(metaclass=NamedOptions):
 
         Args:
             model: from images to logits ``(B, K)``.
-            images: ``(B, C, H, W)``, normalised as the model takes them: ``(pixel - mean) / std``.
+            images: ``(B, C, h, w)``, normalised as the model takes them: ``(pixel - mean) / std``.
             labels: classes ``(B,)``.
             mean: of the normalisation, one value per channel, or one for all.
             std: the same.

@@ -85,9 +85,9 @@ class PGD(metaclass=NamedOptions):
         """The attacked images, detached, normalised like ``images``.
 
         Args:
-            model: from images to logits ``(B, K)``, or ``(B, K, H, W)`` for segmentation.
-            images: ``(B, C, H, W)``, normalised as the model takes them: ``(pixel - mean) / std``.
-            labels: classes ``(B,)``, soft labels ``(B, K)``, or label maps ``(B, H, W)`` with 255 for no class.
+            model: from images to logits ``(B, K)``, or ``(B, K, h, w)`` for segmentation.
+            images: ``(B, C, h, w)``, normalised as the model takes them: ``(pixel - mean) / std``.
+            labels: classes ``(B,)``, soft labels ``(B, K)``, or label maps ``(B, h, w)`` with 255 for no class.
             mean: of the normalisation, one value per channel, or one for all.
             std: the same.
             noise: values in [-1, 1] in the shape of ``images`` for the random start; drawn by torch by default.

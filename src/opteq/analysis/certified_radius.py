@@ -75,7 +75,7 @@ class CertifiedClassifier:
 
     @torch.no_grad()
     def __call__(self, x: Tensor, steps: int = 60, failure: float = 1e-3) -> CertifiedRadius:
-        """The radii of images ``(B, C, H, W)``, normalised as the model takes them.
+        """The radii of images ``(B, C, h, w)``, normalised as the model takes them.
 
         Args:
             x: the images.

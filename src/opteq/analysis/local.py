@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.common.derivatives import pullback
 from opteq.diagnostics.minimum import curvature_at_solution
 from opteq.equilibrium import Equilibrium
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.linearisation import SymmetricLinearisation
 from opteq.solvers.linear.lanczos import extreme_eigenvalues, missing_share
-from opteq.states import Layout, State, map_state
+from opteq.states import Layout, State, blocks, like, map_state
 
 Map = Callable[[State], State]
 
@@ -131,16 +130,35 @@ def local_certificate(
 
 
 def _both_ways(function: Map, at: State) -> tuple[Map, Map]:
-    """``v -> J v`` and ``u -> J'u`` of a function at a point."""
-    value, pull = pullback(function, at)
+    """``v -> J v`` and ``u -> J'u`` of a function at a point.
+
+    By autograd and not by torch.func, which loads all of torch's compiler at its first derivative: seconds.
+    """
+    with torch.enable_grad():
+        given = map_state(lambda t: t.detach().requires_grad_(), at)
+        value = function(given)
+        weights = map_state(torch.zeros_like, value)
+        for one in blocks(weights):
+            one.requires_grad_()
+        pulled = _derivative(value, given, weights, create_graph=True)
     # u -> J'u is linear, so its own transpose is J.
-    return pullback(pull, map_state(torch.zeros_like, value))[1], pull
+    return lambda v: _derivative(pulled, weights, v), lambda u: _derivative(value, given, u)
 
 
-def _norm(square: Map, like: State, steps: int, failure: float) -> Tensor:
+def _derivative(value: State, of: State, weights: State, create_graph: bool = False) -> State:
+    """The gradient of ``<weights, value>`` by a state that the value was computed from; zeros where it was not."""
+    outputs = [(one, weight) for one, weight in zip(blocks(value), blocks(weights), strict=True) if one.requires_grad]
+    if not outputs:
+        return map_state(torch.zeros_like, of)
+    ends, along = zip(*outputs, strict=True)
+    options = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
+    return like(of, torch.autograd.grad(ends, blocks(of), along, **options))
+
+
+def _norm(square: Map, shaped: State, steps: int, failure: float) -> Tensor:
     """The norm of an operator from above, ``(B,)``, given ``v -> A'A v``."""
-    layout = Layout.of(like)
-    rows = layout.pack(like)
+    layout = Layout.of(shaped)
+    rows = layout.pack(shaped)
     found = extreme_eigenvalues(lambda v: layout.pack(square(layout.unpack(v))), rows, steps, failure)
     # All eigenvalues are at least 0: no shift is needed, and the bound is on the largest one alone.
     share = missing_share(rows.shape[1], max(1, min(steps, rows.shape[1])), failure)

@@ -24,10 +24,10 @@ _BREAKS_LABEL_MAPS = ("crop_padding", "randaugment", "mixup", "cutmix")
 
 
 class Batches(metaclass=NamedOptions):
-    """Epochs of batches: ``images`` float32 ``(B, C, H, W)``, normalised, and ``labels``, both on ``device``.
+    """Epochs of batches: ``images`` float32 ``(B, C, h, w)``, normalised, and ``labels``, both on ``device``.
 
     ``labels`` is int64 ``(B,)``; with mixup or cutmix float ``(B, K)``, K = ``num_classes``, each row summing to one;
-    for segmentation int64 ``(B, H, W)``, with 255 for pixels without a class.
+    for segmentation int64 ``(B, h, w)``, with 255 for pixels without a class.
 
     ``batch_size`` counts all processes: process ``rank`` of ``world`` gets a contiguous share of every batch, and
     shares differ by at most one sample (:meth:`share`, :meth:`weight`). Order and augmentation depend only on ``seed``,

@@ -37,9 +37,9 @@ class LazyImages(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images and labels: ``images`` is uint8 ``(N, C, H, W)``, ``labels`` int64 ``(N,)``.
+    """Images and labels: ``images`` is uint8 ``(N, C, h, w)``, ``labels`` int64 ``(N,)``.
 
-    For segmentation (``dense``) ``labels`` is uint8 ``(N, H, W)``, with 255 for pixels without a class.
+    For segmentation (``dense``) ``labels`` is uint8 ``(N, h, w)``, with 255 for pixels without a class.
 
     ``images`` may also be :class:`~opteq.data.StreamedImages`, which are decoded when they are needed.
 
@@ -57,10 +57,10 @@ class Split:
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
             shape = tuple(self.images.shape)
-            raise TypeError(f"Split.images should be uint8 of shape (N, C, H, W); got {self.images.dtype} {shape}")
+            raise TypeError(f"Split.images should be uint8 of shape (N, C, h, w); got {self.images.dtype} {shape}")
         if (self.labels.dtype, self.labels.ndim) not in ((torch.int64, 1), (torch.uint8, 3)):
             given = f"{self.labels.dtype} {tuple(self.labels.shape)}"
-            raise TypeError(f"Split.labels should be int64 of shape (N,), or uint8 of shape (N, H, W); got {given}")
+            raise TypeError(f"Split.labels should be int64 of shape (N,), or uint8 of shape (N, h, w); got {given}")
         if len(self.images) != len(self.labels):
             raise ValueError(f"Split has {len(self.images)} images and {len(self.labels)} labels; give one label each")
         if self.dense and self.labels.shape[1:] != self.images.shape[2:]:
@@ -105,7 +105,7 @@ class ChannelStatistics:
         self.counts = np.zeros((channels, 256), dtype=np.int64)
 
     def add(self, images: Pixels) -> None:
-        """Add the pixels of images ``(n, C, H, W)`` to the histogram."""
+        """Add the pixels of images ``(n, C, h, w)`` to the histogram."""
         for channel, counts in enumerate(self.counts):
             counts += np.bincount(images[:, channel].reshape(-1), minlength=256)
 

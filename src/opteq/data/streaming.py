@@ -24,7 +24,7 @@ MOST_WORKERS = 8  # by default
 
 @dataclass(frozen=True)
 class StreamedImages:
-    """uint8 images ``(N, 3, H, W)`` that stay in their files: indexing decodes.
+    """uint8 images ``(N, 3, h, w)`` that stay in their files: indexing decodes.
 
     In the place of :class:`~opteq.data.Split`'s tensor of images. It holds names and no pixels, so memory does not grow
     with the number of images.
@@ -44,7 +44,7 @@ class StreamedImages:
 
     @property
     def shape(self) -> torch.Size:
-        """``(N, 3, H, W)``."""
+        """``(N, 3, h, w)``."""
         return torch.Size((len(self.files), *self.decoder.shape))
 
     def __len__(self) -> int:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from opteq import models
+from opteq.common.devices import chosen_device
 from opteq.common.errors import UserError
 from opteq.common.files import look_into
 from opteq.data.readers.folder import ENDINGS, visible
@@ -31,14 +30,11 @@ def load(run: Path, device: str = "auto") -> Classifier:
     look_into(run)
     if run.is_dir() and (run / "recipe.toml").exists() and not (run / "model.safetensors").exists():
         raise UserError(f"{run} is not finished: continue with `opteq train --resume --out {run}`")
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device should be auto, cpu or cuda; got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda was asked for, but torch sees no GPU here; use --device cpu")
+    place = chosen_device(device)
     model = models.from_pretrained(run)
     if isinstance(model, Segmenter):
         raise UserError(f"{run} holds a model for segmentation; use model.predict(image) in Python for its label maps")
-    return model.to("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    return model.to(place)
 
 
 def find_images(paths: Sequence[Path]) -> list[Path]:

@@ -26,13 +26,13 @@ corner, say) would otherwise make gamma infinite and switch every other patch of
 class Gaussian(Kernel):
     """``s(y) = 1/(2 gamma) sum_i exp(-gamma |q_i|^2)``, where ``q_i`` is patch i of ``U x + b - W y``, projected.
 
-    The step is ``y <- sigma(W' R' [e_i q_i W_h'])`` with the weights ``e_i = exp(-gamma |q_i|^2)``: patches that fit
+    The step is ``y <- sigma(W' R' [e_i q_i P'])`` with the weights ``e_i = exp(-gamma |q_i|^2)``: patches that fit
     the state count, those that do not are ignored, which is why the weights read as attention. ``U x + b`` lives in
     the space of W's output.
 
-    The eigenvalues of ``hess s`` lie in ``|W|^2 |W_h|^2 [-1, 2e^(-3/2)]`` whatever gamma is. So, with L the largest
+    The eigenvalues of ``hess s`` lie in ``|W|^2 |P|^2 [-1, 2e^(-3/2)]`` whatever gamma is. So, with L the largest
     slope of the activation, the objective is strongly convex and has one equilibrium for
-    ``L |W|^2 |W_h|^2 < 2.2408``, and plain steps contract below 1.
+    ``L |W|^2 |P|^2 < 2.2408``, and plain steps contract below 1.
 
     Args:
         gamma: sharpness. A positive number, or ``"auto"``: 0.2 / M for each sample, with M the smallest ``|q_i|^2`` of
@@ -41,7 +41,7 @@ class Gaussian(Kernel):
             every step it would leave no objective to minimise.
         patch: side of a patch in pixels; None compares the whole input as one patch.
         split: channels in a patch; given together with ``patch``. The paper uses ``patch=2, split=8``.
-        hidden: size to which patches are projected by a learned matrix W_h, one for all patches, kept as
+        hidden: size to which patches are projected by a learned matrix P, one for all patches, kept as
             ``projection``; None compares the patches themselves.
         learn_gamma: make gamma a parameter, kept positive as ``exp(log_gamma)``; it begins at the number given.
         bound: largest norm of the projection. With 1 it takes nothing from the guarantees, which then depend on the
@@ -76,6 +76,10 @@ class Gaussian(Kernel):
                 f"Gaussian.patch and Gaussian.split go together, sides and channels of a patch; got {patch=}, {split=}"
             )
         self.patches = None if patch is None or split is None else Patches(split, patch)
+        if hidden is None and bound != 1.0:
+            raise ValueError(
+                f"Gaussian.bound is of the projection to `hidden` numbers, so it needs hidden; got {bound=}"
+            )
         if hidden is not None:
             if self.patches is None:
                 raise ValueError(f"Gaussian.hidden projects patches, so it needs patch and split; got {hidden=} alone")
@@ -107,7 +111,7 @@ class Gaussian(Kernel):
         return GaussianSimilarity(W, c, view, gamma, grid)
 
     def input_gain(self, norm: float, slope: float) -> tuple[float | None, str]:
-        """``sqrt(L) response(sqrt(L) |W| |W_h|)``, plus what an automatic gamma adds for one patch.
+        """``sqrt(L) response(sqrt(L) |W| |P|)``, plus what an automatic gamma adds for one patch.
 
         With ``gamma = 0.2 / M`` the weights also move because M does. ``sqrt(M)`` is 1-Lipschitz in the projected input
         and ``|q|^3 exp(-gamma |q|^2) <= (3 / (2 e gamma))^(3/2)``: the two multiply to a number without scale. For N
@@ -115,8 +119,8 @@ class Gaussian(Kernel):
         """
         reach = math.sqrt(slope) * norm
         if DIP * reach**2 >= 1:
-            return None, f"needs L |W|^2 |W_h|^2 < 1 / (2 e^(-3/2)) = {1 / DIP:.5g}"
-        gain, reason = response(reach), "r the response of the Gaussian kernel at r0 = sqrt(L) |W| |W_h|"
+            return None, f"needs L |W|^2 |P|^2 < 1 / (2 e^(-3/2)) = {1 / DIP:.5g}"
+        gain, reason = response(reach), "r the response of the Gaussian kernel at r0 = sqrt(L) |W| |P|"
         if self.adapts:
             if self.patches is not None:
                 return None, (
@@ -126,7 +130,7 @@ class Gaussian(Kernel):
                 )
             gain += 2 * SHARE * (3 / (2 * math.e * SHARE)) ** 1.5 * reach / (1 - DIP * reach**2)
             reason += ' plus 1.83 r0 / (1 - 2 e^(-3/2) r0^2) for gamma="auto", which moves with the input'
-        return math.sqrt(slope) * gain, f"|U| |W_h| sqrt(L) r, {reason}"
+        return math.sqrt(slope) * gain, f"|U| |P| sqrt(L) r, {reason}"
 
     def extra_repr(self) -> str:
         """Sharpness; patches and projection are printed as the parts that they are."""
@@ -160,7 +164,7 @@ class GaussianSimilarity(Similarity):
         return {"gaussian": self.value(y)}
 
     def gradient(self, y: Tensor) -> Tensor:
-        """``W' R' [e_i q_i W_h']``."""
+        """``W' R' [e_i q_i P']``."""
         return self._pulled(y)[0]
 
     def gradient_and_value(self, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +177,7 @@ class GaussianSimilarity(Similarity):
         return self.W.adjoint(self.view.adjoint(weighed)), weights
 
     def curvature_at(self, y: Tensor) -> Product:
-        """``v -> -W' R' [e_i (a_i - 2 gamma q_i <q_i, a_i>) W_h']`` with ``a_i`` patch i of ``W v``, projected."""
+        """``v -> -W' R' [e_i (a_i - 2 gamma q_i <q_i, a_i>) P']`` with ``a_i`` patch i of ``W v``, projected."""
         q, weights = self._compare(y)
 
         def product(v: Tensor) -> Tensor:

@@ -48,7 +48,15 @@ class Options:
         for name in changes:
             if name not in self.names():
                 raise unknown_name("option", name, self.names())
-        return dataclasses.replace(self, **changes)
+        made = dataclasses.replace(self, **changes)
+        for name, why in made.idle().items():
+            if getattr(made, name) != getattr(self, name):  # a model's own may wait for another choice
+                raise UserError(f"{name} has no effect {why}")
+        return made
+
+    def idle(self) -> dict[str, str]:
+        """Options that have no effect beside the others as they are, and why."""
+        return {}
 
     def plain(self) -> dict[str, Any]:
         """As JSON has them: tuples become lists."""
@@ -157,6 +165,16 @@ class SolvingOptions(Options):
             if getattr(self, name) % 2 == 0:
                 raise UserError(f"{name} should be odd, so that an image keeps its size; got {getattr(self, name)}")
 
+    def idle(self) -> dict[str, str]:
+        found = {}
+        if self.gradient != "implicit":
+            found["gradient_tol"] = f"with gradient={self.gradient!r}; it belongs to gradient='implicit'"
+        if self.gradient != "phantom":
+            found["gradient_damping"] = f"with gradient={self.gradient!r}; it belongs to gradient='phantom'"
+        if self.regularizer == "none":
+            found["regularizer_weight"] = f"without a regularizer, one of {', '.join(REGULARIZERS[1:])}"
+        return found
+
     def layer(self, problem: Problem) -> Equilibrium:
         """The equilibrium layer of ``problem`` with this solver and gradient; without feedback, a few plain steps."""
         if self.feedback != "equilibrium":
@@ -243,6 +261,9 @@ class BranchOptions(EquilibriumOptions):
             raise UserError(
                 f"hidden and scales should have one value per branch; got {len(self.hidden)} and {len(self.scales)}"
             )
+
+    def idle(self) -> dict[str, str]:
+        return super().idle() | ({"readout": "on a single branch"} if len(self.scales) == 1 else {})
 
 
 __all__ = ["BranchOptions", "ClassifierOptions", "EquilibriumOptions", "Options", "SolvingOptions"]

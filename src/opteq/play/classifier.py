@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq.analysis.certified_radius import CertifiedClassifier
 from opteq.analysis.evidence import class_evidence
 from opteq.analysis.local import local_certificate
 from opteq.analysis.rescaled import rescaled, scalable_terms
@@ -31,6 +32,10 @@ CERTIFIED_TOL = 1e-5
 
 CERTIFIED_STEPS = 30
 """Lanczos steps of a certificate: its bounds are somewhat looser than with more, and it comes sooner."""
+
+
+RIVALS = 5
+"""Classes, the most probable ones, whose distance is estimated: each takes a backward pass."""
 
 
 class ClassifierSession:
@@ -121,14 +126,18 @@ class ClassifierSession:
         })  # fmt: skip
 
     def certify(self, image: ImageLike, tol: float | None = None, factors: Mapping[str, float] | None = None) -> Any:
-        """What holds at the equilibrium of an image, see :func:`~opteq.analysis.local_certificate`."""
+        """What holds at the equilibrium of an image, and how far the image is from another prediction.
+
+        See :func:`~opteq.analysis.local_certificate` and :class:`~opteq.analysis.CertifiedClassifier`.
+        """
         factors = self._checked(tol, factors or {})
         layer = self.layer
         if layer is None:
             return {"error": "this model has no single equilibrium layer"}
         with self._lock, _changed(layer, min(tol or CERTIFIED_TOL, CERTIFIED_TOL), factors):
+            pixels = self.preprocessing.pixels(image)
             with torch.no_grad():
-                given = self.model.stem(self._input(self.preprocessing.pixels(image)))
+                given = self.model.stem(self._input(pixels))
             try:
                 found = local_certificate(layer, given, CERTIFIED_STEPS)
             except ValueError as error:
@@ -143,7 +152,29 @@ class ClassifierSession:
                 "radius": None if found.radius is None else float(found.radius[0]),
                 "norm": float(norm[0]),
                 "probability": found.probability,
+                **self._distances(pixels),
             })  # fmt: skip
+
+    def _distances(self, pixels: Tensor) -> dict[str, Any]:
+        """How far the image may move, for pixels in 0..1 (Euclidean norm), before another class is predicted.
+
+        ``proved``: nearer than that there is no such image. ``estimated``: where the nearest would be if logits were
+        affine in the pixels, over the most probable other classes.
+        """
+        proved, unproved = None, None
+        x, std = self._input(pixels), self.preprocessing.std
+        try:
+            proved = float(CertifiedClassifier(self.model, std)(x).radius[0])
+        except UserError as error:
+            unproved = str(error)
+        at = (x * x.new_tensor(std)[:, None, None]).requires_grad_()  # in the units of pixels in 0..1
+        with torch.enable_grad():
+            logits = self.model(at / x.new_tensor(std)[:, None, None])[0]
+            best, *others = logits.topk(min(RIVALS + 1, len(logits))).indices.tolist()
+            leads = [logits[best] - logits[other] for other in others]
+            slopes = [torch.autograd.grad(lead, at, retain_graph=True)[0].norm() for lead in leads]
+        ratios = [float(lead.detach() / slope) for lead, slope in zip(leads, slopes, strict=True) if slope > 0]
+        return {"proved": proved, "unproved": unproved, "estimated": min(ratios, default=None)}
 
     def _input(self, pixels: Tensor) -> Tensor:
         return self.preprocessing.normalised(pixels)[None].to(next(self.model.parameters()).dtype)

@@ -63,6 +63,8 @@ class OptEq(Problem):
         self.penalty = penalties.get(activation)
         self.mu = check_positive("mu", mu)
         self.gamma = check_positive("gamma", gamma)
+        if regularizer is None and gamma != 1:
+            raise ValueError(f"gamma is the weight of a regularizer, and there is none; got {gamma=}")
         self.regularizer = check_prior(regularizer)
 
     def bind(self, x: Tensor) -> BoundOptEq:

@@ -34,7 +34,7 @@ def certify(
     if contraction is None:
         reasons["contraction"] = f"the gradient of {_name(regularizer)} has no known Lipschitz constant"
     else:
-        reasons["contraction"] = f"L |W|^2 / mu with L = {slope:.4g} and |W| <= {norm:.4g}"
+        reasons["contraction"] = f"L |W|^2 / mu with |W| <= {norm:.4g} and L = {slope:.4g}, the activation's slope"
         if regularizer is not None:
             reasons["contraction"] += f", times |I - gamma hess R| <= {stretch:.4g}"
     carried = 1.0 if U is None else module_norm(U)

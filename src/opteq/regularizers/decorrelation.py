@@ -17,7 +17,7 @@ class Decorrelation(Regularizer):
     """``R(Z) = 1/2 |D Z Z' D - I|_F^2 = 1/2 sum_{i != j} cos^2(z_i, z_j)``: features at right angles.
 
     ``Z`` has one row ``z_i`` per feature (dimension 1 of ``z``), which runs over the batch and, for images
-    ``(B, C, H, W)``, over the pixels; ``D`` divides each row by its length. With ``Zh = D Z``,
+    ``(B, C, h, w)``, over the pixels; ``D`` divides each row by its length. With ``Zh = D Z``,
     ``K = Zh Zh' - I`` and ``Q = 2 K Zh``::
 
         grad R = D (Q - rowsum(Q * Zh) Zh)

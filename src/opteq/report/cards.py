@@ -118,16 +118,16 @@ def _what_if(example: Example, classes: Sequence[str]) -> Html | None:
     heads = (tag("th", names.get(factor, f"{factor:g} times"), scope="col") for factor in factors)
     head = tag("tr", tag("th", "term", scope="col"), *heads)
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="numbers")
-    note = tag(
-        "p", "The prediction and the same difference of logits, solved again with one term scaled.", class_="note"
-    )
-    title = "Without a term, or with half or twice of it"
+    lead = f"{classes[example.predicted]} over {classes[example.evidence.rival]}"
+    told = f"The class and the lead of {lead} in logits, solved again with one term scaled; none: no equilibrium found."
+    note = tag("p", told, class_="note")
+    title = "What if a term were off, halved or doubled?"
     return tag("details", tag("summary", title), scroller(table, title), note)
 
 
 def _cell(answer: WhatIf, predicted: int, classes: Sequence[str]) -> Html:
     if not answer.converged:
-        return tag("td", "no equilibrium", class_="aside")
+        return tag("td", "none", class_="aside")
     changed = "against" if answer.predicted != predicted else None
     return tag("td", tag("span", classes[answer.predicted], class_=changed), f" {decimal(answer.difference)}")
 

@@ -33,7 +33,7 @@ class ShareOfEvidence:
         shares: by branch, or by channel where there is one branch, and of the bias; they add up to the difference of
             the two logits.
         channels: the strongest channels of all branches, where there are several branches.
-        pixels: the share of every pixel, ``(H, W)``.
+        pixels: the share of every pixel, ``(h, w)``.
         offset: what the pixels' shares and it add up to is the difference.
         affine: whether the pixels' shares are exact, see :class:`~opteq.analysis.Evidence`.
     """
@@ -63,7 +63,7 @@ class Example:
     """One image.
 
     Attributes:
-        pixels: uint8 ``(C, H, W)``.
+        pixels: uint8 ``(C, h, w)``.
         predicted: the predicted class.
         likely: the most probable classes with their probabilities.
         evidence: for the predicted class against the runner-up.
@@ -112,7 +112,7 @@ def explain_images(
 
     Args:
         model: in evaluation mode.
-        x: its input, ``(B, C, H, W)``.
+        x: its input, ``(B, C, h, w)``.
         pixels: the same as uint8.
         labels: the true classes; None where they are not known.
         names: of the images.

@@ -115,7 +115,8 @@ def _subtitle(run: Run, found: Findings) -> Html:
     seconds = sum(value for value in run.column("seconds") if math.isfinite(value))
     trained = f"trained for {duration(seconds)}" if seconds > 0 else None
     what = join(tag("b", model), on, classes, between=" ")
-    return join(what, trained, run.recipe.get("reproduces") or None, between=" · ")
+    goal = run.recipe.get("reproduces")
+    return join(what, trained, f"the recipe's goal: {goal}" if goal else None, between=" · ")
 
 
 def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:

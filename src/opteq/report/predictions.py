@@ -21,7 +21,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images, uint8 ``(N, C, H, W)``, with labels (classes or label maps), class names, mean and std."""
+    """Images, uint8 ``(N, C, h, w)``, with labels (classes or label maps), class names, mean and std."""
 
     images: Tensor | LazyImages
     labels: Tensor

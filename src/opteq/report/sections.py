@@ -173,7 +173,8 @@ def solving(records: Sequence[SolveRecord]) -> Html:
             )
         figures.append(tag("div", _figure(title, chart), _solve_facts(record), class_="beside"))
     lead = (
-        "The relative residual |T(y) - y| / |T(y)| after each solver step; median and worst are over the test images."
+        "The relative residual ‖T(y) − y‖ / ‖T(y)‖ after each solver step, T being one plain step; median and worst "
+        "are over the test images."
     )
     return section("solving", "Convergence", *figures, lead=lead)
 

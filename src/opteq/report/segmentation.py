@@ -25,7 +25,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class SegmentationExample:
-    """One image, uint8 ``(C, H, W)``, with true and predicted label maps ``(H, W)``; 255 for no class."""
+    """One image, uint8 ``(C, h, w)``, with true and predicted label maps ``(h, w)``; 255 for no class."""
 
     pixels: Tensor
     labels: Tensor

@@ -121,6 +121,8 @@ def _attack(
     """The recipe's attack on test images, changed by the caller's options."""
     given = {"epsilon": fraction(epsilon), "test_steps": steps, "test_step_size": fraction(step_size)}
     if given["epsilon"] == 0:
+        if steps is not None or step_size is not None:
+            raise UserError("--attack-steps and --attack-step-size have no effect with --attack 0, which is no attack")
         return None
     if epsilon is None and options.epsilon == 0:
         if steps is not None or step_size is not None:

@@ -117,8 +117,8 @@ class RunningMetrics:
 
         Args:
             loss: sum over the images.
-            logits: ``(B, K)``, or ``(B, K, H, W)`` for every pixel.
-            labels: ``(B,)``, soft labels ``(B, K)``, whose largest entry is the class, or label maps ``(B, H, W)`` with
+            logits: ``(B, K)``, or ``(B, K, h, w)`` for every pixel.
+            labels: ``(B,)``, soft labels ``(B, K)``, whose largest entry is the class, or label maps ``(B, h, w)`` with
                 255 for no class.
             reports: of the solves of all equilibrium layers.
         """

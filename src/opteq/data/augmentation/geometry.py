@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def crop_and_flip(images: Tensor, rows: Tensor | None, move: Tensor, padding: int, reflect: bool) -> Tensor:
-    """The images ``rows`` of ``images`` (N, C, H, W), each padded, cropped and flipped.
+    """The images ``rows`` of ``images`` (N, C, h, w), each padded, cropped and flipped.
 
     ``move`` is int64 ``(B, 3)``: top and left of the crop in the padded image, in 0..2 * padding, and 1 for flipped.
     ``rows`` None takes all of ``images``. No padded copy is made: the source pixel of every output pixel is computed,
@@ -41,7 +41,7 @@ def _within(place: Tensor, start: Tensor | int, stop: Tensor | int) -> Tensor:
 
 
 def inside_boxes(boxes: Tensor, height: int, width: int) -> Tensor:
-    """True inside each box ``(top, bottom, left, right)``: bool ``(B, 1, H, W)``."""
+    """True inside each box ``(top, bottom, left, right)``: bool ``(B, 1, h, w)``."""
     top, bottom, left, right = (boxes[:, side, None] for side in range(4))
     down = _within(torch.arange(height, device=boxes.device), top, bottom)
     across = _within(torch.arange(width, device=boxes.device), left, right)

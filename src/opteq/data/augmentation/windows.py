@@ -17,7 +17,7 @@ class Windows:
         drawn: float ``(B, 5)``: top, left, scale of the height, scale of the width, flipped; see
             :class:`~opteq.data.Augmentation`.
         height, width: of the windows.
-        images: ``(N, C, H, W)``, for H and W.
+        images: ``(N, C, h, w)``, for h and w.
     """
 
     def __init__(self, drawn: Tensor, height: int, width: int, images: Tensor) -> None:
@@ -53,7 +53,7 @@ class Windows:
         return torch.where(self.inside[:, None], mixed, beside)
 
     def of_labels(self, labels: Tensor, beside: int) -> Tensor:
-        """The windows of label maps ``(B, H, W)``: the nearest pixel's label, ``beside`` outside the image."""
+        """The windows of label maps ``(B, h, w)``: the nearest pixel's label, ``beside`` outside the image."""
         which = torch.arange(len(labels), device=labels.device)[:, None, None]
         down, across = (
             place.floor().long().clamp(0, side - 1)

@@ -36,7 +36,7 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0, first: i
     """Corrupted images in the shape, type and range of ``images``.
 
     Args:
-        images: ``(B, C, H, W)``, grey or RGB: uint8, or floats from 0 to 1.
+        images: ``(B, C, h, w)``, grey or RGB: uint8, or floats from 0 to 1.
         name: one of :data:`NAMES`.
         severity: 1 to 5; 0 leaves the images as they are.
         seed: of the random numbers.

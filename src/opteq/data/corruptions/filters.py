@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def filtered(x: Tensor, kernel: Tensor) -> Tensor:
-    """Every channel of ``(B, C, H, W)`` with one kernel ``(k1, k2)`` of odd sides; the border is repeated."""
+    """Every channel of ``(B, C, h, w)`` with one kernel ``(k1, k2)`` of odd sides; the border is repeated."""
     down, right = kernel.shape[0] // 2, kernel.shape[1] // 2
     padded = F.pad(x, (right, right, down, down), mode="replicate")
     channels = x.shape[1]
@@ -43,14 +43,14 @@ def _blur_matrix(side: int, sigma: float) -> Tensor:
 
 
 def sampled(x: Tensor, rows: Tensor, columns: Tensor, border: str = "border") -> Tensor:
-    """``x`` at real pixel coordinates ``(B, H, W)``, bilinearly; ``border`` or ``reflection`` outside."""
+    """``x`` at real pixel coordinates ``(B, h, w)``, bilinearly; ``border`` or ``reflection`` outside."""
     height, width = x.shape[2:]
     grid = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], dim=3)
     return F.grid_sample(x, grid.to(x), mode="bilinear", padding_mode=border, align_corners=False)
 
 
 def places(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column of every pixel, each ``(1, H, W)``."""
+    """Row and column of every pixel, each ``(1, h, w)``."""
     rows = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)
     columns = torch.arange(x.shape[3], dtype=x.dtype, device=x.device)
     return rows[None, :, None].expand(1, -1, len(columns)), columns[None, None, :].expand(1, len(rows), -1)
@@ -72,7 +72,7 @@ def swept(x: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
     """Motion blur: a mean along a line from each pixel, with one half of a Gaussian as weights.
 
     Args:
-        x: ``(B, C, H, W)``.
+        x: ``(B, C, h, w)``.
         angle: of the motion, in degrees, ``(B,)``.
         radius: length of the line in pixels.
         sigma: standard deviation of the weights in pixels.

@@ -112,7 +112,7 @@ def _image(path: Path, image_size: int | None) -> Pixels:
 
 
 def _labels(path: Path, image_size: int | None) -> Pixels:
-    """The label map ``(H, W)``, with 255 for pixels that the official evaluation ignores."""
+    """The label map ``(h, w)``, with 255 for pixels that the official evaluation ignores."""
     from PIL import Image
 
     try:

@@ -1,4 +1,4 @@
-"""Decode image files into uint8 arrays ``(n, 3, H, W)`` with several threads."""
+"""Decode image files into uint8 arrays ``(n, 3, h, w)`` with several threads."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def in_pieces(
 
 
 def decode_one(source: Path | IO[bytes], image_size: int | None, name: str | None = None) -> Pixels:
-    """One image as uint8 ``(3, H, W)``: EXIF orientation applied, RGB, resized to ``image_size`` if given."""
+    """One image as uint8 ``(3, h, w)``: EXIF orientation applied, RGB, resized to ``image_size`` if given."""
     image = open_image(source, name)
     if image_size is not None:
         image = resize_and_crop(image, image_size, image_size)

@@ -12,9 +12,9 @@ from opteq.data.dataset import Labels, Pixels
 
 @dataclass(frozen=True)
 class Stream:
-    """One split before it is cached: all labels, and images as an iterator of uint8 chunks ``(n, C, H, W)``.
+    """One split before it is cached: all labels, and images as an iterator of uint8 chunks ``(n, C, h, w)``.
 
-    For segmentation ``maps`` are the label maps, in uint8 chunks ``(n, H, W)``; ``labels`` then enumerates the images.
+    For segmentation ``maps`` are the label maps, in uint8 chunks ``(n, h, w)``; ``labels`` then enumerates the images.
     """
 
     labels: Labels

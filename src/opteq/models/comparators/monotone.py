@@ -42,7 +42,7 @@ class Monotone(FixedPoint):
         kernel_size: of all convolutions.
         m: strong monotonicity, in (0, 1].
         splitting: ``"peaceman-rachford"`` steps converge for every ``alpha``; ``"forward-backward"`` steps for those
-            below ``2 m / L^2`` with ``L = |I - W|``.
+            below ``2 m / L^2`` with ``L = |I - M|``.
         alpha: step length.
 
     A kernel A acts as ``gain_A A / |A|_F``, with a gain that is learned.
@@ -75,18 +75,18 @@ class Monotone(FixedPoint):
     @for_finite_weights
     def certificate(self) -> Certificate:
         """Existence and uniqueness from m alone."""
-        reason = f"I - W is {self.m:g}-strongly monotone whatever the weights are, and relu is a prox"
-        none = "plain steps relu(W z + U x) need not contract; splitting converges all the same"
+        reason = f"I - M is {self.m:g}-strongly monotone whatever the weights are, and relu is a prox"
+        none = "plain steps relu(M z + U x) need not contract; splitting converges all the same"
         moves = f"|z - z'| <= |U x - U x'| / {self.m:g}; the norm of U is not known"
         reasons = {"exists": reason, "unique": reason, "contraction": none, "lipschitz": moves}
         return Certificate(True, True, None, None, reasons)
 
 
 class MonDEQ(Monotone):
-    """``z = relu(W z + U x + b)`` with ``W = (1 - m) I - A'A + B - B'``, all of them circular convolutions.
+    """``z = relu(M z + U x + b)`` with ``M = (1 - m) I - A'A + B - B'``, all of them circular convolutions.
 
-    The symmetric part of ``I - W`` is at least m, whatever A and B are: there is one fixed point, and it moves by at
-    most ``|U| / m`` times the change of the input. W is not symmetric, so no objective belongs to it; without B it is
+    The symmetric part of ``I - M`` is at least m, whatever A and B are: there is one fixed point, and it moves by at
+    most ``|U| / m`` times the change of the input. M is not symmetric, so no objective belongs to it; without B it is
     an :class:`~opteq.Inhibition`. Convolutions are computed by the Fourier transform, where the inverse that
     Peaceman-Rachford splitting needs is one small matrix per frequency.
 
@@ -103,7 +103,7 @@ class MonDEQ(Monotone):
         self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
 
     def symbol(self, height: int, width: int) -> Tensor:
-        """W at every frequency of images ``(height, width)``: ``(height, width // 2 + 1, n, n)``, complex."""
+        """M at every frequency of images ``(height, width)``: ``(height, width // 2 + 1, n, n)``, complex."""
         A, B = self._spectrum(self.A, self.gain_A, height, width), self._spectrum(self.B, self.gain_B, height, width)
         symbol: Tensor = (1 - self.m) * identity(self.A) - torch.adjoint(A) @ A + B - torch.adjoint(B)
         return symbol
@@ -119,17 +119,17 @@ class MonDEQ(Monotone):
         return torch.zeros_like(self.U(x))
 
     def features(self, z: Any) -> Tensor:
-        """The fixed point of ``relu(W z + U x + b)``."""
+        """The fixed point of ``relu(M z + U x + b)``."""
         return torch.relu(z) if self.splitting == "peaceman-rachford" else z
 
     def f(self, z: Any, x: Any) -> Tensor:
         """One step of the splitting."""
         given = self.U(x)
-        W = self.symbol(*given.shape[2:])
+        M = self.symbol(*given.shape[2:])
         eye = identity(self.A)
         if self.splitting == "forward-backward":
-            return torch.relu(z - self.alpha * (_apply(eye - W, z) - given))
-        inverse = torch.linalg.inv(eye + self.alpha * (eye - W))
+            return torch.relu(z - self.alpha * (_apply(eye - M, z) - given))
+        inverse = torch.linalg.inv(eye + self.alpha * (eye - M))
         half = 2 * torch.relu(z) - z
         reflected: Tensor = 2 * _apply(inverse, half + self.alpha * given) - half
         return reflected

@@ -11,12 +11,12 @@ from opteq.models.comparators.monotone import Monotone, identity, scaled_kernel
 
 
 class TieredMonDEQ(Monotone):
-    """``z = relu(W z + U x + b)`` with z on several tiers; tier i is fed by tier i - 1, the first one by x.
+    """``z = relu(M z + U x + b)`` with z on several tiers; tier i is fed by tier i - 1, the first one by x.
 
-    ``W = (1 - m) I - A'A + S`` with a skew S. A has a circular convolution ``A_i`` for each tier and below it a strided
-    one ``C_i`` from tier i to tier i + 1. S has ``B_i - B_i'`` on the diagonal and beside it what makes W block
+    ``M = (1 - m) I - A'A + S`` with a skew S. A has a circular convolution ``A_i`` for each tier and below it a strided
+    one ``C_i`` from tier i to tier i + 1. S has ``B_i - B_i'`` on the diagonal and beside it what makes M block
     triangular: tier i + 1 sees ``-2 A_(i+1)' C_i z_i`` and tier i does not see tier i + 1. As with one tier
-    (:class:`~opteq.models.comparators.monotone.MonDEQ`), ``I - W`` is m-strongly monotone whatever the weights are.
+    (:class:`~opteq.models.comparators.monotone.MonDEQ`), ``I - M`` is m-strongly monotone whatever the weights are.
 
     The inverse of Peaceman-Rachford splitting goes from tier to tier. Strided convolutions mix four frequencies; the
     Woodbury formula takes them to one small matrix per frequency of the next tier.
@@ -75,7 +75,7 @@ class TieredMonDEQ(Monotone):
         return torch.permute(spectrum, (2, 3, 0, 1))
 
     def _diagonal(self, tier: int, height: int, width: int) -> Tensor:
-        """``m I + A'A - B + B'`` of a tier: ``I - W`` without what the next tier adds."""
+        """``m I + A'A - B + B'`` of a tier: ``I - M`` without what the next tier adds."""
         A, B = (self._symbol(name, tier, height, width) for name in ("A", "B"))
         symbol: Tensor = self.m * identity(self.A[tier]) + torch.adjoint(A) @ A - B + torch.adjoint(B)
         return symbol
@@ -88,7 +88,7 @@ class TieredMonDEQ(Monotone):
         return 2 * torch.adjoint(A) @ _fold(C @ above)
 
     def _minus(self, z: tuple[Tensor, ...]) -> list[Tensor]:
-        """``(I - W) z``."""
+        """``(I - M) z``."""
         images, above = [], None
         for tier, part in enumerate(z):
             height, width = part.shape[2:]
@@ -104,7 +104,7 @@ class TieredMonDEQ(Monotone):
         return images
 
     def _inverse(self, given: list[Tensor]) -> list[Tensor]:
-        """``(I + alpha (I - W))^-1``, from the first tier to the last."""
+        """``(I + alpha (I - M))^-1``, from the first tier to the last."""
         solved, above = [], None
         for tier, part in enumerate(given):
             height, width = part.shape[2:]

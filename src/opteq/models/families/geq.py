@@ -34,8 +34,8 @@ class GEQOptions(BranchOptions):
     learn_gamma: bool = option(False, flag(), "learn one gamma per branch, initialised at the value given")
     patch: int | None = option(2, optional(whole()), "side of a patch in pixels; none compares whole images")
     split: int = option(8, whole(), "channels in a patch")
-    projection: int | None = option(64, optional(whole()), "size to which W_h projects patches; none for no projection")
-    projection_bound: float | None = option(1.0, optional(number()), "largest norm of W_h")
+    projection: int | None = option(64, optional(whole()), "size to which P projects patches; none for no projection")
+    projection_bound: float | None = option(1.0, optional(number()), "largest norm of P")
     degree: int = option(2, whole(2), "of the polynomial kernel")
     fusion: str = option(
         "none",

@@ -45,6 +45,14 @@ class MOptEqOptions(BranchOptions):
                 "use injection_norm='none' or 'group'"
             )
 
+    def idle(self) -> dict[str, str]:
+        found = super().idle()
+        if not self.diversity:
+            found["smoothing"] = "with diversity=0, whose kinks it would round"
+        if not self.perturbation:
+            found["settle"] = "with perturbation=0, which it would freeze"
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class POptEqOptions(BranchOptions):
@@ -67,9 +75,9 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
         diversity=options.diversity,
         perturbation=options.perturbation,
         activation=options.activation,
-        smoothing=options.smoothing,
+        smoothing=options.smoothing if options.diversity else 0.0,
         heritage=options.heritage,
-        settle=options.settle,
+        settle=options.settle if options.perturbation else None,
     )
     if options.inhibition is not None:
         inhibiting = [Conv2d(options.inhibition, size, options.weight_kernel) for size in options.hidden]

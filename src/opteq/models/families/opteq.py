@@ -67,7 +67,9 @@ def make_problem(layers: Sequence[tuple[Operator, nn.Module | None]], options: L
     if len(layers) > 1:
         if options.exact_prior:
             raise UserError("exact_prior belongs to models with one layer; Deep OptEq has no joint objective to add to")
-        smooth, gamma = (prior, weight) if prior is None or prior.smooth else (Envelope(prior, weight), 1.0)
+        smooth, gamma = (prior, weight) if prior is not None and prior.smooth else (None, 1.0)
+        if prior is not None and not prior.smooth:
+            smooth = Envelope(prior, weight)
         return DeepOptEq(
             layers,
             options.alpha,

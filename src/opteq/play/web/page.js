@@ -175,6 +175,7 @@
     clear();
     const model = await (await fetch("/api/model")).json();
     state.model = model;
+    document.body.className = model.kind;
     $("name").textContent = model.name;
     document.title = `${model.name} · opteq play`;
     $("about").textContent = model.kind === "denoiser" ? model.model : `${model.model}, ${model.classes.length} classes`;

@@ -20,7 +20,8 @@ const show = (() => {
   const number = (value) => {
     if (value === null || value === undefined) return "not finite";
     const size = Math.abs(value);
-    return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(1) : value.toPrecision(3);
+    const text = size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(1) : value.toPrecision(3);
+    return text.replace(/^-/, "−");
   };
   const signed = (value) => (value > 0 ? `+${number(value)}` : number(value));
 
@@ -155,14 +156,20 @@ const show = (() => {
       ["A strict minimum", found.strict_minimum ? "yes" : "not known"],
       ["Local rate of plain steps", bound(found.contraction)],
       ["Local Lipschitz constant", bound(found.lipschitz)],
-      ["Radius", found.radius === null ? "unknown: the equilibrium is not piecewise affine" : number(found.radius)],
+      ["Radius of its affine piece", found.radius === null ? "unknown: the equilibrium is not piecewise affine" : number(found.radius)],
     ];
-    const share = found.radius && found.norm ? ` That is ${number((100 * found.radius) / found.norm)} % of the norm of its input here.` : "";
-    const words = `Within the radius the equilibrium is an affine function of the layer's input, so the evidence above is exact.${share}`;
-    $("point").replaceChildren(title,
-      element("table", {}, element("tbody", {}, ...rows.map(([name, value]) =>
-        element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value))))),
-      element("p", { class: "note" }, `${found.radius === null ? "" : `${words} `}All of it holds with probability ${found.probability}.`));
+    const distances = [
+      ["Proved: not nearer than", found.proved === null ? `unknown: ${found.unproved}` : number(found.proved)],
+      ["Estimated, to first order", found.estimated === null ? "none" : number(found.estimated)],
+    ];
+    const table = (lines) => element("table", {}, element("tbody", {}, ...lines.map(([name, value]) =>
+      element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
+    const share = found.radius && found.norm ? ` It is ${number((100 * found.radius) / found.norm)} % of the norm of that input.` : "";
+    const words = `Within that radius the equilibrium is an affine function of the layer's input, so the evidence above is exact.${share}`;
+    $("point").replaceChildren(title, table(rows),
+      element("p", { class: "note" }, `${found.radius === null ? "" : `${words} `}All of it holds with probability ${found.probability}.`),
+      element("h3", {}, "The nearest image with another answer"), table(distances),
+      element("p", { class: "note" }, "Euclidean distance; one pixel from black to white is 1. The proof counts the worst case of every part, so it is small."));
   }
   return { $, element, number, classified, restored, certificate, point };
 })();

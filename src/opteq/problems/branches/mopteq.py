@@ -50,9 +50,9 @@ class MOptEq(Problem):
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
         smoothing: tau in ``D = sum sqrt(M^2 + tau^2)``. The step's slope grows with ``lambda |channel|^2 / tau``.
         heritage: False puts ``-1/2 |z_i|^2`` in the place of H, as in OptEq; with lambda 0 that is POptEq.
-        settle: steps of a first solve after which perturbations are frozen. They depend on signs, so to solve for them
-            and the state together may never end; eight steps leave less than one entry in a hundred that the
-            equilibrium would have otherwise (``problem(x).perturbation_agreement(state)`` tells).
+        settle: steps of a first solve after which perturbations are frozen, 8 by default. They depend on signs, so to
+            solve for them and the state together may never end; eight steps leave less than one entry in a hundred that
+            the equilibrium would have otherwise (``problem(x).perturbation_agreement(state)`` tells).
 
     >>> import torch, opteq
     >>> branches = [opteq.Branch(opteq.operators.Dense(4, 6, bound=0.7), torch.nn.Linear(3, 6)) for _ in range(3)]
@@ -69,14 +69,20 @@ class MOptEq(Problem):
         activation: str | Penalty = "relu",
         smoothing: float = 0.0,
         heritage: bool = True,
-        settle: int = 8,
+        settle: int | None = None,
     ) -> None:
         super().__init__()
         self.branches = nn.ModuleList(check_branches(branches))
         self.penalty = penalties.get(activation)
         self.coupling = Coupling(diversity, smoothing, heritage)
         self.perturbation = check_not_negative("perturbation", perturbation)
-        self.settle = check_whole("settle", settle)
+        self.settle = 8 if settle is None else check_whole("settle", settle)
+        if smoothing and not diversity:
+            raise ValueError(f"{smoothing=} has no effect with diversity=0, whose kinks it would round")
+        if perturbation and len(self.branches) == 1:
+            raise ValueError(f"{perturbation=} has no effect on a single branch, which has none to hand it on to")
+        if settle is not None and not perturbation:
+            raise ValueError(f"{settle=} has no effect with perturbation=0, which it would freeze")
         channels = [feature_channels(branch.W) for branch in self.each()]
         known = {count for count in channels if count is not None}
         if self.coupling.ties_branches and len(known) > 1:

@@ -76,6 +76,8 @@ class DeepOptEq(Problem):
         super().__init__()
         self.regularizer = check_prior(regularizer)
         self.gamma = check_positive("gamma", gamma)
+        if regularizer is None and gamma != 1:
+            raise ValueError(f"gamma is the weight of a regularizer, and there is none; got {gamma=}")
         if start not in _STARTS:
             raise unknown_name("start", start, _STARTS)
         self.first = start

@@ -27,13 +27,13 @@ MISS = (214, 94, 40)
 
 
 def image_data_url(pixels: Tensor, largest: int = _LARGEST) -> str:
-    """A uint8 image ``(C, H, W)`` as a data URL: grey, or the first three channels as RGB."""
+    """A uint8 image ``(C, h, w)`` as a data URL: grey, or the first three channels as RGB."""
     channels = pixels[:3] if pixels.shape[0] >= 3 else pixels[:1]
     return _data_url(channels.movedim(0, -1), largest)
 
 
 def heatmap(values: Tensor, low: float, high: float) -> str:
-    """A heat map of ``(H, W)`` as a data URL, dark at ``low`` and bright at ``high``."""
+    """A heat map of ``(h, w)`` as a data URL, dark at ``low`` and bright at ``high``."""
     share = (values.nan_to_num(low).float().cpu() - low) / ((high - low) or 1.0)
     place = share.clamp(0, 1) * (len(_HEAT) - 1)
     below = place.long().clamp(max=len(_HEAT) - 2)
@@ -42,7 +42,7 @@ def heatmap(values: Tensor, low: float, high: float) -> str:
 
 
 def signed_map(values: Tensor, largest: int = 96) -> str:
-    """A map ``(H, W)`` of signed shares as a data URL: one color above zero, one below, opaque at the strongest."""
+    """A map ``(h, w)`` of signed shares as a data URL: one color above zero, one below, opaque at the strongest."""
     values = values.nan_to_num(0.0).float().cpu()
     scale = max(values.shape) / largest
     if scale > 1:  # areas keep the balance of signs, and a small image a small page
@@ -61,7 +61,7 @@ def class_color(place: int) -> tuple[int, int, int]:
 
 
 def label_map(labels: Tensor, largest: int = _LARGEST) -> str:
-    """A label map ``(H, W)`` as a data URL, with one color per class; dark where there is no class."""
+    """A label map ``(h, w)`` as a data URL, with one color per class; dark where there is no class."""
     # Subsampled and not interpolated: a mixture of two colors could be that of a third class.
     every = -(-max(labels.shape) // largest)
     labels = labels[::every, ::every]
@@ -82,7 +82,7 @@ def matrix_image(confusion: Tensor) -> str:
 
 
 def _data_url(pixels: Tensor, largest: int = _LARGEST, lossless: bool = False) -> str:
-    """uint8 ``(H, W, channels)`` as a data URL: PNG for small images, a smaller JPEG for large ones."""
+    """uint8 ``(h, w, channels)`` as a data URL: PNG for small images, a smaller JPEG for large ones."""
     with needs_extra("report"):
         from PIL import Image
 

@@ -15,6 +15,7 @@ _SIGNS = (
     (r"\bsigma\b", "σ"),
     (r"\balpha\b", "α"),
     (r"\bbeta\b", "β"),
+    (r"\bzeta\b", "ζ"),
     (r"\bphi\b", "φ"),
     (r"\bpsi\b", "ψ"),
     (r"\brho\b", "ρ"),
@@ -74,10 +75,10 @@ def decimal(value: float | None, digits: int = 3) -> str:
 
 
 def scientific(value: float | None, digits: int = 1) -> str:
-    """A number in scientific notation.
+    """A number in scientific notation, rounded down just below a power of ten: a residual within 10⁻³ looks so.
 
-    >>> scientific(0.000421), scientific(1e-5, 0), scientific(float("inf"))
-    ('4.2·10⁻⁴', '10⁻⁵', 'not finite')
+    >>> scientific(0.000421), scientific(1e-5, 0), scientific(0.000997), scientific(float("inf"))
+    ('4.2·10⁻⁴', '10⁻⁵', '9.9·10⁻⁴', 'not finite')
     """
     if value is None:
         return _MISSING
@@ -86,6 +87,8 @@ def scientific(value: float | None, digits: int = 1) -> str:
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.{digits}e}".split("e")
+    if float(f"1e{exponent}") > abs(value):
+        mantissa, exponent = f"{math.copysign(10 - 10**-digits, value):.{digits}f}", str(int(exponent) - 1)
     power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)
     return (power if float(mantissa) == 1 else f"{mantissa}·{power}").replace("-", "−")
 

@@ -20,8 +20,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
     """Cross-entropy, summed over images.
 
     Args:
-        logits: ``(B, K)``, or ``(B, K, H, W)`` for segmentation.
-        labels: classes ``(B,)``, soft labels ``(B, K)``, or label maps ``(B, H, W)`` with 255 for no class. For label
+        logits: ``(B, K)``, or ``(B, K, h, w)`` for segmentation.
+        labels: classes ``(B,)``, soft labels ``(B, K)``, or label maps ``(B, h, w)`` with 255 for no class. For label
             maps the loss of an image is the sum over its pixels with a class, divided by the number of all its pixels,
             so that every such pixel has the same weight.
         label_smoothing: weight that is spread over all classes.
@@ -93,7 +93,7 @@ class Loss:
         """The sum over the batch; call it directly after the forward pass that computed ``logits``.
 
         Args:
-            logits: ``(B, K)``, or ``(B, K, H, W)`` for segmentation.
+            logits: ``(B, K)``, or ``(B, K, h, w)`` for segmentation.
             labels: as :func:`cross_entropy` takes them.
         """
         total = cross_entropy(logits, labels, self.label_smoothing)

@@ -125,4 +125,8 @@ class DenoisingRecipe(Section):
             raise ValueError("train.bfloat16 is for the network that guides a prior, and model.guide is 0")
         if not self.model.guide and self.model.depth != PriorSection().depth:
             raise ValueError("model.depth is of the network that guides a prior, and model.guide is 0")
+        if self.model.steps:
+            names = ("tol", "max_steps", "gradient_tol", "gradient_steps")
+            self.train.refuse_idle(names, f"with model.steps = {self.model.steps}, a fixed number of steps")
+            self.test.refuse_idle(names[:2], f"in [test] with model.steps = {self.model.steps}")
         return self

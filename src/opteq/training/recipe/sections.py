@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
@@ -44,6 +45,12 @@ class Section(BaseModel):
     """A table of a recipe. Unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def refuse_idle(self, names: Iterable[str], where: str) -> None:
+        """Raise where one of the options differs from its default: ``where`` says why it has no effect."""
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect {where}")
 
 
 class ModelSection(Section):
@@ -133,10 +140,28 @@ class OptimizerSection(Section):
     decay_all: bool = True
 
     @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> OptimizerSection:
+    def _options_have_an_effect(self) -> OptimizerSection:
+        if self.name == "adamw":
+            self.refuse_idle(("momentum", "nesterov"), 'with name = "adamw"; it belongs to "sgd"')
+        else:
+            self.refuse_idle(("betas", "eps"), 'with name = "sgd"; it belongs to "adamw"')
+        if self.weight_decay == 0:
+            self.refuse_idle(("decay_all",), "with weight_decay = 0, the decay of all that it spares")
         if self.name == "sgd" and self.nesterov and self.momentum == 0:
             raise ValueError("nesterov = true needs a momentum above 0")
         return self
+
+
+_SCHEDULES_WITH = {
+    "warmup": ("constant", "step", "poly", "cosine"),
+    "milestones": ("step",),
+    "every": ("step",),
+    "factor": ("step",),
+    "rise": ("one-cycle",),
+    "start": ("one-cycle",),
+    "final": ("cosine", "one-cycle"),
+    "power": ("poly",),
+}
 
 
 class ScheduleSection(Section):
@@ -156,7 +181,10 @@ class ScheduleSection(Section):
     power: Positive = 0.9
 
     @model_validator(mode="after")
-    def _steps_are_somewhere(self) -> ScheduleSection:
+    def _options_have_an_effect(self) -> ScheduleSection:
+        for name, owners in _SCHEDULES_WITH.items():
+            if self.name not in owners:
+                self.refuse_idle((name,), f'with name = "{self.name}"; it belongs to "{owners[-1]}"')
         if self.name == "step" and bool(self.milestones) == bool(self.every):
             raise ValueError('name = "step" needs either milestones = [epochs, ...] or every = epochs')
         if sorted(set(self.milestones)) != self.milestones:
@@ -181,11 +209,9 @@ class LossSection(Section):
         if self.augmented == 0 and not self.normalised:
             raise ValueError("normalised = false has no effect with augmented = 0, whose features it would normalise")
         for name in ("diversity", "smoothing"):
-            if self.augmented == 0 and getattr(self, name):
-                raise ValueError(
-                    f"{name} has no effect with augmented = 0, the weight of the loss that it belongs to; "
-                    f"MOptEq's own is model.options.{name}"
-                )
+            if self.augmented == 0:
+                where = f"with augmented = 0, the weight of its loss; MOptEq's own is model.options.{name}"
+                self.refuse_idle((name,), where)
         return self
 
 
@@ -212,9 +238,7 @@ class AdversarySection(Section):
     @model_validator(mode="after")
     def _has_a_ball(self) -> AdversarySection:
         if self.epsilon == 0:
-            idle = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-            if idle:
-                raise ValueError(f"{idle[0]} has no effect with epsilon = 0; give epsilon, such as 8/255")
+            self.refuse_idle(type(self).model_fields, "with epsilon = 0; give epsilon, such as 8/255")
         return self
 
     def training(self) -> PGD | None:

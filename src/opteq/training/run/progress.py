@@ -100,7 +100,7 @@ class ProgressDisplay:
                 text += f"  {word} {line[key]:.2%}"
         text += f"  {line['images_per_second']:.0f} img/s"
         if line["solver_steps"]:
-            worst = "not finite" if line["worst_residual"] is None else f"{line['worst_residual']:.1e}"
+            worst = "not finite" if line["worst_residual"] is None else f"{line['worst_residual']:.2e}"
             text += f"  {line['solver_steps']:.1f} steps  worst residual {worst}"
             text += f"  converged {line['converged']:.1%}"
         self.say(f"{text}  {line['seconds']:.1f} s")
