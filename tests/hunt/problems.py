@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import opteq
-from hunt import families, feedback, own
+from hunt import families, feedback, monotone, own
 from hunt.drawing import Draw, drawn_batch, require
 from hunt.oracle import State, Weights, eigenvalues, flat, jacobian, polished, residual, unflat
 from hunt.parts import DrawnProblem
@@ -22,7 +22,7 @@ from opteq.states import blocks
 FAMILIES = [
     families.opteq_layer, families.opteq_layer, families.deep_layers, families.branches, families.branches,
     families.similarity, own.bowl, own.pair, own.least, own.robust, own.wells, own.restoration, feedback.inhibition,
-    feedback.free_map,
+    feedback.inhibited, feedback.free_map, monotone.monotone,
 ]  # fmt: skip
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
 
