@@ -110,3 +110,26 @@ def test_an_objective_with_a_penalty() -> None:
     x = torch.tensor([-2.0, 2.0])
     solution = opteq.Equilibrium(Saddle(), on_failure="ignore").solve(x)
     assert solution.status == (Status.NOT_A_MINIMUM, Status.CONVERGED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_state_below_the_floor_counts_as_zero(dtype: torch.dtype) -> None:
+    """``G = f + 1/2 |y|^2 - <c, y>^2`` descends from 0 to where y has the sign of c, if ``c^2 > 1/2``.
+
+    Solvers stop on the other side, where it is steep, at some 1e-20: below their floor, and as good as 0.
+    """
+    W = op.Dense(1, 1)
+    W.weight.data.zero_()
+    problem = opteq.GEQ(W, torch.nn.Identity(), opteq.kernels.Polynomial(2), LeakyReLU(0.01))
+    layer = opteq.Equilibrium(problem, on_failure="ignore").to(dtype)
+    x = torch.tensor([[1.0], [0.6], [-1.0]], dtype=dtype)
+    start = torch.tensor([[-1e-20], [-1e-20], [1e-20]], dtype=dtype)
+    wrong, right = Status.NOT_A_MINIMUM, Status.CONVERGED
+    assert layer.solve(x, start).status == (wrong, right, wrong)
+
+
+def test_a_minimum_below_the_floor_is_one() -> None:
+    """``y = relu(y / 4 + c)`` at ``c = 1e-14``: zero is no stationary point, and has nothing to say about it."""
+    problem = Quadratic(ReLU(), 0.25 * torch.eye(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+    x = 1e-14 * torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    assert opteq.Equilibrium(problem).solve(x).status == (Status.CONVERGED,)

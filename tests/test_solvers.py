@@ -477,6 +477,16 @@ def test_a_proposal_that_raises_the_merit_is_refused(kind: type[Solver]) -> None
     assert float(outcome.state) == pytest.approx(5)
 
 
+def test_fista_solves_contractions_that_are_no_gradient_steps() -> None:
+    """Momentum turns with a rotation: alone it goes round in circles for ever, and farther out."""
+    generator = torch.Generator().manual_seed(0)
+    turn = 0.8 * torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64))[0]
+    shift = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    outcome = opteq.FISTA(tol=1e-10, max_steps=400).solve(lambda y: y @ turn.T + shift, torch.zeros_like(shift))
+    assert bool((outcome.codes == int(Status.CONVERGED)).all())
+    torch.testing.assert_close(outcome.state, dense_solution(turn, shift), rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize(("kind", "growth"), [(opteq.Anderson, 2), (opteq.Broyden, 30)])
 def test_without_a_merit_a_residual_may_not_grow_too_far(kind: type[Solver], growth: float) -> None:
     """As above, but beyond zero the map is steep: the jump lands where ``|T(y) - y|`` is large."""

@@ -200,7 +200,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
         if check_minimum and hidden.seeks_minimum:
-            codes = judged_minimum(hidden, state, codes)
+            codes = judged_minimum(hidden, state, codes, self.solver.floor)
         report = Report(
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )

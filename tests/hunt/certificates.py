@@ -11,7 +11,7 @@ from torch import Tensor
 import opteq
 from hunt import oracle
 from hunt.drawing import Draw, require
-from hunt.oracle import by_rows, flat, jacobian, polished, unflat
+from hunt.oracle import Equations, by_rows, flat, jacobian, polished, unflat
 from hunt.parts import DrawnProblem
 from hunt.problems import FAMILIES
 from opteq import operators as op
@@ -36,8 +36,7 @@ def hunt(draw: Draw) -> str:
     require(not (certificate.unique and not certificate.exists), f"unique, but not known to exist: {about}")
     _check_norms(drawn, about)
     x = draw.power(-3, 2) * draw.normal(1, *drawn.shape)
-    # That of inhibition is about a step of its own length, which is not the step of the equations.
-    if certificate.contraction is not None and drawn.family != "inhibition":
+    if certificate.contraction is not None:
         _check_contraction(draw, drawn, x, certificate.contraction, about)
     if certificate.unique or certificate.lipschitz is not None:
         _check_equilibrium(draw, drawn, x, certificate, about)
@@ -67,22 +66,20 @@ def _check_norms(drawn: DrawnProblem, about: str) -> None:
 def _check_contraction(draw: Draw, drawn: DrawnProblem, x: Tensor, claim: float, about: str) -> None:
     """Against pairs of random states, and the norm of the dense Jacobian."""
     w, _ = drawn.weights()
-    equations = drawn.equations
-    # An objective without penalty has equations of step length 1; a shorter step goes a part of that way.
-    length = 1 / drawn.stretched(x.to(draw.device))[0]
+    equations: Equations | None = drawn.equations
+    inputs = x.expand(3, *x.shape[1:])
+    if drawn.stretch is not None:  # the claim is about a step of the library's length
+        equations = drawn.equations.stepping(drawn.problem(inputs.to(draw.device)).length.detach().double().cpu())
+    if equations is None:
+        return
     entries = flat(equations.zero(1)).shape[1]
     first = torch.cat([draw.power(-2, 2) * draw.normal(1, entries) for _ in range(3)])
     second = first + torch.cat([draw.power(-3, 2) * draw.normal(1, entries) for _ in range(3)])
-    inputs = x.expand(3, *x.shape[1:])
-    images = [
-        torch.lerp(rows, flat(equations.step(w, inputs, unflat(rows, equations.shapes))), length)
-        for rows in (first, second)
-    ]
+    images = [flat(equations.step(w, inputs, unflat(rows, equations.shapes))) for rows in (first, second)]
     rate = float(((images[0] - images[1]).norm(dim=1) / (first - second).norm(dim=1)).max())
     require(rate <= claim * (1 + _ROUNDING) + _ROUNDING, f"a step stretches by {rate}: {about}")
     local = jacobian(equations, w, inputs, unflat(first, equations.shapes))
-    slopes = torch.lerp(torch.eye(entries, dtype=local.dtype).expand_as(local), local, length)
-    size = float(torch.linalg.matrix_norm(slopes, 2).max())
+    size = float(torch.linalg.matrix_norm(local, 2).max())
     require(size <= claim * (1 + _ROUNDING) + _ROUNDING, f"a step's derivative is {size}: {about}")
 
 
@@ -95,9 +92,7 @@ def _check_equilibrium(draw: Draw, drawn: DrawnProblem, x: Tensor, certificate: 
         found = []
         for scale in (0.0, draw.power(-1, 2)):
             start = unflat(scale * draw.normal(1, flat(equations.zero(1)).shape[1]), equations.shapes)
-            tupled = len(start) > 1 or isinstance(drawn.problem, opteq.MOptEq | opteq.POptEq)
-            given = tuple(part.to(draw.device) for part in start)
-            solution = layer.solve(x.to(draw.device), given if tupled else given[0])
+            solution = layer.solve(x.to(draw.device), drawn.placed(start, x, draw.device))
             state = tuple(part.double().cpu() for part in blocks(solution.state))
             if bool(solution.converged.all()):
                 exact, there = polished(equations, w, x, state)

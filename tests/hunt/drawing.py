@@ -59,7 +59,7 @@ class Draw:
 
     def normal(self, *shape: int) -> Tensor:
         """Normal numbers in float64, on the CPU."""
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

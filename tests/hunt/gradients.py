@@ -10,7 +10,7 @@ from torch import Tensor
 
 import opteq
 from hunt.drawing import Draw, drawn_batch, require
-from hunt.oracle import State, Weights, flat, gradients, jacobian, polished, unflat
+from hunt.oracle import Equations, State, Weights, flat, gradients, jacobian, polished, unflat
 from hunt.parts import DrawnProblem
 from hunt.problems import FAMILIES
 from opteq.gradients import Gradient
@@ -73,10 +73,13 @@ def hunt(draw: Draw) -> str:
     check = Check(
         drawn, x.detach().double().cpu(), state, arriving, scale, x.grad.double().cpu(), dtype, draw.device, left, about
     )
-    one_step = isinstance(gradient, opteq.OneStep)
-    if one_step and (objective or drawn.family == "inhibition"):  # the step of the equations has another length
-        return "one step"
-    return check.by_dense_solve(one_step)
+    step = drawn.equations
+    if isinstance(gradient, opteq.OneStep) and drawn.stretch is not None:  # that of the library has another length
+        stepping = step.stepping(drawn.problem(x).length.detach().double().cpu())
+        if stepping is None:
+            return "one step"
+        step = stepping
+    return check.by_dense_solve(step if isinstance(gradient, opteq.OneStep) else None)
 
 
 def _drawn_gradient(draw: Draw, dtype: torch.dtype, symmetric: bool) -> Gradient:
@@ -120,8 +123,8 @@ class Check:
     left: float
     about: str
 
-    def by_dense_solve(self, one_step: bool) -> str:
-        """Against the implicit function theorem; of ``OneStep``, against one step at the equilibrium."""
+    def by_dense_solve(self, one_step: Equations | None = None) -> str:
+        """Against the implicit function theorem; of ``OneStep``, against this step at the equilibrium."""
         drawn, x, equations = self.drawn, self.x, self.drawn.equations
         w, changed = drawn.weights()
         y, found = polished(equations, w, x, self.state)
@@ -131,7 +134,10 @@ class Check:
         system = torch.eye(local.shape[-1], dtype=torch.float64) - local
         tol = _TOL[self.dtype]
         close = _FACTOR * tol * float(torch.linalg.cond(system).max()) + self.left + 10 * self._bend(w, y, system)
-        by_x, by_w = gradients(equations, w, x, y, self._probe, torch.zeros_like(local) if one_step else local)
+        if one_step is not None:
+            by_x, by_w = gradients(one_step, w, x, y, self._probe, torch.zeros_like(local))
+        else:
+            by_x, by_w = gradients(equations, w, x, y, self._probe, local)
         if not close < 0.1:
             return "ill-conditioned"
         # torch's derivative of a saturated activation is accurate to rounding of 1, not of itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ class Equations:
         size: of each sample, how large the terms are that make up the input's share. Rounding is relative to them.
         distance: a factor from the residual ``|T(y) - y|`` to the distance from the only equilibrium; None takes
             ``1 / (1 - contraction)``.
+        of_length: for objectives, the map ``prox_{t h}(y - t grad F(y))`` with step lengths t of each sample, where
+            that prox is a formula.
     """
 
     inside: Callable[[Weights, Tensor, State], State]
@@ -97,9 +100,17 @@ class Equations:
     contraction: Callable[[Weights], float | None]
     size: Callable[[Weights, Tensor], Tensor]
     distance: Callable[[Weights], float | None] | None = None
+    of_length: Callable[[Weights, Tensor, State, Tensor], State] | None = None
 
     def zero(self, batch: int) -> State:
         return tuple(torch.zeros(batch, *shape, dtype=torch.float64) for shape in self.shapes)
+
+    def stepping(self, length: Tensor) -> Equations | None:
+        """The same equilibria by steps of a length, one per sample; None where these are not known."""
+        moved = self.of_length
+        if moved is None:
+            return None
+        return dataclasses.replace(self, step=lambda w, x, y: moved(w, x, y, length))
 
     def amplification(self, w: Weights) -> float | None:
         """The factor :attr:`distance`; None where it is unknown or beyond 1e6."""

@@ -105,6 +105,10 @@ def pair(draw: Draw) -> DrawnProblem:
     return DrawnProblem(f"own pair {frame.activation}", problem, equations, (frame.inputs,))
 
 
+QUICK = ["identity", "relu", "hardtanh", "soft_threshold"]
+"""Penalties whose prox of any step length is a formula."""
+
+
 # Minimisers of F + h satisfy ``y = sigma(y - grad F(y))``, whatever the step length of the library: that is the map of
 # the equations. A residual of step length t is at most ``max(1, 1/t)`` times that of the library.
 def objective_equations(
@@ -116,15 +120,23 @@ def objective_equations(
     def inside(w: Weights, x: Tensor, y: State) -> State:
         return (y[0] - slope(w, x, y[0]),)
 
+    def of_length(w: Weights, x: Tensor, y: State, length: Tensor) -> State:
+        t = length.repeat_interleave(len(y[0]) // len(length))  # samples may be repeated, for a Jacobian
+        t = t.reshape(-1, *[1] * (y[0].ndim - 1))
+        u = y[0] - t * slope(w, x, y[0])
+        if frame.activation == "soft_threshold":  # the others are nothing, or indicator functions
+            return (u.sign() * (u.abs() - 0.1 * t).clamp(min=0),)
+        return (frame.sigma(u),)
+
     return Equations(
         inside, lambda w, x, y: (frame.sigma(inside(w, x, y)[0]),), lambda w, x, y: y, [shape], frame.kinks,
-        lambda w: None, size, distance,
+        lambda w: None, size, distance, of_length if frame.activation in QUICK else None,
     )  # fmt: skip
 
 
 def objective_frame(draw: Draw) -> Frame:
     """Vectors; mostly a penalty whose prox is quick: others find a root in every step."""
-    frame, quick = Frame.drawn(draw, images=0), draw.one_of(["identity", "relu", "hardtanh", "soft_threshold"])
+    frame, quick = Frame.drawn(draw, images=0), draw.one_of(QUICK)
     return frame if draw.chance(0.15) else dataclasses.replace(frame, activation=quick)
 
 

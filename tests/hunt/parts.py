@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hunt import oracle
 from hunt.drawing import Draw
-from hunt.oracle import Equations, Weights
+from hunt.oracle import Equations, State, Weights
 from opteq import operators as op
 from opteq.problems.base import Problem
 
@@ -56,6 +57,11 @@ class DrawnProblem:
                 if not torch.equal(acting[key], given[key]):
                     changed.add(key)
         return acting, changed
+
+    def placed(self, state: State, x: Tensor, device: str) -> Any:
+        """A state of the equations as the library has it for input ``x``: a tensor or a tuple, in the dtype of x."""
+        given = tuple(part.to(device, x.dtype) for part in state)
+        return given if isinstance(self.problem(x.to(device)).start(), tuple) else given[0]
 
     def stretched(self, x: Tensor) -> list[float]:
         return [1.0] * len(x) if self.stretch is None else self.stretch(x).double().tolist()

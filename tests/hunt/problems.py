@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import opteq
-from hunt import families, feedback, own
+from hunt import families, feedback, monotone, own
 from hunt.drawing import Draw, drawn_batch, require
 from hunt.oracle import State, Weights, eigenvalues, flat, jacobian, polished, residual, unflat
 from hunt.parts import DrawnProblem
@@ -22,7 +22,7 @@ from opteq.states import blocks
 FAMILIES = [
     families.opteq_layer, families.opteq_layer, families.deep_layers, families.branches, families.branches,
     families.similarity, own.bowl, own.pair, own.least, own.robust, own.wells, own.restoration, feedback.inhibition,
-    feedback.free_map,
+    feedback.inhibited, feedback.free_map, monotone.monotone,
 ]  # fmt: skip
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
 
@@ -234,10 +234,12 @@ class Solved:
                 self.require(self._holds(row), row, "small pushes carry it away: a saddle on a kink, or a maximum")
 
     def _holds(self, row: int, pushes: int = 32, steps: int = 200) -> bool:
-        """Whether short steps from beside a state come back, or stay: for a unit at a kink there is no Hessian.
+        """Whether short steps from beside a state stay together with those from the state itself.
 
-        Steps as short as these descend on the objective; away from a minimum they grow by a twentieth each where the
-        curvature is negative by a twentieth of its range.
+        For a unit at a kink there is no Hessian. Steps as short as these descend on the objective. Where the curvature
+        is negative by a twentieth of its range, distances along it grow by a twentieth in each. A state that is known
+        to a loose tolerance moves on towards the minimum by itself, which says nothing about curvature: distances are
+        measured from where it is then.
         """
         equations, w = self.drawn.equations, self.weights
         y = flat(self._state([row]))
@@ -251,6 +253,7 @@ class Solved:
         before = (pushed - y).norm(dim=1).clamp_min(size)
         slopes = jacobian(equations, w, x, unflat(pushed, equations.shapes))
         length = 1 / (1 + float(torch.linalg.matrix_norm(slopes, 2).max()))
+        rows, inputs = torch.cat([pushed, y]), torch.cat([x, x[:1]])
         for _ in range(steps):
-            pushed = torch.lerp(pushed, flat(equations.step(w, x, unflat(pushed, equations.shapes))), length)
-        return bool(((pushed - y).norm(dim=1) <= 20 * before).all())
+            rows = torch.lerp(rows, flat(equations.step(w, inputs, unflat(rows, equations.shapes))), length)
+        return bool(((rows[:-1] - rows[-1]).norm(dim=1) <= 20 * before).all())

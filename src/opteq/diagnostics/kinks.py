@@ -18,7 +18,7 @@ _FEW = 64
 """Units in the last place of the terms by which their sum may be off."""
 
 
-def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int) -> Tensor:
+def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int, floor: float) -> Tensor:
     """Which samples of those asked for lie on a kink from which the objective descends, ``(B,)``.
 
     A kink is where the slope of sigma changes by a move as large as the residual: the pre-activation of a ReLU at 0,
@@ -28,13 +28,18 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     that is lower by more than rounding proves that this is no minimum. The converse is hard (copositivity), so that a
     saddle may be missed; a minimum is never called one but where it has a lower point at a relative distance of
     ``eps^(1/4)``.
+
+    A state whose norm is below ``floor`` counts as zero: solvers stop there, as close to a kink at zero as that.
     """
     penalties = _penalties(hidden)
     if not all(penalty.has_total for penalty in penalties):
         return torch.zeros_like(asked)
     layout = Layout.of(state, hidden.coupled)
     inside = hidden.preactivation(state)
-    sides = _sides(penalties, inside, hidden.step(state), state)
+    zero = row_norms(layout.pack(state)) <= floor
+    # What sigma is applied to at zero; elsewhere no other than at the state.
+    origin = hidden.preactivation(layout.unpack(torch.where(zero[:, None], 0.0, layout.pack(state))))
+    sides = _sides(penalties, inside, origin, hidden.step(state), state)
     if sides is None or not any_row(asked & layout.per_sample(layout.pack(sides.rising).ne(0).any(dim=1)), unseen=True):
         return torch.zeros_like(asked)
     curvature = hidden.curvature_at(state)
@@ -48,7 +53,7 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     shift = (found.largest - 1).clamp_min(0).to(root.dtype)[:, None]  # makes F'MF positive
     eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
     size = torch.maximum(row_norms(layout.pack(state)), row_norms(layout.pack(inside)))
-    size = torch.where(size > 0, size, 1.0).to(root.dtype)[:, None] * eps**0.25
+    size = torch.where(size > floor, size, 1.0).to(root.dtype)[:, None] * eps**0.25
     values, rounding = _objective(hidden, state)
     lower = torch.zeros_like(found.smallest, dtype=torch.bool)
     for sign in (1, -1):
@@ -69,14 +74,15 @@ class _Sides:
     rising: State
 
 
-def _sides(penalties: list[Penalty], inside: State, image: State, state: State) -> _Sides | None:
+def _sides(penalties: list[Penalty], inside: State, origin: State, image: State, state: State) -> _Sides | None:
     slopes, rising = [], []
     all_penalties = penalties * (len(blocks(state)) if len(penalties) == 1 else 1)
-    for penalty, at, new, old in zip(all_penalties, blocks(inside), blocks(image), blocks(state), strict=True):
+    parts = (blocks(part) for part in (inside, origin, image, state))
+    for penalty, at, first, new, old in zip(all_penalties, *parts, strict=True):
         # What sigma is applied to is known as well as the state is.
         limits = torch.finfo(at.dtype)
         largest = at.abs().flatten(1).amax(dim=1).reshape(-1, *[1] * (at.ndim - 1))
-        margin = (new - old).abs() + 8 * limits.eps * largest + limits.tiny
+        margin = (new - old).abs() + 2 * (at - first).abs() + 8 * limits.eps * largest + limits.tiny
         below, above = (penalty.linearise(t).diagonal for t in (at - margin, at + margin))
         if below is None or above is None:
             return None

@@ -36,10 +36,11 @@ def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS, fa
 
 
 @torch.no_grad()
-def judged_minimum(hidden: BoundMap, state: State, codes: Tensor) -> Tensor:
+def judged_minimum(hidden: BoundMap, state: State, codes: Tensor, floor: float) -> Tensor:
     """The codes, with :attr:`Status.NOT_A_MINIMUM` in place of CONVERGED where the curvature is negative.
 
-    On a kink of the activation, where there are several, the objective beside it decides.
+    On a kink of the activation, where there are several, the objective beside it decides. ``floor`` is the solver's
+    norm below which a state counts as zero.
     """
     found = curvature_at_solution(hidden, state)
     if found is None:
@@ -51,6 +52,6 @@ def judged_minimum(hidden: BoundMap, state: State, codes: Tensor) -> Tensor:
     converged = codes == int(Status.CONVERGED)
     if isinstance(hidden, Hidden):
         negative = negative | descends_beside_kink(
-            hidden, map_state(Tensor.detach, state), converged & ~negative, STEPS
+            hidden, map_state(Tensor.detach, state), converged & ~negative, STEPS, floor
         )
     return torch.where(converged & negative, int(Status.NOT_A_MINIMUM), codes)

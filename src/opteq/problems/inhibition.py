@@ -15,7 +15,7 @@ from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
 from opteq.problems.branches.branch import Branch, check_branches, views
-from opteq.problems.branches.common_space import CommonSpaceMap, measured_square, prepare_common
+from opteq.problems.branches.common_space import MOST, CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.objective import BoundObjective
@@ -117,12 +117,15 @@ class Inhibition(AcceleratedProblem):
         squared = sum(float(unhooked(A, "A").norm()) ** 2 for A in self.operators())
         strong, shown = strong_convexity(self.m, self.penalty)
         why = f"the objective is {shown}-strongly convex for every A, so it has exactly one minimiser"
-        step = f"a proximal gradient step of length 1 / (m + |A|^2), with |A|^2 <= {squared:.4g}: its rate is 1 - m t"
+        step = (
+            f"a proximal gradient step of length t >= 1 / (m + {MOST:g} |A|^2), with |A|^2 <= {squared:.4g}: "
+            "its rate is 1 - m t"
+        )
         carried, missing = injection_norm(self.each() if self.branches is not None else self.U)
         lipschitz = None if carried is None else carried / strong
         reasons = {"exists": why, "unique": why, "contraction": step}
         reasons["lipschitz"] = missing or f"|U| / ({shown}), from x to the state"
-        return Certificate(True, True, squared / (self.m + squared), lipschitz, reasons)
+        return Certificate(True, True, 1 - self.m / (self.m + MOST * squared), lipschitz, reasons)
 
 
 class BoundInhibition(BoundObjective):

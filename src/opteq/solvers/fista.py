@@ -26,7 +26,9 @@ class FISTA(DampedSolver):
     it also accelerates any other map that is the gradient step of a convex function, OptEq's for instance. One
     evaluation of the map per step; every sample restarts and shortens its steps by itself:
 
-    - momentum restarts where it points uphill (O'Donoghue and Candes 2015), and where the merit has risen;
+    - momentum restarts where it points uphill (O'Donoghue and Candes 2015), and where the merit has risen; without a
+      merit where ``|T(z) - z|`` is above its least value: on maps that are no gradient steps momentum may go round in
+      circles, while the plain steps of a contraction decrease it;
     - a plain step that raises both the merit and the residual is taken back, and the share s is halved. For convex
       penalties ``T(z) - z`` is a direction of descent whatever the problem's step length, so that this ends;
     - s also falls where the curvature that was met along the last move does not allow it.
@@ -67,6 +69,7 @@ class Point(NamedTuple):
         age: steps since the last restart.
         amplified: ``|dy| / |d(T(y) - y)|`` along the last moves.
         merit: the objective at z, where the problem offers it.
+        least: the least gap so far.
     """
 
     point: Tensor
@@ -79,6 +82,7 @@ class Point(NamedTuple):
     age: Tensor
     amplified: Tensor
     merit: Tensor | None
+    least: Tensor
 
 
 class AcceleratedIteration:
@@ -95,7 +99,7 @@ class AcceleratedIteration:
         gap = row_norms(change)
         residual = relative(gap, row_norms(image), floor)
         none, ones = torch.zeros_like(rows), torch.ones_like(rows)
-        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit)
+        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit, gap)
         self.codes: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor]:
@@ -168,6 +172,9 @@ def accept(
     if merit is not None and at.merit is not None:
         raised = worse & ~(merit <= at.merit + 64 * eps * at.merit.abs())
         taken, bad = taken & ~raised, bad | raised
+    else:
+        raised = ~plain & (gap > at.least + 8 * rounding)
+        taken, bad = taken & ~raised, bad | raised
     shorter = torch.where(steep & finite, at.share / (at.share * met).clamp(1.0, 4.0), longer)
     shorter = torch.where(plain & bad, at.share / 2, shorter)
     share = torch.where(active, shorter, at.share)
@@ -187,6 +194,7 @@ def accept(
         age=torch.where(active, torch.where(taken & ~steep, age + 1, 0.0), at.age),
         amplified=torch.where(taken & (turned > 8 * rounding), ratio, at.amplified),
         merit=at.merit if merit is None or at.merit is None else torch.where(taken, merit, at.merit),
+        least=torch.where(active, torch.fmin(gap, at.least), at.least),
     )
     return accepted, codes
 

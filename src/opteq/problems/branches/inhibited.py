@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opteq.common.validate import check_share
 from opteq.operators import Operator
 from opteq.problems.base import Problem, check_operator, unhooked
-from opteq.problems.branches.common_space import measured_square, prepare_common, squared_norm
+from opteq.problems.branches.common_space import MOST, measured_square, prepare_common, squared_norm
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden
@@ -123,8 +123,9 @@ class Inhibited(AcceleratedProblem):
         reasons = {"exists": why, "unique": why}
         contraction = None
         if self.m > pull and steepest < float("inf"):
-            contraction = 1 - (self.m - pull) / (self.m + squared + steepest)
-            reasons["contraction"] = f"a proximal gradient step of length 1 / (m + |A|^2 + {steepest:.4g})"
+            contraction = 1 - (self.m - pull) / (self.m + MOST * squared + steepest)
+            step = f"1 / (m + {MOST:g} |A|^2 + {steepest:.4g})"
+            reasons["contraction"] = f"a proximal gradient step of length at least {step}"
         else:
             reasons["contraction"] = "the curvature of the smooth part is not known to lie between positive numbers"
         reasons["lipschitz"] = missing or f"|U| |W| / {strong:.4g}"
