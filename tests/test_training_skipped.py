@@ -66,6 +66,18 @@ def test_a_step_with_nan_is_as_if_it_had_not_been(clip: float | None, accumulate
     assert (counted.samples, counted.loss, counted.steps) == (12, clean.loss, clean.steps)
 
 
+def test_a_variance_that_overflows_is_no_running_average() -> None:
+    run = Run()
+    before = run.state()
+    images = torch.randn(6, 1, 8, 8)
+    images[2] *= 1e30
+    run.step(images)
+    assert run.metrics.compute().skipped == 1
+    for name, value in before["model"].items():
+        if "num_batches_tracked" not in name:
+            assert torch.equal(run.model.state_dict()[name], value), name
+
+
 def test_runs_of_skipped_steps_are_counted_across_epochs() -> None:
     metrics = RunningMetrics(torch.device("cpu"))
     for failed in (True, False, True, True):

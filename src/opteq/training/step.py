@@ -99,7 +99,8 @@ class StepRunner:
         else:
             self.accelerator.unscale_gradients()
             norm = gradient_norm(self.model.parameters())
-        failed = ~torch.isfinite(norm)
+        # Features of 1e30 have a finite gradient, and an infinite variance that running averages would keep for ever.
+        failed = ~torch.isfinite(norm) | buffers.spoiled()
         if self.accelerator.scaler is None:
             step_unless(failed, self.optimizer)
         else:

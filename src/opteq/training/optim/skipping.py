@@ -51,6 +51,10 @@ class Buffers:
         self.buffers = [buffer for buffer in model.buffers() if buffer.dtype == torch.float32 and buffer.numel()]
         self.before = self._together() if self.buffers else None
 
+    def spoiled(self) -> Tensor | bool:
+        """Whether one of them is not finite now."""
+        return False if self.before is None else ~torch.isfinite(self._together()).all()
+
     def restore_if(self, failed: Tensor) -> None:
         """Write them back where ``failed``; in few kernels, however many there are."""
         if self.before is None:
