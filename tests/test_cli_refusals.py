@@ -287,9 +287,15 @@ def test_a_loss_that_is_not_finite(root: Path, tmp_path: Path) -> None:
         "schedule.milestones=[1]",
         "schedule.factor=1.0",
         "guard.every=1",
+        "guard.skipped=3",
     )
     result = train(root, tmp_path / "run", *more, "optimizer.momentum=0.9")
-    refused(result, "the loss is nan", "Try a lower optimizer.lr", status=3)
+    refused(
+        result,
+        "epoch 2, step 5: 4 steps in a row were skipped because their loss or gradient was not finite",
+        "Try a lower optimizer.lr",
+        status=3,
+    )
 
 
 def test_equilibria_that_are_lost(root: Path, tmp_path: Path) -> None:
@@ -305,19 +311,18 @@ def test_equilibria_that_are_lost(root: Path, tmp_path: Path) -> None:
 
 
 def test_the_last_good_checkpoint_stays(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is lost in the second epoch: what is kept is from the end of the first, and is good."""
+    """The second epoch fails: what is kept is from the end of the first, and is good."""
     from opteq.training import trainer
 
     check = trainer.check_progress
 
-    def later(options: object, counts: object, where: str) -> None:
+    def later(options: object, counts: object, where: str, ended: bool) -> None:
         if where == "epoch 2":
-            monkeypatch.setattr(counts.__class__, "mean_loss", property(lambda self: float("nan")))
-            object.__setattr__(counts, "loss", float("nan"))
-        check(options, counts, where)  # type: ignore[arg-type]
+            object.__setattr__(counts, "samples", 0)
+        check(options, counts, where, ended)  # type: ignore[arg-type]
 
     monkeypatch.setattr(trainer, "check_progress", later)
-    refused(train(root, tmp_path / "run"), "epoch 2: the loss is nan", status=3)
+    refused(train(root, tmp_path / "run"), "epoch 2: 0 steps in a row", status=3)
     found = Checkpoints(tmp_path / "run/checkpoints").latest()
     assert found is not None
     assert (found.step, found.values["epoch"], len(lines(tmp_path / "run"))) == (3, 1, 1)

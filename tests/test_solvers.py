@@ -323,6 +323,23 @@ def test_expanding_linear_maps_have_fixed_points_too(kind: type[Solver]) -> None
 
 
 @each_solver
+def test_without_a_fixed_point_the_answer_stays_near(kind: type[Solver]) -> None:
+    """``relu(A y + 1)`` with A of eigenvalue 3 in a positive direction: steps lead to 3^60 times the start's."""
+    matrix = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
+    shift = torch.tensor([[1.0, 0.5]], dtype=torch.float64)
+
+    def step(y: Tensor) -> Tensor:
+        return (y @ matrix + shift).relu()
+
+    outcome = kind().solve(step, torch.zeros_like(shift))
+    assert outcome.codes.item() != int(Status.CONVERGED)
+    gap = (step(outcome.state) - outcome.state).norm()
+    assert outcome.state.norm() <= 20 * shift.norm()
+    assert gap <= 10.001 * shift.norm()  # the least one is at most that of the start
+    assert outcome.residual.item() == pytest.approx(float(gap / step(outcome.state).norm()))
+
+
+@each_solver
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_scale_of_the_problem_does_not_matter(kind: type[Solver], scale: float, dtype: torch.dtype) -> None:

@@ -165,8 +165,12 @@ def test_the_guard() -> None:
     check_progress(GuardSection(), counts(lost=5.0), "epoch 1")
     check_progress(GuardSection(converged=0.5), counts(converged=5.0), "epoch 1")
     check_progress(GuardSection(lost=0.0), counts(solves=0.0), "epoch 1")
-    with pytest.raises(TrainingStopped, match=r"epoch 1: the loss is nan. Try a lower optimizer.lr"):
-        check_progress(GuardSection(), counts(loss=math.nan), "epoch 1")
+    check_progress(GuardSection(skipped=3), counts(skipped=7.0, skipped_in_a_row=3.0), "epoch 1")
+    with pytest.raises(TrainingStopped, match=r"epoch 1: 4 steps in a row were skipped .* Try a lower optimizer.lr"):
+        check_progress(GuardSection(skipped=3), counts(skipped=7.0, skipped_in_a_row=4.0), "epoch 1")
+    check_progress(GuardSection(), counts(samples=0, skipped=1.0, skipped_in_a_row=1.0), "epoch 1")
+    with pytest.raises(TrainingStopped, match=r"epoch 1: 1 steps in a row were skipped"):
+        check_progress(GuardSection(), counts(samples=0, skipped=1.0, skipped_in_a_row=1.0), "epoch 1", ended=True)
     with pytest.raises(TrainingStopped, match=r"60% of the equilibria have a relative residual above 0.1 \(mean 0.5"):
         check_progress(GuardSection(), counts(lost=6.0, residual=5.0), "epoch 2")
     with pytest.raises(TrainingStopped, match=r"only 40% of the equilibria reached .* asks for 50%"):

@@ -162,7 +162,7 @@ def test_a_folder_in_which_nothing_was_made_is_free(root: Path, tmp_path: Path, 
 def test_a_run_that_stops_itself_later_speaks_of_its_checkpoints(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(options: object, counts: object, where: str) -> None:
+    def check(options: object, counts: object, where: str, ended: bool) -> None:
         if where == "epoch 2":
             raise TrainingStopped("the loss is nan")
 

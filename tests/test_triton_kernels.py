@@ -139,6 +139,15 @@ def test_a_merit_refuses_steps_in_both() -> None:
     assert_agree(*both(opteq.Anderson(tol=1e-9, max_steps=10), hidden), near=1e-7)
 
 
+@pytest.mark.parametrize("solver", [opteq.Picard(max_steps=9), opteq.Anderson(max_steps=9)], ids=["plain", "anderson"])
+def test_a_row_that_runs_away_has_a_near_answer_in_both(solver: Solver) -> None:
+    hidden = Map(lambda y: (torch.tensor([[3.0], [0.2]]).double() * y + 1).relu(), torch.zeros(2, 4).double())
+    plain, fused = both(solver, hidden)
+    assert_agree(plain, fused, near=1e-9)
+    assert fused.codes.tolist() == [int(Status.MAX_STEPS), 0]
+    assert float(fused.state[0].max()) < 20
+
+
 def test_coupled_samples_are_one_row() -> None:
     hidden = Map(lambda y: 0.4 * y + 0.3 * y.mean(0) + 1, torch.zeros(3, 4).double(), coupled=True)
     assert_agree(*both(opteq.Anderson(tol=1e-9), hidden), near=1e-8)

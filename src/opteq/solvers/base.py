@@ -231,7 +231,8 @@ class Solver(metaclass=NamedOptions):
 
     def _process(self, task: Task) -> tuple[Method | None, Process]:
         method = self._method(task)
-        return method, GuardedIteration(task, method, self.floor)
+        rule = self.rule(task.layout.device, task.eps)
+        return method, GuardedIteration(task, method, self.floor, None if rule.to_the_end else rule.tol)
 
     def _method(self, task: Task) -> Method:
         """A fresh method for one solve."""

@@ -16,6 +16,9 @@ from opteq.solvers.method import Method, Task
 from opteq.solvers.status import Status
 from opteq.states import any_row, choose_rows, row_norms
 
+FAR = 10.0
+"""How many times the least ``|T(y) - y|`` of a row that of its answer may be, unless it has converged."""
+
 
 class Process(Protocol):
     """What a method does between two measurements of the residual. Points are matrices with one row per sample."""
@@ -91,7 +94,8 @@ class Iteration(Protocol):
 class Loop:
     """The bookkeeping of a solve in tensor operations: it works on every device, under autograd and under vmap.
 
-    A row's answer is its first point within the tolerance, else the finite point with the least residual.
+    A row's answer is its first point within the tolerance, else the finite point with the least residual; a process
+    says that a point is no candidate by an infinite one.
     ``steps`` counts updates, so a start that is already an equilibrium takes 0, and the residual is always that
     of the point returned. NaN compares false and is chosen with ``where``, so it never replaces a finite point.
     """
@@ -160,7 +164,10 @@ class GuardedIteration:
     Extrapolating methods can overshoot. A proposal is taken where it is a plain step, or does not raise the merit (a
     small residual alone does not count: saddles have one); without a merit, where ``|T(y) - y|`` is at most a few times
     its least value. That length is not divided by ``|T(y)|`` as the stopping rule does: far out along a direction that
-    T hardly shrinks the quotient is small, and a row that was drawn there would be kept from coming back.
+    T hardly shrinks the quotient is small, and a row that was drawn there would be kept from coming back. For the same
+    reason a point whose ``|T(y) - y|`` is over :data:`FAR` times the least one is no answer unless it is within the
+    tolerance: where T expands, plain steps lead to points of any size, whose quotient is below that of the start.
+    A ``tol`` of None is for a number of steps whose last point is the answer.
 
     A refused row stays where it is and forgets its history, so that its next step is plain. Plain steps count: they
     decrease a merit by its definition, and without one there is nothing better to do. Only where a plain step raises
@@ -168,13 +175,14 @@ class GuardedIteration:
     the next ones are shorter, for methods that can do that.
     """
 
-    def __init__(self, task: Task, method: Method, floor: float) -> None:
+    def __init__(self, task: Task, method: Method, floor: float, tol: float | None) -> None:
         self.evaluate = task.evaluate
         self.admissible = task.admissible
         self.point = task.start
         self.image, self.merit = task.known
         self.method = method
         self.floor = floor
+        self.tol = tol
         self.eps = task.eps
         self.codes: Tensor | None = None
 
@@ -210,7 +218,10 @@ class GuardedIteration:
             if merit is not None and self.merit is not None:
                 self.merit = torch.where(taken, merit, self.merit)
         self.least = torch.fmin(self.least, gap)
-        return proposal, residual
+        if self.tol is None:
+            return proposal, residual
+        far = (gap > FAR * self.least) & (residual > self.tol)
+        return proposal, torch.where(far, torch.inf, residual)
 
     def breakdowns(self) -> Tensor | None:
         """Rows where even a plain step is not finite."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from opteq.training.metrics import Metrics
 from opteq.training.recipe.sections import GuardSection
 
@@ -26,10 +24,11 @@ class Interrupted(RuntimeError):  # noqa: N818
         self.exit_status = 128 + signal
 
 
-def check_progress(options: GuardSection, metrics: Metrics, where: str) -> None:
+def check_progress(options: GuardSection, metrics: Metrics, where: str, ended: bool = False) -> None:
     """Raise :class:`TrainingStopped` if the metrics of an epoch show that training has failed.
 
-    - The loss is not finite.
+    - More than ``skipped`` steps in a row, or all steps of an epoch, were skipped because their loss or gradient was
+      not finite. A few skipped steps are only recorded.
     - More than the fraction ``lost`` of the equilibria have a relative residual above ``residual``: the features are
       not at an equilibrium, so neither gradient nor certificate is meaningful. A few such samples are only recorded.
     - Fewer than the fraction ``converged`` reached the solver's tolerance. 0 (off) by default: a tight tolerance with
@@ -39,11 +38,13 @@ def check_progress(options: GuardSection, metrics: Metrics, where: str) -> None:
         options: the ``[guard]`` of a recipe.
         metrics: of the epoch so far.
         where: such as ``"epoch 3"``.
+        ended: whether the epoch has ended.
     """
-    if not math.isfinite(metrics.loss):
+    if metrics.skipped_in_a_row > options.skipped or (ended and not metrics.samples):
         raise TrainingStopped(
-            f"{where}: the loss is {metrics.mean_loss}. Try a lower optimizer.lr, train.clip=1.0, or a smaller bound "
-            "on the model's operators; with precision fp16, try bf16"
+            f"{where}: {metrics.skipped_in_a_row:.0f} steps in a row were skipped because their loss or gradient was "
+            "not finite. Try a lower optimizer.lr, train.clip=1.0, or a smaller bound on the model's operators; with "
+            "precision fp16, try bf16"
         )
     if metrics.solves and metrics.lost_share > options.lost:
         raise TrainingStopped(

@@ -21,7 +21,8 @@ class Metrics:
     """Sums over images, and over solves (one per image and equilibrium layer).
 
     ``judged`` is the number of labels: of images, or of pixels with a class. ``confusion`` has a row per true class and
-    a column per predicted class; None where it was not computed.
+    a column per predicted class; None where it was not computed. Steps that were skipped, because their gradient was
+    not finite, count in ``skipped`` alone; ``skipped_in_a_row`` is the longest run of them.
     """
 
     loss: float
@@ -36,6 +37,8 @@ class Metrics:
     lost: float
     worst: float
     confusion: list[list[float]] | None = None
+    skipped: float = 0.0
+    skipped_in_a_row: float = 0.0
 
     @property
     def mean_loss(self) -> float:
@@ -106,6 +109,7 @@ class RunningMetrics:
         # float64: in float32 a sum over millions of images would stop growing by single counts.
         self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self.worst = torch.zeros((), dtype=torch.float64, device=device)
+        self.skips = torch.zeros(3, dtype=torch.float64, device=device)  # all, the present run of them, the longest
         self.classes = classes
         # One more cell for pixels without a label.
         cells = 0 if classes is None else classes**2 + 1
@@ -151,22 +155,38 @@ class RunningMetrics:
         parts = [part.double() if isinstance(part, Tensor) else torch.full_like(zero, part) for part in counts]
         self.sums += torch.stack([loss.detach().double(), *parts])
 
+    @torch.no_grad()
+    def skip_if(self, failed: Tensor, sums: Tensor) -> None:
+        """Count a step as skipped where ``failed``; ``sums`` are those from before it."""
+        count, run, longest = self.skips.unbind()
+        run = (run + 1) * failed
+        self.skips = torch.stack([count + failed, run, torch.maximum(longest, run)])
+        self.sums = torch.where(failed, sums, self.sums)
+
+    def continue_skips(self, before: RunningMetrics) -> None:
+        """Let a run of skipped steps go on from an earlier epoch."""
+        self.skips[1] = before.skips[1]
+
     def compute(self, accelerator: Accelerator | None = None) -> Metrics:
         """The metrics, over all processes if an ``accelerator`` is given. This waits for the device."""
-        sums, worst = self.sums, self.worst
+        sums, most = self.sums, torch.cat([self.worst[None], self.skips[[0, 2]]])
         if accelerator is not None and accelerator.num_processes > 1:
-            gathered = accelerator.gather(torch.cat([sums, worst[None]])[None])
-            sums, worst = gathered[:, :-1].sum(dim=0), gathered[:, -1].max()
+            gathered = accelerator.gather(torch.cat([sums, most])[None])
+            # All processes skip the same steps.
+            sums, most = gathered[:, :-3].sum(dim=0), gathered[:, -3:].amax(dim=0)
         confusion = None
         if self.classes is not None:
             cells = self.cells if accelerator is None else accelerator.reduce(self.cells, "sum")
             confusion = cells[:-1].reshape(self.classes, self.classes).tolist()
-        return Metrics(**dict(zip(_SUMS, sums.tolist(), strict=True)), worst=float(worst), confusion=confusion)
+        worst, skipped, in_a_row = most.tolist()
+        counts = dict(zip(_SUMS, sums.tolist(), strict=True))
+        return Metrics(**counts, worst=worst, confusion=confusion, skipped=skipped, skipped_in_a_row=in_a_row)
 
     def restore(self, counts: Metrics) -> None:
         """Continue from metrics computed earlier."""
         self.sums.copy_(torch.tensor([getattr(counts, name) for name in _SUMS], dtype=torch.float64))
         self.worst.fill_(counts.worst)
+        self.skips[0], self.skips[2] = counts.skipped, counts.skipped_in_a_row
 
 
 def _mean_share(parts: Tensor, wholes: Tensor) -> float:

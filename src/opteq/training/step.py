@@ -12,6 +12,7 @@ from opteq.training.adversary import Adversary
 from opteq.training.devices import Accelerator
 from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import Loss
+from opteq.training.optim.skipping import Buffers, as_gradient, gradient_norm, step_unless
 from opteq.training.recipe.sections import TrainSection
 from opteq.training.validation import solve_reports
 
@@ -22,6 +23,9 @@ class StepRunner:
     The gradient of a step is that of the mean loss over all its images: each micro-batch contributes its sum divided by
     the total number. So the result does not depend on how the images are divided among processes and micro-batches.
     (Batch normalisation uses the images of all processes, but of one micro-batch.)
+
+    A step whose loss or gradient is not finite is skipped, in all processes: weights, optimiser, statistics of batch
+    normalisation and metrics stay what they were, and the step is counted.
 
     Args:
         model: prepared by accelerate.
@@ -75,6 +79,7 @@ class StepRunner:
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         self.optimizer.zero_grad(set_to_none=True)
+        buffers, sums = Buffers(self._bare), metrics.sums.clone()
         # Gradients are averaged over processes; the factor makes it a sum.
         scale = self.accelerator.num_processes / whole
         # The same number of micro-batches in every process, each with at least one image.
@@ -88,7 +93,17 @@ class StepRunner:
                 logits = self.model(part)
                 total = self.loss(logits, classes)
                 metrics.update(total, logits, classes, solve_reports(layers))
-                self.accelerator.backward(total * scale)
+                self.accelerator.backward(as_gradient(total) * scale)
         if self.options.clip is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.clip)
-        self.optimizer.step()
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        else:
+            self.accelerator.unscale_gradients()
+            norm = gradient_norm(self.model.parameters())
+        # Features of 1e30 have a finite gradient, and an infinite variance that running averages would keep for ever.
+        failed = ~torch.isfinite(norm) | buffers.spoiled()
+        if self.accelerator.scaler is None:
+            step_unless(failed, self.optimizer)
+        else:
+            self.optimizer.step()  # skipped by the scaler, which lowers its scale then
+        buffers.restore_if(failed)
+        metrics.skip_if(failed, sums)

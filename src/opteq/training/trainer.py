@@ -109,11 +109,12 @@ class Trainer:
             self.bounds.set(self.epoch)
             self._steps(layers, display, stop)
             counts = self.metrics.compute(self.accelerator)
-            self._check(counts, f"epoch {self.epoch + 1}")
+            self._check(counts, f"epoch {self.epoch + 1}", ended=True)
             line = self._test(counts, stop)
             self.history.append(line)
             self.epoch, self.batch = self.epoch + 1, 0
-            self.metrics, self.seconds = self._new_metrics(), 0.0
+            before, self.metrics, self.seconds = self.metrics, self._new_metrics(), 0.0
+            self.metrics.continue_skips(before)
             self.save()
             display.line(line)
             if records is not None:
@@ -162,10 +163,10 @@ class Trainer:
         self.metrics.compute()
         self.seconds = before + time.monotonic() - began
 
-    def _check(self, counts: Metrics, where: str) -> None:
+    def _check(self, counts: Metrics, where: str, ended: bool = False) -> None:
         """Stop a run that has failed; the message says whether there is a checkpoint."""
         try:
-            check_progress(self.recipe.guard, counts, where)
+            check_progress(self.recipe.guard, counts, where, ended)
         except TrainingStopped as error:
             left = "Checkpoints are from before this"
             none = "No checkpoint was saved: a new run can start in the same folder"
@@ -189,6 +190,7 @@ class Trainer:
             "test_solver_steps": tested.mean_steps,
             "test_worst_residual": tested.worst,
             "test_converged": tested.converged_share,
+            "skipped_steps": int(counts.skipped),
             "lr": self.recipe.optimizer.lr * self.factor(max(self.step - 1, 0)),
             "seconds": self.seconds,
             "peak_memory_mb": peak_memory_mb(self.accelerator.device),

@@ -9,6 +9,7 @@ import triton.language as tl
 from opteq.engine.triton.row_state_kernels import (
     BEST,
     COUNT,
+    LEAST,
     PENDING,
     RESIDUAL,
     SAVE,
@@ -16,6 +17,7 @@ from opteq.engine.triton.row_state_kernels import (
     entries,
     record,
     save_best,
+    unless_far,
 )
 
 
@@ -68,6 +70,7 @@ def accept_plain(
     sizes = tl.load(sums + parts + piece, mask=piece < parts, other=0.0, cache_modifier=".cg")
     residual = tl.load(numbers + RESIDUAL * rows + row)
     best = tl.load(numbers + BEST * rows + row)
+    least = tl.load(numbers + LEAST * rows + row)
     steps = tl.load(flags + STEPS * rows + row)
     was_pending = tl.load(flags + PENDING * rows + row) != 0
     if active == 0:
@@ -76,6 +79,8 @@ def accept_plain(
         gap = tl.sqrt(tl.sum(gaps.to(tl.float64), axis=0))
         residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
         ends = tl.where(residual < float("inf"), 0, NON_FINITE)  # false for NaN
+        residual = unless_far(residual, gap, least, tol)
+        tl.store(numbers + LEAST * rows + row, tl.where(gap < least, gap, least))
         tl.store(numbers + RESIDUAL * rows + row, residual)
         record(flags, numbers, rows, row, residual, best, ends, steps, was_pending, tol)
     tl.store(trace + step * rows + row, residual)

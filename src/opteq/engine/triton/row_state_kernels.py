@@ -20,6 +20,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from opteq.solvers import loop
+
+FAR = tl.constexpr(loop.FAR)
+
 ACTIVE = tl.constexpr(0)
 DEAD = tl.constexpr(1)
 STEPS = tl.constexpr(2)
@@ -59,6 +63,13 @@ def open_flags(flags, rows, row, still, dead):
     tl.store(flags + SAVE * rows + row, tl.where(still, 0, 1))
     tl.store(flags + PLAIN * rows + row, 1)
     tl.store(flags + COUNT * rows + row, 0)
+
+
+@triton.jit
+def unless_far(residual, gap, least, tol):
+    """``residual``, or infinity for a point that is no answer: see ``FAR`` of :mod:`opteq.solvers.loop`."""
+    far = (gap > FAR * tl.minimum(gap, least)) & (residual > tol)
+    return tl.where(far, float("inf"), residual)
 
 
 @triton.jit

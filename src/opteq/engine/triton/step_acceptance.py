@@ -21,6 +21,7 @@ from opteq.engine.triton.row_state_kernels import (
     open_flags,
     record,
     total,
+    unless_far,
 )
 
 
@@ -93,6 +94,7 @@ def enter_point(
     gap = tl.sqrt(tl.sum(gaps.to(tl.float64), axis=0))
     residual = gap / tl.maximum(tl.sqrt(tl.sum(sizes.to(tl.float64), axis=0)), floor)
     finite = residual < float("inf")  # false for NaN
+    residual = unless_far(residual, gap, least, tol)
     tl.store(numbers + RESIDUAL * rows + row, residual)
     taken = finite & (plain | is_harmless(gap, least, merit, known, growth, rounding, MERITED))
     if MERITED:

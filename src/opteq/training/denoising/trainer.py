@@ -21,6 +21,7 @@ from opteq.solvers.linear import CG
 from opteq.training.denoising.evaluate import image_folder
 from opteq.training.devices import Accelerator, make_accelerator
 from opteq.training.guard import Interrupted, TrainingStopped
+from opteq.training.optim.skipping import as_gradient, step_unless
 from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.run import environment, rng, state
 from opteq.training.run.checkpoints import Checkpoint, Checkpoints
@@ -30,7 +31,7 @@ from opteq.training.run.signals import StopRequest
 
 _AVERAGED = 0.998
 """Share of the average of weights that a step keeps."""
-_COUNTED = ("loss", "solver_steps", "gradient_steps", "failed")
+_COUNTED = ("loss", "solver_steps", "gradient_steps", "failed", "skipped")
 
 
 def train(recipe: DenoisingRecipe, out: str | Path, resume: bool = False, console: Console | None = None) -> Path:
@@ -108,7 +109,10 @@ class DenoisingTrainer:
             "guide": [] if prior.guide is None else list(prior.guide.parameters()),
         }
         self.optimizer = torch.optim.Adam(
-            [{"params": group, "name": name} for name, group in groups.items()], lr=recipe.train.lr, betas=(0.9, 0.99)
+            [{"params": group, "name": name} for name, group in groups.items()],
+            lr=recipe.train.lr,
+            betas=(0.9, 0.99),
+            fused=device.type == "cuda" or None,
         )
         images = torch.stack([image[0] for image in read_grey(image_folder(recipe) / "train")])
         self.crops = Crops(images.to(device).float() / 255, recipe.train.patch)
@@ -133,24 +137,30 @@ class DenoisingTrainer:
         # The error that is left grows about as sigma does: all levels count the same.
         loss = (errors / sigma).mean()
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.prior.parameters(), 1.0)
-        self.optimizer.step()
+        as_gradient(loss).backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.model.prior.parameters(), 1.0)
+        skipped = ~torch.isfinite(norm)
+        step_unless(skipped, self.optimizer)
         self.step += 1
         self._average()
-        self._count(loss.detach())
+        self._count(torch.where(skipped, 0.0, loss.detach()), skipped)
 
     def line(self) -> Line:
         """Means since the last line."""
-        means = dict(zip(_COUNTED, (self._sums / max(1, self._counted)).tolist(), strict=True))
+        counted = max(1, self._counted)
+        means = dict(zip(_COUNTED, (self._sums / counted).tolist(), strict=True))
         self._sums.zero_()
         self._counted = 0
-        if not math.isfinite(means["loss"]):
-            raise TrainingStopped(f"step {self.step}: the loss is {means['loss']}; try a lower train.lr")
+        if means["skipped"] > 0.5:
+            raise TrainingStopped(
+                f"step {self.step}: {means['skipped']:.0%} of the steps since the last line were skipped because their "
+                "loss or gradient was not finite; try a lower train.lr"
+            )
         found = {
-            "epoch": len(self.history) + 1, "step": self.step, "train_loss": means["loss"],
+            "epoch": len(self.history) + 1, "step": self.step, "train_loss": means["loss"] / (1 - means["skipped"]),
             "solver_steps": means["solver_steps"], "gradient_steps": means["gradient_steps"],
-            "converged": 1 - means["failed"], "seconds": self._before + time.monotonic() - self._began,
+            "converged": 1 - means["failed"], "skipped_steps": round(means["skipped"] * counted),
+            "seconds": self._before + time.monotonic() - self._began,
         }  # fmt: skip
         self.history.append(found)
         return found
@@ -194,12 +204,12 @@ class DenoisingTrainer:
         torch._foreach_lerp_(list(self.average.values()), [new[name] for name in self.average], 1 - kept)
 
     @torch.no_grad()
-    def _count(self, loss: Tensor) -> None:
+    def _count(self, loss: Tensor, skipped: Tensor) -> None:
         assert self.model.layer.last is not None
         report, slot = self.model.layer.last
         parts: list[Any] = [loss, report.steps.float().mean()]
         parts.append(0.0 if slot.report is None else slot.report.steps.float().mean())
-        parts.append(report.failures().float().mean())
+        parts += [report.failures().float().mean(), skipped]
         self._sums += torch.stack([torch.as_tensor(part, device=self.device).float() for part in parts])
         self._counted += 1
 

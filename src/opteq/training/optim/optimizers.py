@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opteq.training.optim.skipping import start_momentum
 from opteq.training.recipe.sections import OptimizerSection
 
 _NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
@@ -23,7 +24,8 @@ def optimizer(options: OptimizerSection, model: nn.Module) -> torch.optim.Optimi
     extra: dict[str, Any] = {"fused": True} if fused else {}
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **extra)
-    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, **extra)
+    sgd = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, **extra)
+    return start_momentum(sgd)
 
 
 def _groups(options: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:

@@ -256,6 +256,7 @@ class GuardSection(Section):
     residual: Positive = 0.1
     lost: Annotated[float, Field(ge=0, le=1)] = 0.5
     converged: Annotated[float, Field(ge=0, le=1)] = 0.0
+    skipped: Count = 20
     every: Count = 50
 
 

@@ -84,6 +84,8 @@ class ProgressDisplay:
         if counts.solves:
             numbers += f"  {counts.mean_steps:.1f} steps"
             numbers += f"  worst {counts.worst:.0e}" if self.console.width >= WIDE else ""
+        if counts.skipped:
+            numbers += f"  {counts.skipped:.0f} skipped"
         self._bar.update(self._task, completed=number, numbers=numbers)
 
     def line(self, line: Line) -> None:
@@ -103,6 +105,8 @@ class ProgressDisplay:
             worst = "not finite" if line["worst_residual"] is None else f"{line['worst_residual']:.2e}"
             text += f"  {line['solver_steps']:.1f} steps  worst residual {worst}"
             text += f"  converged {line['converged']:.1%}"
+        if line.get("skipped_steps"):
+            text += f"  {line['skipped_steps']} steps skipped (not finite)"
         self.say(f"{text}  {line['seconds']:.1f} s")
 
     def say(self, text: str) -> None:
