@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import models
+from opteq.common.errors import UserError
 from opteq.models.comparators.feedforward import PlainLayers
 from opteq.models.comparators.mdeq import MultiscaleStep, Zeros
 from opteq.models.comparators.monotone import SPLITTINGS, MonDEQ
 from opteq.models.comparators.monotone_tiers import TieredMonDEQ
 from opteq.models.registry import sketched
+from opteq.training.validation import solve_reports, without_warnings
 
 N, SIDE = 3, 4
 
@@ -249,12 +251,33 @@ def test_a_neural_ode_against_small_steps_of_runge_kutta() -> None:
         assert (ours - theirs).norm() < 0.03 * theirs.norm()
 
 
+def test_a_neural_ode_reports_its_evaluations_and_says_when_it_fails() -> None:
+    torch.manual_seed(0)
+    model = models.create("neural-ode-172k", num_classes=3, filters=4, cells=2)
+    x = torch.randn(2, 3, 4, 4)
+    calls = []
+    hook = model.equilibrium.field.register_forward_hook(lambda *_: calls.append(1))
+    plain = model.equilibrium(x)
+    hook.remove()
+    with without_warnings(model) as layers:
+        (report,) = solve_reports(layers)
+        assert report.steps.tolist() == [len(calls)] * 2
+        assert len(calls) >= 7  # at least one step of dopri5
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model.equilibrium(x), plain, rtol=0, atol=0)
+    with torch.no_grad():
+        model.equilibrium.field.last.bias.fill_(torch.inf)
+    with pytest.raises(UserError, match="the ODE was not solved"):
+        model(x)
+
+
 SMALL = {
     "plain-199k": {"channels": 4, "hidden": (4, 6, 8)},
     "resnet18": {"width": 4, "blocks": (1, 1)},
     "wide-resnet50": {"width": 4, "blocks": (1, 1)},
     "inception-v2": {"unit": 2},
     "hrnet-13m": {"hidden": (4, 6), "modules": (2,), "heads": (2, 3), "last": 8, "first_width": 4},
+    "extractor-0.48m": {"stem_widths": (4, 6, 8, 8), "stem_depth": 1},
     "extractor-resnet50": {"extractor_width": 4, "extractor_blocks": (1, 2), "extractor_strides": (1, 2)},
     "fcn-cityscapes": {"extractor_width": 4, "extractor_blocks": (1, 1), "extractor_strides": (1, 2), "head_width": 8},
     "mondeq-1m": {"hidden": (4, 6, 4), "cells": 2},

@@ -110,17 +110,29 @@ def test_the_papers_smaller_tables() -> None:
 
 
 def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
-    same = [load_recipe(name) for name in recipes() if name.startswith("cifar10-jpeg-")]
-    assert len(same) == 7
-    rest = [recipe.model_dump(exclude={"name", "reproduces", "model"}) for recipe in same]
-    tiny = [load_recipe(name) for name in recipes() if name.startswith("tiny100-")]
-    assert len(tiny) == 7
-    for recipe in tiny:
+    """And in the optimiser of networks that SGD at this rate can't train, and in the guard of MDEQ."""
+    same = [load_recipe(name) for name in recipes() if name.startswith(("cifar10-jpeg-", "tiny100-"))]
+    assert len(same) == 18 + 7
+    rest = []
+    for recipe in same:
         assert (recipe.data.name == "folder-superclasses") == ("superclasses" in recipe.name)
-        tables = recipe.model_dump(exclude={"name", "reproduces", "model"})
+        assert (recipe.guard.lost == 1) == ("mdeq" in recipe.name)
+        adaptive = "mondeq" in recipe.name or "neural-ode" in recipe.name
+        assert (recipe.optimizer.name, recipe.optimizer.lr) == (("adamw", 1e-3) if adaptive else ("sgd", 0.1))
+        tables = recipe.model_dump(exclude={"name", "reproduces", "model", "guard", "optimizer"})
         rest.append({**tables, "data": {**tables["data"], "name": "folder"}})
     assert all(one == rest[0] for one in rest)
     assert (rest[0]["train"]["epochs"], rest[0]["train"]["precision"]) == (30, "bf16")
+
+
+def test_comparators_side_by_side_have_the_sizes_of_what_they_are_compared_with() -> None:
+    sizes = {"199k": "opteq-199k", "200k": "opteq-199k", "0.48m": "mopteq-0.48m", "5m": "geq-5m"}
+    for name in ("extractor-199k", "extractor-0.48m", "extractor-5m", "mdeq-200k", "mdeq-0.48m"):
+        model = load_recipe(f"cifar10-jpeg-{name}").model
+        with sketched():
+            ours = models.describe(f"{sizes[name.rpartition('-')[2]]}-pyramid").parameters
+            theirs = sum(weight.numel() for weight in models.create(model.name, **model.options).parameters())
+        assert theirs == pytest.approx(ours, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def _mdeq(summary: str, reproduces: str, classes: int = 10, **options: Any) -> E
     return Entry("comparator", mdeq.build, mdeq.MDEQOptions(**options), summary, reproduces, classes)
 
 
+def _stem(of: str, **options: Any) -> Entry:
+    chosen = feedforward.StemClassifierOptions(stem="pyramid", **options)
+    summary = f"extractor and classifier: the stem of {of} with more channels, so that the size is the same, and a head"
+    return _baseline(feedforward.build_stem, chosen, summary)
+
+
 def _neural_ode(summary: str, reproduces: str, **options: Any) -> Entry:
     return Entry("comparator", neural_ode.build, neural_ode.NeuralODEOptions(**options), summary, reproduces)
 
@@ -294,6 +300,16 @@ MODELS: dict[str, Entry] = {
         "the extractor of opteq-middle-imagenet and a classification layer, half as wide so that the size is the "
         "printed one",
         "OptEq paper, ImageNet, W-Res-Extr. + Cls., 27M parameters", 1000,
+    ),
+    "extractor-199k": _stem("opteq-199k-pyramid", stem_widths=(24, 36, 64), stem_depth=2, scales=(4,)),
+    "extractor-0.48m": _stem(
+        "mopteq-0.48m-pyramid",
+        stem_widths=(40, 64, 96, 96), stem_depth=(1, 2, 3, 2), stem_block="inverted", scales=(1, 2, 4, 8),
+    ),
+    "extractor-5m": _stem(
+        "geq-5m-pyramid",
+        stem_widths=(88, 176, 272, 272), stem_depth=2, stem_block=("basic", "basic", "basic", "inverted"),
+        scales=(2, 4, 8),
     ),
     "fcn-cityscapes": replace(
         _baseline(

@@ -7,14 +7,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from opteq.equilibrium import Equilibrium
 from opteq.training.adversary import Adversary
 from opteq.training.devices import Accelerator
 from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import Loss
 from opteq.training.optim.skipping import Buffers, as_gradient, gradient_norm, step_unless
 from opteq.training.recipe.sections import TrainSection
-from opteq.training.validation import solve_reports
+from opteq.training.validation import Layers, solve_reports
 
 
 class StepRunner:
@@ -62,7 +61,7 @@ class StepRunner:
         whole: int,
         factor: float,
         metrics: RunningMetrics,
-        layers: list[tuple[str, Equilibrium]],
+        layers: Layers,
         start: Tensor | None = None,
     ) -> None:
         """One step.
@@ -73,7 +72,7 @@ class StepRunner:
             whole: number of images of the step over all processes.
             factor: of the learning rate.
             metrics: updated with the step.
-            layers: the equilibrium layers, whose reports are counted.
+            layers: those that are solved, whose reports are counted.
             start: noise of the adversary's random start, if it has one.
         """
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):

@@ -15,7 +15,6 @@ from opteq.analysis import PGD
 from opteq.common.errors import UserError
 from opteq.common.files import plain_errors
 from opteq.data import Batches
-from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
 from opteq.training.devices import Accelerator, peak_memory_mb
 from opteq.training.guard import Interrupted, TrainingStopped, check_progress
@@ -29,7 +28,7 @@ from opteq.training.run.progress import ProgressDisplay
 from opteq.training.run.records import Line, Records
 from opteq.training.run.signals import StopRequest
 from opteq.training.step import StepRunner
-from opteq.training.validation import validate
+from opteq.training.validation import Layers, validate
 
 
 class Trainer:
@@ -98,7 +97,7 @@ class Trainer:
 
     def run(
         self,
-        layers: list[tuple[str, Equilibrium]],
+        layers: Layers,
         records: Records | None,
         display: ProgressDisplay,
         stop: StopRequest,
@@ -140,7 +139,7 @@ class Trainer:
         with plain_errors("saving a checkpoint", kept):
             return self.checkpoints.save(Checkpoint(self.step, tensors, values))
 
-    def _steps(self, layers: list[tuple[str, Equilibrium]], display: ProgressDisplay, stop: StopRequest) -> None:
+    def _steps(self, layers: Layers, display: ProgressDisplay, stop: StopRequest) -> None:
         recipe, began, before = self.recipe, time.monotonic(), self.seconds
         adversary = self.step_runner.adversary
         self.model.train()

@@ -11,24 +11,28 @@ from torch import Tensor, nn
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
 from opteq.models import equilibria
+from opteq.models.comparators.neural_ode import NeuralODE
 from opteq.solution import Report
 from opteq.training.adversary import Adversary, Attack
 from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import cross_entropy
 from opteq.training.run import rng
 
+Layers = list[tuple[str, Equilibrium | NeuralODE]]
+"""The layers of a model that report how they were solved, with their names."""
+
 Change = Callable[[Tensor, Batches, int], Tensor]
 """From the images of this process's share of a batch, the batches and the batch's index to changed images."""
 
 
-def solve_reports(layers: list[tuple[str, Equilibrium]]) -> list[Report]:
-    """The report of the latest solve of every equilibrium layer."""
+def solve_reports(layers: Layers) -> list[Report]:
+    """The report of the latest solve of every layer."""
     return [layer.last[0] for _, layer in layers if layer.last is not None]
 
 
 @contextmanager
-def without_warnings(model: nn.Module) -> Iterator[list[tuple[str, Equilibrium]]]:
-    """Yield the equilibrium layers of ``model``; inside the block none of them warns or raises.
+def without_warnings(model: nn.Module) -> Iterator[Layers]:
+    """Yield the layers of ``model`` that are solved; inside the block no equilibrium warns or raises.
 
     A warning needs the result on the host, so that a GPU waits at every step; a run checks its metrics instead.
     """
@@ -37,7 +41,7 @@ def without_warnings(model: nn.Module) -> Iterator[list[tuple[str, Equilibrium]]
     for _, layer in layers:
         layer.on_failure = "ignore"
     try:
-        yield layers
+        yield [*layers, *((name, part) for name, part in model.named_modules() if isinstance(part, NeuralODE))]
     finally:
         for (_, layer), setting in zip(layers, before, strict=True):
             layer.on_failure = setting

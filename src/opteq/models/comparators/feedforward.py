@@ -67,6 +67,19 @@ def build_plain(in_channels: int, num_classes: int, options: PlainOptions) -> Pa
 
 
 @dataclass(frozen=True, kw_only=True)
+class StemClassifierOptions(ClassifierOptions):
+    """Options of a stem with a classification layer."""
+
+    scales: tuple[int, ...] = option((1,), wholes(), "downsampling factors of the pyramid's levels that the head reads")
+
+
+def build_stem(in_channels: int, num_classes: int, options: StemClassifierOptions) -> Parts:
+    """The stem and the head of a model of a redesigned family, with nothing in between."""
+    stem = make_stem(in_channels, options, options.scales)
+    return Parts(stem.module, nn.Identity(), Head(stem.channels, num_classes, options))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExtractorClassifierOptions(DeepHeadOptions, ExtractorOptions):
     """Options of an extractor with a classification layer."""
 

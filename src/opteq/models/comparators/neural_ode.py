@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.common.errors import needs_extra
+from opteq.common.autocast import Autocast
+from opteq.common.errors import UserError, needs_extra
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import number, option, whole
 from opteq.models.comparators.mondeq import CellHead
 from opteq.models.options import Options
+from opteq.solution import BackwardSlot, Report
+from opteq.solvers import Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +36,11 @@ class VectorField(nn.Module):
         self.first = nn.Conv2d(channels + 1, filters, 1)
         self.middle = nn.Conv2d(filters + 1, filters, 3, padding=1)
         self.last = nn.Conv2d(filters + 1, channels, 1)
+        self.evaluations = 0
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
         """The derivative of ``h``, ``(B, channels, height, width)``, at time t."""
+        self.evaluations += 1
         h = torch.relu(self.first(_with_time(t, h)))
         h = torch.relu(self.middle(_with_time(t, h)))
         slope: Tensor = self.last(_with_time(t, h))
@@ -43,20 +48,38 @@ class VectorField(nn.Module):
 
 
 class NeuralODE(nn.Module):
-    """``h(1)`` with ``h' = f(t, h)`` and ``h(0)`` the image and channels of zeros; gradients by the adjoint ODE."""
+    """``h(1)`` with ``h' = f(t, h)`` and ``h(0)`` the image and channels of zeros; gradients by the adjoint ODE.
+
+    It is solved in the precision of the image, also under autocast: the rounding of bfloat16 is above the tolerance of
+    a step, so that steps would become shorter and shorter. ``last`` has the report of the latest call, as that of an
+    equilibrium layer: its steps are evaluations of f, the same for all samples, which share the lengths of steps.
+    """
 
     def __init__(self, in_channels: int, options: NeuralODEOptions) -> None:
         super().__init__()
         self.augment, self.tol = options.augment, options.tol
         self.field = VectorField(in_channels + options.augment, options.filters)
+        self.last: tuple[Report, BackwardSlot] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, c, h, w) -> (B, c + augment, h, w)``."""
         with needs_extra("comparators"):
             from torchdiffeq import odeint_adjoint
         start = F.pad(x, (0, 0, 0, 0, 0, self.augment))
-        times = torch.tensor([0.0, 1.0], device=x.device, dtype=x.dtype)
-        path: Tensor = odeint_adjoint(self.field, start, times, rtol=self.tol, atol=self.tol, method="dopri5")
+        times = torch.linspace(0, 1, 2, device=x.device, dtype=x.dtype)
+        before = self.field.evaluations
+        try:
+            with Autocast.current(x.device).off():
+                path: Tensor = odeint_adjoint(self.field, start, times, rtol=self.tol, atol=self.tol, method="dopri5")
+        except AssertionError as error:  # torchdiffeq's own, such as "underflow in dt"
+            raise UserError(
+                f"the ODE was not solved ({error}): its steps became too short, or a value was not finite. Try a lower "
+                "learning rate, AdamW, or a larger model.options.tol"
+            ) from error
+        taken = torch.full((len(x),), self.field.evaluations - before, device=x.device)
+        reached = torch.full_like(taken, int(Status.CONVERGED))  # dopri5 raises where it does not reach the end
+        report = Report("dopri5", torch.zeros_like(taken, dtype=x.dtype), taken, reached, self.tol)
+        self.last = report, BackwardSlot()
         return path[-1]
 
 
