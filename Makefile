@@ -64,12 +64,14 @@ $(VENV)/.demo: EXTRAS := all
 $(VENV)/.test: EXTRAS := test
 $(VENV)/.bench: EXTRAS := bench
 $(VENV)/.docs: EXTRAS := docs
-# The pip that comes with Python takes half as long again as a new one. Nothing is compiled ahead: most files of most
-# packages are never imported.
+# The pip that comes with Python takes half as long again as a new one. Nothing is compiled ahead, as most files of most
+# packages are never imported, but what torch needs to train: all workers of the tests would compile it at once, and pip
+# leaves a core idle. With its build tools installed, no environment is made to build the package in.
 $(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.docs: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(PIP) --editable '.[$(EXTRAS)]'
+	$(PIP) hatchling editables numpy torch
+	$(BIN)/python -c "import torch._dynamo" & $(PIP) --no-build-isolation --editable '.[$(EXTRAS)]' && wait $$!
 	touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 
@@ -23,6 +24,12 @@ if not torch.cuda.is_available():
 # follows from their names, so that it is the same ones everywhere. Products that choose by themselves (cases.combined)
 # are left as they are.
 _THINNED = ("test_laws_", "test_regularizers", "test_penalties", "test_solvers", "test_hooks", "test_aliases")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_loaded_is_garbage() -> None:
+    """Modules stay: torch and its compiler are most objects, and each collection would go through all of them."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

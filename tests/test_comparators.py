@@ -328,7 +328,8 @@ def test_a_plain_network_is_the_papers_equation() -> None:
 def test_shapes_inside_hrnet_and_inception() -> None:
     with sketched():
         image = torch.empty(1, 3, 224, 224)
-        branches = models.create("hrnet-w18").equilibrium(models.create("hrnet-w18").stem(image))
+        model = models.create("hrnet-w18")
+        branches = model.equilibrium(model.stem(image))
         assert [tuple(part.shape[1:]) for part in branches] == [(18, 56, 56), (36, 28, 28), (72, 14, 14), (144, 7, 7)]
         model = models.create("inception-v2")
         sizes, z = [], model.stem(image)

@@ -20,7 +20,7 @@ from opteq.problems.certificate import Certificate
 from opteq.states import map_state
 
 SEED = 20261117
-SLICES = {"problems": 40, "gradients": 20, "certificates": 20, "files": 20, "recipes": 20}
+SLICES = {"problems": 40, "gradients": 10, "certificates": 20, "files": 20, "recipes": 20}
 PIECE = 10
 """Cases of one test: few enough to be spread over processes."""
 

@@ -28,7 +28,7 @@ def reference(case: Case) -> list[torch.Tensor]:
     return gradients(unrolled_features(problem, x), [x, *problem.parameters()])
 
 
-@pytest.mark.parametrize(("case", "solver", "gradient"), combined(CASES, SOLVERS, EXACT_GRADIENTS, quick=2))
+@pytest.mark.parametrize(("case", "solver", "gradient"), combined(CASES, SOLVERS, EXACT_GRADIENTS))
 def test_equal_to_a_long_unrolling(case: Case, solver: Solver, gradient: Gradient) -> None:
     problem = case.problem()
     x = case.input().requires_grad_()
