@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.common.autocast import Autocast
 from opteq.common.errors import UserError, needs_extra
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import number, option, whole
@@ -16,6 +15,7 @@ from opteq.models.comparators.mondeq import CellHead
 from opteq.models.options import Options
 from opteq.solution import BackwardSlot, Report
 from opteq.solvers import Status
+from opteq.states import Autocast
 
 
 @dataclass(frozen=True, kw_only=True)
