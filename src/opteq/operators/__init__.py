@@ -14,12 +14,10 @@ True
 """
 
 from opteq.operators.base import LinearMap, Operator, use_prepared
-from opteq.operators.blur import Blur, gaussian_kernel
 from opteq.operators.chain import ConvChain
 from opteq.operators.conv import Conv2d, SeparableConv2d
 from opteq.operators.dense import Dense
-from opteq.operators.downsample import Downsample
-from opteq.operators.mask import Mask
+from opteq.operators.imaging import Blur, Downsample, Mask, gaussian_kernel
 from opteq.operators.patches import Patches
 from opteq.operators.resample import AveragePool, resample
 from opteq.operators.spectral.norms import kernel_norm, module_norm

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.kernels import Gaussian, Kernel, Similarity
-from opteq.kernels.linear import LinearSimilarity
+from opteq.kernels.inner_product import LinearSimilarity
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
