@@ -149,8 +149,7 @@ class Splitting(Problem):
         """
         inner = self.problem.certificate()
         if inner.contraction is None or inner.contraction >= 1:
-            why = "T is not known to contract"
-            return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), why))
+            return unknown("T is not known to contract")
         why = "phi is strongly convex where T contracts, so phi + gamma R has exactly one minimiser: the features"
         averaged = "a Douglas-Rachford step is firmly nonexpansive: it converges, at a rate that is not computed here"
         lipschitz = inner.reasons["lipschitz"]
