@@ -79,7 +79,7 @@ class InnerProductSimilarity(Similarity):
         return numbers.to(self.c.dtype).reshape(-1, *[1] * (self.c.ndim - 1)) * self.c
 
 
-class Linear(Kernel):
+class Linear(InnerProduct):
     """``s(y) = 1/2 |W y|^2 + <c, y>`` with ``c = U x + b`` in the state's space.
 
     The step is ``y <- sigma(W'W y + c)``, that of OptEq with the adjoint of W in place of W.
@@ -93,9 +93,19 @@ class Linear(Kernel):
 
     curvature = (0.0, 1.0)
     growth = 1.0
+    bends = (0.0, 0.0)
 
-    def bind(self, W: LinearMap, c: Tensor) -> LinearSimilarity:
-        return LinearSimilarity(W, c)
+    def height(self, t: Tensor) -> Tensor:
+        """``t``."""
+        return t
+
+    def slope(self, t: Tensor) -> Tensor:
+        """1."""
+        return torch.ones_like(t)
+
+    def bend(self, t: Tensor) -> Tensor:
+        """0."""
+        return torch.zeros_like(t)
 
     def input_gain(self, norm: float, slope: float) -> tuple[float | None, str]:
         """``L / (1 - L |W|^2)``, from ``(I - D W'W)^-1 D``."""
@@ -103,24 +113,6 @@ class Linear(Kernel):
         if rest <= 0:
             return None, "needs a contraction"
         return slope / rest, "|U| L / (1 - L |W|^2), from (I - D W'W)^-1 D U"
-
-
-class LinearSimilarity(Similarity):
-    """The linear kernel with its input bound."""
-
-    def value(self, y: Tensor) -> Tensor:
-        coupling, given = self.terms(y).values()
-        return coupling + given
-
-    def terms(self, y: Tensor) -> dict[str, Tensor]:
-        image = self.W(y)
-        return {"coupling": inner(image, image) / 2, "input": inner(self.c, y)}
-
-    def gradient(self, y: Tensor) -> Tensor:
-        return self.W.adjoint(self.W(y)) + self.c
-
-    def curvature_at(self, y: Tensor) -> Product:  # noqa: ARG002 - it is the same everywhere
-        return lambda v: self.W.adjoint(self.W(v))
 
 
 class Polynomial(InnerProduct):

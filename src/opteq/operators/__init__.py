@@ -24,22 +24,7 @@ from opteq.operators.spectral.norms import kernel_norm, module_norm
 from opteq.operators.stack import Identity, Stack
 
 __all__ = [
-    "AveragePool",
-    "Blur",
-    "Conv2d",
-    "ConvChain",
-    "Dense",
-    "Downsample",
-    "Identity",
-    "LinearMap",
-    "Mask",
-    "Operator",
-    "Patches",
-    "SeparableConv2d",
-    "Stack",
-    "gaussian_kernel",
-    "kernel_norm",
-    "module_norm",
-    "resample",
+    "AveragePool", "Blur", "Conv2d", "ConvChain", "Dense", "Downsample", "Identity", "LinearMap", "Mask",
+    "Operator", "Patches", "SeparableConv2d", "Stack", "gaussian_kernel", "kernel_norm", "module_norm", "resample",
     "use_prepared",
-]
+]  # fmt: skip

@@ -18,23 +18,7 @@ from opteq.problems.opteq import OptEq
 from opteq.problems.variants import AffineOptEq, Splitting
 
 __all__ = [
-    "GEQ",
-    "AffineOptEq",
-    "BoundMap",
-    "Branch",
-    "Certificate",
-    "DeepOptEq",
-    "FixedPoint",
-    "Hidden",
-    "HiddenProblem",
-    "Inhibited",
-    "Inhibition",
-    "MOptEq",
-    "Objective",
-    "OptEq",
-    "POptEq",
-    "Parallel",
-    "Problem",
-    "Splitting",
+    "GEQ", "AffineOptEq", "BoundMap", "Branch", "Certificate", "DeepOptEq", "FixedPoint", "Hidden", "HiddenProblem",
+    "Inhibited", "Inhibition", "MOptEq", "Objective", "OptEq", "POptEq", "Parallel", "Problem", "Splitting",
     "Structure",
-]
+]  # fmt: skip

@@ -58,15 +58,9 @@ class FISTA(DampedSolver):
 class Point(NamedTuple):
     """Where accelerated iteration stands, per row.
 
-    Attributes:
-        point: z, where the map was evaluated last.
-        main: y, the step that led there without momentum.
-        image, change: ``T(z)`` and ``T(z) - z``.
-        gap, residual: norm of the change, and relative to ``T(z)``.
-        share: s, how much of a step is taken.
-        age: steps since the last restart.
-        amplified: ``|dy| / |d(T(y) - y)|`` along the last moves.
-        merit: the objective at z, where the problem offers it.
+    The map was evaluated last at ``point`` z, which the step to ``main`` y without momentum led to; ``change`` is
+    ``T(z) - z``, ``gap`` its norm. Of a step the ``share`` s is taken, ``age`` steps after the last restart;
+    ``amplified`` is ``|dy| / |d(T(y) - y)|`` along the last moves; ``merit`` the objective at z, where there is one.
     """
 
     point: Tensor

@@ -42,10 +42,7 @@ def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
     A tuple is a pyramid of one image: tensor i is to be smaller than the image by the scale of branch i, as the
     average would be. Whatever made it, convolutions for instance, takes the place of averaging.
 
-    Args:
-        x: a tensor that all branches see, or a tuple with one tensor per branch.
-        scales: the factor by which each branch sees a smaller image.
-        who: what errors call a branch.
+    ``scales`` are the factors by which branches see a smaller image; ``who`` is what errors call a branch.
     """
     if not isinstance(x, tuple):
         return [_shrunk(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]

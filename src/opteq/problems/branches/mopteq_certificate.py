@@ -22,12 +22,7 @@ def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], ch
     between -1 and 1), and ``1/L - zeta^2 rho (1 + lambda (C - 1))`` bounds the curvature of each from below. The
     paper's "lambda below 1/C" is not enough for zeta near 1: it asks for ``zeta^2 < C / (2C - 1)``. rho is 1 for
     branches of one size; between scales, resampling makes it smaller (see :func:`opteq.couplings.ring_norm`).
-
-    Args:
-        penalty: with L, the largest slope of its activation.
-        coupling: with lambda and the smoothing of D.
-        branches: with W and U.
-        channels: C, or None where it is not known.
+    ``channels`` is C, or None where it is not known.
     """
     zeta = max(float(unhooked(branch.W, "W of a branch").norm()) for branch in branches)
     if channels is None and coupling.diversity:
