@@ -16,7 +16,7 @@ import torch
 from opteq import data, models
 from opteq.data import Batches
 from opteq.kernels.gaussian import GaussianSimilarity, automatic_gamma, squares
-from opteq.problems.branches.side_by_side import BoundParallel
+from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.geq import BoundGEQ
 from opteq.training import load_recipe
 

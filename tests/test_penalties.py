@@ -38,7 +38,7 @@ from opteq.penalties import (
     SoftThreshold,
     Tanh,
 )
-from opteq.penalties.dilogarithm import dilogarithm
+from opteq.penalties.smooth import dilogarithm
 from opteq.regularizers import Ridge
 from opteq.solvers import SAM, Solver
 

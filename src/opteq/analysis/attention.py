@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opteq.equilibrium import Equilibrium
 from opteq.kernels.gaussian import GaussianSimilarity
-from opteq.problems.branches.side_by_side import BoundParallel
+from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.geq import BoundGEQ
 from opteq.problems.hidden import BoundMap
 from opteq.states import State, blocks, like, single

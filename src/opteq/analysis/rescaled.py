@@ -17,7 +17,7 @@ from opteq.analysis.terms import equilibrium_inputs, evaluating
 from opteq.common.errors import ConvergenceWarning, UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.problems import Problem
-from opteq.problems.branches.side_by_side import BoundParallel
+from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.objective import BoundObjective
 from opteq.states import State, inner

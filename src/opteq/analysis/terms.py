@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from opteq.common.errors import ConvergenceError
 from opteq.equilibrium import Equilibrium
-from opteq.problems.branches.side_by_side import BoundParallel
+from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.states import State
 

@@ -11,7 +11,7 @@ and the energy of the ring is ``E = 1/2 sum over neighbours of (lambda D - H)``.
 between branches: the fusion ``h = -grad E``.
 """
 
-from opteq.couplings.coupling import Coupling, augmented_loss, diversity, heritage
+from opteq.couplings.coupling import Coupling, diversity, heritage
 from opteq.couplings.ring import (
     Features,
     check_features,
@@ -22,14 +22,6 @@ from opteq.couplings.ring import (
 )
 
 __all__ = [
-    "Coupling",
-    "Features",
-    "augmented_loss",
-    "check_features",
-    "diversity",
-    "heritage",
-    "largest_neighbours",
-    "products",
-    "products_derivative",
-    "ring_norm",
-]
+    "Coupling", "Features", "check_features", "diversity", "heritage", "largest_neighbours", "products",
+    "products_derivative", "ring_norm",
+]  # fmt: skip

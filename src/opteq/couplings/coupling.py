@@ -47,27 +47,6 @@ def diversity(features: Features, smoothing: float = 0.0) -> Tensor:
     return torch.stack([_diversity(matrix, smoothing) for matrix in products(features)])
 
 
-def augmented_loss(features: Features, diversity: float, smoothing: float = 0.0, normalised: bool = False) -> Tensor:
-    """``sum over neighbours of (lambda D - H)``, averaged over the batch: a term for a training loss.
-
-    It asks of a network without the fusion, such as POptEq, by training what MOptEq does by construction; the paper
-    compares the two. (The paper prints it with the opposite sign, which would reward what its objective punishes.)
-
-    Longer features make H larger without limit: the term is unbounded below. With ``normalised`` every branch has
-    length 1 in each sample first, so that H is a cosine and the term at least minus the number of branches.
-
-    Args:
-        features: one tensor per branch.
-        diversity: lambda.
-        smoothing: tau, see :func:`diversity`.
-        normalised: scale the features of every branch to length 1, per sample.
-    """
-    coupling = Coupling(diversity, smoothing)
-    if normalised:
-        features = tuple(_unit_samples(z) for z in features)
-    return 2 * torch.stack(list(coupling.terms(features).values())).sum(dim=0).mean()
-
-
 @dataclass(frozen=True)
 class Coupling:
     """The energy ``E`` of a ring of branches, minus its gradient ``h``, and the derivative of h.
@@ -105,9 +84,7 @@ class Coupling:
         For branches of one size rho is 1, and the bound is attained where all products off the diagonal are negative.
         Resampling between neighbours shrinks it: see :func:`ring_norm`. Without heritage ``1 + rho lambda (C - 1)``.
 
-        Args:
-            channels: C.
-            sizes: height of each branch's features; None takes 1 for rho, which is right for any.
+        ``sizes`` are the heights of the branches' features; None takes 1 for rho, which is right for any.
         """
         rho = 1.0 if sizes is None else ring_norm(tuple(sizes))
         different = self.diversity * (channels - 1)
@@ -177,14 +154,8 @@ class Coupling:
 
         return product
 
-    def fuse_derivative_by_signs(self, features: Features, matrices: tuple[Tensor, ...]) -> Features:
-        """How ``fuse(features, signs)`` changes with its signs, in the direction ``matrices``.
-
-        That is -lambda/2 times the adjoint of :func:`~opteq.couplings.products_derivative`.
-        """
-        return self._by_signs(features, neighbours(features), matrices)
-
     def _by_signs(self, features: Features, pairs: Pairs, matrices: tuple[Tensor, ...]) -> Features:
+        """How ``fuse(features, signs)`` changes with its signs, in the direction ``matrices``."""
         return mix_neighbours(features, pairs, tuple(-self.diversity / 2 * matrix for matrix in matrices))
 
     def _fuse(self, features: Features, pairs: Pairs, signs: tuple[Tensor, ...]) -> Features:
@@ -239,10 +210,3 @@ def _finite(matrix: Tensor) -> Tensor:
 def _off_diagonal(matrix: Tensor) -> Tensor:
     eye = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
     return matrix.masked_fill(eye, 0)
-
-
-def _unit_samples(z: Tensor) -> Tensor:
-    """``z / |z|`` per sample; a sample of zeros stays zero."""
-    wide = z.to(working_dtype(z.dtype))
-    length = sum_over_sample(wide.square()).clamp_min(torch.finfo(wide.dtype).tiny ** 0.5).sqrt()
-    return wide / length.reshape(-1, *[1] * (z.ndim - 1))

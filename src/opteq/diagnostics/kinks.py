@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.penalties import Penalty
-from opteq.problems.branches.side_by_side import HiddenParallel
+from opteq.problems.branches.parallel import HiddenParallel
 from opteq.problems.hidden import Hidden
 from opteq.solvers.linear.lanczos import Product, extreme_eigenvalues
 from opteq.states import Layout, State, any_row, blocks, like, row_norms

@@ -2,8 +2,7 @@
 
 from opteq.gradients.base import Gradient
 from opteq.gradients.implicit import Implicit
-from opteq.gradients.one_step import OneStep
-from opteq.gradients.phantom import Phantom
+from opteq.gradients.phantom import OneStep, Phantom
 from opteq.gradients.shine import Shine
 from opteq.gradients.unrolled import Unrolled
 

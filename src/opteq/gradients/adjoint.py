@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -18,11 +19,6 @@ class AdjointSystem:
 
     The problem is linearised at once: by the time of the backward pass a user's module may hold other weights
     (``torch.func.functional_call`` puts them in for the forward pass only).
-
-    Args:
-        hidden: the problem with its input bound.
-        state: its equilibrium.
-        linear: solves the system.
     """
 
     def __init__(self, hidden: BoundMap, state: State, linear: LinearSolver) -> None:
@@ -58,19 +54,13 @@ class AdjointSystem:
             return product(v)
 
 
+@dataclass(frozen=True)
 class Symmetrised:
-    """``(I - S) u = rhs`` with ``v = recover(u)``.
+    """``(I - S) u = rhs``, where ``product`` applies S; ``v = recover(u)`` is the adjoint vector."""
 
-    Attributes:
-        product: applies S.
-        rhs: the right side.
-        recover: makes the adjoint vector of the solution.
-    """
-
-    def __init__(self, product: Product, rhs: State, recover: Callable[[State], State]) -> None:
-        self.product = product
-        self.rhs = rhs
-        self.recover = recover
+    product: Product
+    rhs: State
+    recover: Callable[[State], State]
 
 
 def adjoint_product(local: Linearisation | SymmetricLinearisation) -> Product:
@@ -85,10 +75,7 @@ def symmetrised(
 ) -> Symmetrised:
     """The adjoint system for an incoming ``gradient``, in its symmetric or smaller form where there is one.
 
-    Args:
-        local: the derivative of a step.
-        gradient: g.
-        apply: applies a product in the precision of the forward pass.
+    ``apply`` applies a product in the precision of the forward pass.
     """
     if isinstance(local, Linearisation):
         return Symmetrised(adjoint_product(local), gradient, lambda v: v)

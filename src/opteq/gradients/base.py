@@ -79,10 +79,7 @@ class Formulation:
     def of(cls, hidden: BoundMap, solver: Solver, same_steps: bool = False) -> Formulation:
         """The formulation for ``solver``: the smaller variable, unless every step is to be one of the state.
 
-        Args:
-            hidden: the problem.
-            solver: what will solve it.
-            same_steps: whether the steps are those of the state, for a network that consists of a number of them.
+        That is what ``same_steps`` asks for, for a network that consists of a number of them.
         """
         if solver.works_on_features:
             return cls(hidden, hidden.feature_form())
@@ -123,12 +120,7 @@ def find_no_grad(
 ) -> tuple[State, Outcome]:
     """The equilibrium as a constant: nothing of the iterations is kept for the backward pass.
 
-    Args:
-        hidden: the problem with its input bound.
-        solver: finds the equilibrium.
-        start: where to begin; None leaves it to the problem.
-        same_steps: as for :meth:`Formulation.of`.
-        keep_inverse: whether the solver's estimate of the inverse Jacobian, on states, is needed.
+    ``keep_inverse`` where the solver's estimate of the inverse Jacobian, on states, is needed.
     """
     with torch.no_grad():
         outcome = None if keep_inverse else engine.solve(hidden, solver, start, same_steps)

@@ -21,7 +21,7 @@ class Shine(Gradient):
     """Use the solver's own estimate of ``(I - J)^-1``, transposed: no products with J in the backward pass at all.
 
     Broyden and Anderson keep such an estimate. Solvers without one (Picard, SAM) leave the identity, and then this
-    is :class:`~opteq.gradients.one_step.OneStep`. The estimate was made for the steps that were taken, not for the
+    is :class:`~opteq.gradients.phantom.OneStep`. The estimate was made for the steps that were taken, not for the
     incoming gradient, so it is sometimes far off: where it lengthens the gradient by more than ``limit``, the gradient
     of one step is used instead.
 

@@ -1,7 +1,8 @@
-"""Kernels that look at the input through one number, its inner product with the state."""
+"""Kernels that look at the input through one number, its inner product with the state: linear, polynomial, sigmoid."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import ClassVar
 
@@ -76,3 +77,130 @@ class InnerProductSimilarity(Similarity):
 
     def _times_c(self, numbers: Tensor) -> Tensor:
         return numbers.to(self.c.dtype).reshape(-1, *[1] * (self.c.ndim - 1)) * self.c
+
+
+class Linear(InnerProduct):
+    """``s(y) = 1/2 |W y|^2 + <c, y>`` with ``c = U x + b`` in the state's space.
+
+    The step is ``y <- sigma(W'W y + c)``, that of OptEq with the adjoint of W in place of W.
+
+    >>> import torch
+    >>> from opteq.operators import Dense
+    >>> s = Linear().bind(Dense(3, 2).prepare(), torch.ones(1, 3))
+    >>> s.gradient(torch.zeros(1, 3)).detach()
+    tensor([[1., 1., 1.]])
+    """
+
+    curvature = (0.0, 1.0)
+    growth = 1.0
+    bends = (0.0, 0.0)
+
+    def height(self, t: Tensor) -> Tensor:
+        """``t``."""
+        return t
+
+    def slope(self, t: Tensor) -> Tensor:
+        """1."""
+        return torch.ones_like(t)
+
+    def bend(self, t: Tensor) -> Tensor:
+        """0."""
+        return torch.zeros_like(t)
+
+    def input_gain(self, norm: float, slope: float) -> tuple[float | None, str]:
+        """``L / (1 - L |W|^2)``, from ``(I - D W'W)^-1 D``."""
+        rest = 1 - slope * norm**2
+        if rest <= 0:
+            return None, "needs a contraction"
+        return slope / rest, "|U| L / (1 - L |W|^2), from (I - D W'W)^-1 D U"
+
+
+class Polynomial(InnerProduct):
+    """``s(y) = 1/2 |W y|^2 + <c, y>^degree`` with ``c = U x + b`` in the state's space.
+
+    The power outgrows ``1/2 |y|^2``, so with an unbounded activation the objective may have no minimiser: over
+    ``y >= 0`` it is unbounded below for degree 3 and more as soon as c has a positive entry, and for degree 2 if
+    ``2 |c+|^2 + |W c+|^2 / |c+|^2 > 1``, where c+ is the positive part of c. Iteration may then blow up. With a
+    bounded activation, tanh for instance, there is an equilibrium for every input.
+
+    Solvers begin at c and not at zero: where ``sigma(0) = 0``, zero is an equilibrium for every input, and it is not
+    what one is looking for.
+
+    Args:
+        degree: a whole number of at least 2; degree 1 is :class:`~opteq.kernels.inner_product.Linear`.
+
+    >>> import torch
+    >>> Polynomial(3).slope(torch.tensor([2.0]))
+    tensor([12.])
+    """
+
+    caveat = (
+        "the objective of a polynomial kernel may have no minimiser: over y >= 0 it is unbounded below for degree 3 "
+        "and more if c = U x + b has a positive entry, and for degree 2 if 2 |c+|^2 + |W c+|^2 / |c+|^2 > 1. "
+        "Zero is a fixed point where sigma(0) = 0, but not one that depends on the input"
+    )
+
+    def __init__(self, degree: int) -> None:
+        super().__init__()
+        if isinstance(degree, bool) or not isinstance(degree, int):
+            raise TypeError(f"Polynomial.degree should be a whole number of at least 2; got {degree!r}")
+        if degree < 2:
+            raise ValueError(
+                f"Polynomial.degree should be at least 2; got {degree}. Degree 1 is opteq.kernels.Linear()"
+            )
+        self.degree = degree
+
+    def start(self, W: LinearMap, c: Tensor) -> Tensor:
+        """``c``, since zero may be an equilibrium."""
+        return self.state_like(W, c)
+
+    def height(self, t: Tensor) -> Tensor:
+        """``t^d``."""
+        return t**self.degree
+
+    def slope(self, t: Tensor) -> Tensor:
+        """``d t^(d-1)``."""
+        return self.degree * t ** (self.degree - 1)
+
+    def bend(self, t: Tensor) -> Tensor:
+        """``d (d-1) t^(d-2)``."""
+        return self.degree * (self.degree - 1) * t ** (self.degree - 2)
+
+    def extra_repr(self) -> str:
+        """The degree."""
+        return f"degree={self.degree}"
+
+
+class Sigmoid(InnerProduct):
+    """``s(y) = 1/2 |W y|^2 + tanh <c, y>`` with ``c = U x + b`` in the state's space.
+
+    tanh is bounded, so the objective has a minimiser wherever ``L |W|^2 < 1``, with L the largest slope of the
+    activation. It is the only one for inputs that are not too large: the curvature of ``tanh <c, y>`` is at most
+    ``4 / sqrt(27) |c|^2``, hence uniqueness for ``L (|W|^2 + 0.77 |c|^2) < 1``.
+
+    Where it is not, solvers are damped by each sample's own ``|c|^2``.
+
+    >>> Sigmoid().slope(torch.tensor([0.0]))
+    tensor([1.])
+    """
+
+    growth = 1.0
+    bends = (-4 / math.sqrt(27), 4 / math.sqrt(27))
+    caveat = (
+        "the curvature of tanh <c, y> grows with |c|^2, c = U x + b. With L the largest slope of the activation, the "
+        "objective has a minimiser where L |W|^2 < 1 and may have none otherwise; it is unique, and a step contracts, "
+        "for inputs with L (|W|^2 + 4 / sqrt(27) |c|^2) < 1"
+    )
+
+    def height(self, t: Tensor) -> Tensor:
+        """``tanh t``."""
+        return torch.tanh(t)
+
+    def slope(self, t: Tensor) -> Tensor:
+        """``1 - tanh^2 t``."""
+        return 1 - torch.tanh(t).square()
+
+    def bend(self, t: Tensor) -> Tensor:
+        """``-2 tanh t (1 - tanh^2 t)``."""
+        height = torch.tanh(t)
+        return -2 * height * (1 - height.square())

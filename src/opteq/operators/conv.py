@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,7 +52,33 @@ class SeparableConvMap(LinearMap):
         return F.conv_transpose2d(mixed, self.depthwise, padding=self.padding, groups=self.depthwise.shape[0])
 
 
-class Conv2d(Operator):
+class _Convolution(Operator):
+    """What both kinds share: their sizes, and the norm that they start with."""
+
+    other_names = _NAMES_OF_TORCH
+
+    def __init__(self, c: int, m: int, kernel_size: int | tuple[int, int], bound: float | None = None) -> None:
+        super().__init__()
+        self.in_channels = checked_size("c", c)
+        self.out_channels = checked_size("m", m)
+        self.kernel_size = _odd_pair(kernel_size)
+        self.bound = checked_bound(bound)
+        self._make_parameters(c, m)
+        self.reset_parameters()
+
+    @abstractmethod
+    def _make_parameters(self, c: int, m: int) -> None:
+        """Uninitialised parameters."""
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Draw the parameters again and scale them to the initial norm."""
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, bound={self.bound}"
+
+
+class Conv2d(_Convolution):
     """A convolution ``(B, c, h, w) -> (B, m, h, w)`` of stride 1 with zero padding.
 
     With ``bound=b`` the norm never exceeds ``b``, for images of every size. Where the bound acts, the norm on large
@@ -72,16 +100,9 @@ class Conv2d(Operator):
     """
 
     weight: nn.Parameter
-    other_names = _NAMES_OF_TORCH
 
-    def __init__(self, c: int, m: int, kernel_size: int | tuple[int, int], bound: float | None = None) -> None:
-        super().__init__()
-        self.in_channels = checked_size("c", c)
-        self.out_channels = checked_size("m", m)
-        self.kernel_size = _odd_pair(kernel_size)
-        self.bound = checked_bound(bound)
+    def _make_parameters(self, c: int, m: int) -> None:
         self.weight = nn.Parameter(torch.empty(m, c, *self.kernel_size))
-        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -97,11 +118,8 @@ class Conv2d(Operator):
     def norm(self) -> Tensor:
         return certified_norm(self.prepare().weight, self.bound)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, bound={self.bound}"
 
-
-class SeparableConv2d(Operator):
+class SeparableConv2d(_Convolution):
     """A convolution whose kernel is ``K[m, c] = pointwise[m, c] * depthwise[c]``: fewer weights, fewer products.
 
     Shapes, options and bound are those of :class:`Conv2d`. The bound holds for the composed kernel (bounding the two
@@ -116,17 +134,10 @@ class SeparableConv2d(Operator):
 
     depthwise: nn.Parameter
     pointwise: nn.Parameter
-    other_names = _NAMES_OF_TORCH
 
-    def __init__(self, c: int, m: int, kernel_size: int | tuple[int, int], bound: float | None = None) -> None:
-        super().__init__()
-        self.in_channels = checked_size("c", c)
-        self.out_channels = checked_size("m", m)
-        self.kernel_size = _odd_pair(kernel_size)
-        self.bound = checked_bound(bound)
+    def _make_parameters(self, c: int, m: int) -> None:
         self.depthwise = nn.Parameter(torch.empty(c, 1, *self.kernel_size))
         self.pointwise = nn.Parameter(torch.empty(m, c, 1, 1))
-        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -145,9 +156,6 @@ class SeparableConv2d(Operator):
     def norm(self) -> Tensor:
         linear = self.prepare()
         return certified_norm(linear.pointwise, self.bound, linear.depthwise.transpose(0, 1))
-
-    def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, bound={self.bound}"
 
 
 def _odd_pair(kernel_size: object) -> tuple[int, int]:

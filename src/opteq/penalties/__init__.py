@@ -33,24 +33,9 @@ from opteq.penalties.piecewise import HardTanh, Identity, LeakyReLU, ReLU, SoftT
 from opteq.penalties.smooth import ELU, Sigmoid, Softplus, Softsign, Tanh
 
 __all__ = [
-    "ELU",
-    "ElementwisePenalty",
-    "FromActivation",
-    "HardTanh",
-    "Identity",
-    "LeakyReLU",
-    "LinearActivation",
-    "Linearised",
-    "Penalty",
-    "ReLU",
-    "Sigmoid",
-    "SoftThreshold",
-    "Softplus",
-    "Softsign",
-    "Tanh",
-    "get",
-    "names",
-]
+    "ELU", "ElementwisePenalty", "FromActivation", "HardTanh", "Identity", "LeakyReLU", "LinearActivation",
+    "Linearised", "Penalty", "ReLU", "Sigmoid", "SoftThreshold", "Softplus", "Softsign", "Tanh", "get", "names",
+]  # fmt: skip
 
 _BY_NAME: dict[str, Callable[[], Penalty]] = {
     "identity": Identity,

@@ -100,10 +100,6 @@ class Potential(nn.Module, metaclass=NamedOptions):
         """``psi_s''(t)``."""
         return self.prepare().second(t / self._scale_beside(t))
 
-    def product(self, t: Tensor, v: Tensor) -> Tensor:
-        """``psi_s''(t) v``: what the Hessian of ``sum psi(t_i)`` makes of v."""
-        return self.second(t) * v
-
     def _scale_beside(self, t: Tensor) -> Tensor:
         if self.channels is None:
             return self.scale.to(t.dtype)

@@ -15,27 +15,10 @@ from opteq.problems.inhibition import Inhibition
 from opteq.problems.linearisation import Structure
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
-from opteq.problems.variants.affine import AffineOptEq
-from opteq.problems.variants.splitting import Splitting
+from opteq.problems.variants import AffineOptEq, Splitting
 
 __all__ = [
-    "GEQ",
-    "AffineOptEq",
-    "BoundMap",
-    "Branch",
-    "Certificate",
-    "DeepOptEq",
-    "FixedPoint",
-    "Hidden",
-    "HiddenProblem",
-    "Inhibited",
-    "Inhibition",
-    "MOptEq",
-    "Objective",
-    "OptEq",
-    "POptEq",
-    "Parallel",
-    "Problem",
-    "Splitting",
+    "GEQ", "AffineOptEq", "BoundMap", "Branch", "Certificate", "DeepOptEq", "FixedPoint", "Hidden", "HiddenProblem",
+    "Inhibited", "Inhibition", "MOptEq", "Objective", "OptEq", "POptEq", "Parallel", "Problem", "Splitting",
     "Structure",
-]
+]  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.kernels import Gaussian, Kernel, Similarity
-from opteq.kernels.linear import LinearSimilarity
+from opteq.kernels.inner_product import InnerProductSimilarity
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
@@ -124,11 +124,7 @@ class GEQ(Problem):
 class BoundGEQ(Hidden):
     """GEQ with its input bound, in closed form.
 
-    Args:
-        penalty: f and the activation.
-        similarity: the kernel with its input bound.
-        start: where solvers begin.
-        curvature: an interval that holds the eigenvalues of ``hess s``: two numbers, two per sample, or None.
+    The eigenvalues of ``hess s`` lie in the interval ``curvature``: two numbers, two per sample, or None.
 
     ``T(y)`` minimises ``F(v) - <grad s(y), v>`` with ``F = f + 1/2 |.|^2``, which is 1/L-strongly convex. So a step of
     damping t from y changes the objective by at most ``-t/2 (2/L - t (1/L - low)) |T(y) - y|^2``, where low is the
@@ -145,7 +141,7 @@ class BoundGEQ(Hidden):
     ) -> None:
         self.penalty = penalty
         self.similarity = similarity
-        self.quadratic = isinstance(similarity, LinearSimilarity)
+        self.quadratic = isinstance(similarity, InnerProductSimilarity) and similarity.kernel.bends == (0.0, 0.0)
         self._start = penalty.project(start)
         if curvature is None:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.common.validate import check_share
-from opteq.operators import Operator, module_norm
+from opteq.operators import Operator
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
-from opteq.problems.branches.branch import Branch, check_branches, views
+from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked
+from opteq.problems.branches.branch import Branch, check_branches, injection_norm, views
 from opteq.problems.branches.common_space import MOST, CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
@@ -227,21 +226,3 @@ def strong_convexity(m: float, penalty: Penalty) -> tuple[float, str]:
     """How strongly convex ``sum f + m/2 |y|^2`` is: f has at least ``1/L - 1``, for slopes of sigma up to L."""
     extra = 1 / penalty.lipschitz - 1
     return m + extra, f"{m:.4g}" if not extra else f"(m + 1/L - 1 = {m + extra:.4g})"
-
-
-def injection_norm(source: nn.Module | Sequence[Branch] | None) -> tuple[float | None, str]:
-    """``|U|`` from one input to all states, or None and why.
-
-    A branch at scale s sees the mean over ``s x s`` pixels, of norm ``1 / s``; with a tuple of inputs, it does not.
-    """
-    if source is None or isinstance(source, nn.Module):
-        carried = torch.ones(()) if source is None else module_norm(source)
-        return (None, unknown_norm(source)) if carried is None else (float(carried), "")
-    squares = most = 0.0
-    for index, branch in enumerate(source):
-        carried = torch.ones(()) if branch.U is None else module_norm(branch.U)
-        if carried is None:
-            return None, unknown_norm(branch.U, f" in branch {index}")
-        squares += (float(carried) / branch.scale) ** 2
-        most = max(most, float(carried))
-    return max(math.sqrt(squares), most), ""

@@ -14,7 +14,7 @@ from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem
-from opteq.problems.certificate import Certificate, for_finite_weights
+from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden
 from opteq.problems.linearisation import Structure, SymmetricLinearisation
 from opteq.problems.written import BoundModule, checked_terms
@@ -82,8 +82,7 @@ class Objective(Problem):
     @for_finite_weights
     def certificate(self) -> Certificate:
         """Nothing is known of terms that are written freely; override this where more is."""
-        unknown = "nothing is known about the terms; override certificate() to state what is"
-        return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), unknown))
+        return unknown("nothing is known about the terms; override certificate() to state what is")
 
 
 class BoundObjective(Hidden):

@@ -37,7 +37,7 @@ class OptEq(Problem):
         mu: divides the coupling; ``mu >= L |W|^2`` makes the step a prox (Theorem 1).
         regularizer: a smooth R on the features; the objective gains ``mu gamma R(z)``, so that the features minimise
             ``phi + gamma R`` (Theorem 4). A non-smooth R enters as its envelope,
-            ``regularizers.Envelope(R, gamma)``, or exactly, by :class:`~opteq.problems.variants.splitting.Splitting`.
+            ``regularizers.Envelope(R, gamma)``, or exactly, by :class:`~opteq.problems.variants.Splitting`.
         gamma: weight of the regulariser.
 
     >>> import torch, opteq

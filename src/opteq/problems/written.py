@@ -22,12 +22,6 @@ class BoundModule:
 
     The maps of its operators are prepared once, and so is everything that depends on the input and the weights alone:
     ``self.U(x)`` inside a user's function is computed here, not in every step.
-
-    Attributes:
-        module: the user's.
-        x: the input.
-        maps: the prepared map of every operator inside.
-        reused: results that depend on the input and the weights alone.
     """
 
     def __init__(self, module: nn.Module, x: State) -> None:

@@ -7,9 +7,7 @@ from opteq.regularizers.base import Regularizer
 from opteq.regularizers.decorrelation import Decorrelation
 from opteq.regularizers.envelope import Envelope
 from opteq.regularizers.hsic import HSIC
-from opteq.regularizers.incay import Incay
-from opteq.regularizers.l1 import L1
-from opteq.regularizers.ridge import Ridge
+from opteq.regularizers.norms import L1, Incay, Ridge
 
 __all__ = ["HSIC", "L1", "Decorrelation", "Envelope", "Incay", "Regularizer", "Ridge", "get"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from opteq.common.derivatives import pullback, saved_as_they_are
 from opteq.common.options import NamedOptions
-from opteq.states import has_autocast
+from opteq.states import full_precision
 
 # Elements of the largest temporary of a batch-coupled regulariser: 64 MiB in float32, enough to keep a GPU busy and
 # little compared with the activations of a network.
@@ -64,7 +63,7 @@ class Regularizer(metaclass=NamedOptions):
         """The Hessian of ``value(z).sum()`` at ``z`` times ``v``, in the shape of ``z``."""
         check_direction(z, v)
         # A Hessian is symmetric, so one reverse pass through the gradient is the product that is wanted.
-        with exact_products(z):  # those of the reverse pass, too
+        with full_precision(z.device):  # those of the reverse pass, too
             return _pullback(self.gradient, z, v.to(z.dtype))
 
     def prox(self, z: Tensor, weight: float) -> Tensor:
@@ -96,12 +95,6 @@ def working_copy(z: Tensor, *, least_dims: int = 1) -> Tensor:
         wanted = "a batch dimension" if least_dims == 1 else "a batch and a feature dimension, (B, m, ...)"
         raise ValueError(f"features need {wanted}; got shape {tuple(z.shape)}.")
     return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
-
-
-def exact_products(z: Tensor) -> AbstractContextManager[object]:
-    """A context in which products of matrices keep their precision, which autocast would halve."""
-    kind = z.device.type
-    return torch.autocast(kind, enabled=False) if has_autocast(kind) else nullcontext()
 
 
 def per_sample_sum(z: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import not_negative
-from opteq.regularizers.base import Regularizer, batch_shares, exact_products, working_copy
+from opteq.regularizers.base import Regularizer, batch_shares, working_copy
+from opteq.states import full_precision
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class Decorrelation(Regularizer):
         not_negative(self, "eps")
 
     def value(self, z: Tensor) -> Tensor:
-        with exact_products(z):
+        with full_precision(z.device):
             unit, _ = self._unit_rows(_rows(z))
             return batch_shares(_cosines(unit).square().sum() / 2, z)
 
     def gradient(self, z: Tensor) -> Tensor:
-        with exact_products(z):
+        with full_precision(z.device):
             unit, inverse_length = self._unit_rows(_rows(z))
             pull = 2 * _cosines(unit) @ unit
             return _unrows(inverse_length * (pull - _row_dot(pull, unit) * unit), z)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import positive
-from opteq.regularizers.base import Regularizer, batch_shares, chunk_size, exact_products, working_copy
+from opteq.regularizers.base import Regularizer, batch_shares, chunk_size, working_copy
+from opteq.states import full_precision
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class HSIC(Regularizer):
         positive(self, "bandwidth")
 
     def value(self, z: Tensor) -> Tensor:
-        with exact_products(z):
+        with full_precision(z.device):
             x = _samples(z)
             total, squares = x.new_zeros(x.shape[1], x.shape[1]), x.new_zeros(())
             for part in _chunks(x):
@@ -57,7 +58,7 @@ class HSIC(Regularizer):
             return batch_shares((total.square().sum() - squares) * self._scale(x) / 2, z)
 
     def gradient(self, z: Tensor) -> Tensor:
-        with exact_products(z):
+        with full_precision(z.device):
             x = _samples(z)
             total = x.new_zeros(x.shape[1], x.shape[1])
             for part in _chunks(x):

@@ -22,8 +22,7 @@ class TieredMonDEQ(Monotone):
     Woodbury formula takes them to one small matrix per frequency of the next tier.
 
     ``channels`` are those of the tiers, ``(n_1, n_2, ...)``, of a state ``((B, n_1, h, w), (B, n_2, h/2, w/2), ...)``.
-    The
-    other options are those of :class:`~opteq.models.comparators.monotone.Monotone`.
+    Other options are those of :class:`~opteq.models.comparators.monotone.Monotone`.
 
     ``features`` is the last tier.
 

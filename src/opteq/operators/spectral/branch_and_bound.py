@@ -12,10 +12,8 @@ A Cholesky factor of ``s^2 cos(r)^2 - K^ K^*`` proves it if it exists, for a fif
 squaring of the matrix. Cells that cannot be excluded are quartered. Of the smallest cells that are left, if any, the
 norm is bounded as in training.
 
-The level is set just above a lower bound of the supremum, found by going uphill from the best of the first cells. If
-the ascent misses the highest peak, more cells are left: that costs time, never safety.
-
-How the work goes depends on the numbers, so this is for a CPU; nothing here is differentiable.
+The level is set just above a lower bound of the supremum, found by going uphill from the best of the first cells; if
+the ascent misses the highest peak, that costs time, never safety. For a CPU, and not differentiable.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ _CHUNK = 2**18
 def close_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:
     """An upper bound of ``sup |K^|^2``, over frequencies and groups, within 0.6 % (0.3 % on the norm).
 
-    Args:
-        taps: ``(k1 * k2, groups, n, m)`` with ``n <= m``, finite, entries of order one.
-        size: ``(k1, k2)``.
+    ``taps`` are ``(k1 * k2, groups, n, m)`` with ``n <= m``, finite, of order one; ``size`` is ``(k1, k2)``.
     """
     gram = Autocorrelation(taps, size)
     degrees = [(k - 1) / 2 for k in size]
@@ -137,10 +133,6 @@ class Autocorrelation:
     for which ``t + s`` is a tap too: the kernel's autocorrelation. As ``C_{-s} = C_s'``, half of the shifts are enough.
     At a frequency the real part is ``C_0 + sum over s of cos(s.theta) (C_s + C_s')`` and the imaginary one
     ``sum over s of sin(s.theta) (C_s - C_s')``.
-
-    Args:
-        taps: ``(k1 * k2, groups, n, m)``.
-        size: ``(k1, k2)``.
     """
 
     def __init__(self, taps: Tensor, size: tuple[int, int]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
 from opteq.common.validate import check_whole
-from opteq.operators import AveragePool, Operator
-from opteq.problems.base import check_injection, check_operator
+from opteq.operators import AveragePool, Operator, module_norm
+from opteq.problems.base import check_injection, check_operator, unknown_norm
 from opteq.states import State
 
 
@@ -40,10 +42,7 @@ def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
     A tuple is a pyramid of one image: tensor i is to be smaller than the image by the scale of branch i, as the
     average would be. Whatever made it, convolutions for instance, takes the place of averaging.
 
-    Args:
-        x: a tensor that all branches see, or a tuple with one tensor per branch.
-        scales: the factor by which each branch sees a smaller image.
-        who: what errors call a branch.
+    ``scales`` are the factors by which branches see a smaller image; ``who`` is what errors call a branch.
     """
     if not isinstance(x, tuple):
         return [_shrunk(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
@@ -88,3 +87,21 @@ def feature_channels(W: Operator) -> int | None:
         if isinstance(count, int):
             return count
     return None
+
+
+def injection_norm(source: nn.Module | Sequence[Branch] | None) -> tuple[float | None, str]:
+    """``|U|`` from one input to all states, or None and why.
+
+    A branch at scale s sees the mean over ``s x s`` pixels, of norm ``1 / s``; with a tuple of inputs, it does not.
+    """
+    if source is None or isinstance(source, nn.Module):
+        carried = torch.ones(()) if source is None else module_norm(source)
+        return (None, unknown_norm(source)) if carried is None else (float(carried), "")
+    squares = most = 0.0
+    for index, branch in enumerate(source):
+        carried = torch.ones(()) if branch.U is None else module_norm(branch.U)
+        if carried is None:
+            return None, unknown_norm(branch.U, f" in branch {index}")
+        squares += (float(carried) / branch.scale) ** 2
+        most = max(most, float(carried))
+    return max(math.sqrt(squares), most), ""

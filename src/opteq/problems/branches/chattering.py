@@ -1,16 +1,18 @@
-"""What can be said where the signs of MOptEq's diversity jump, so that there may be no fixed point to find."""
+"""What can be said where the signs of MOptEq's diversity jump, so that there may be no fixed point to find.
+
+Here ``hidden`` is a :class:`~opteq.problems.branches.mopteq.BoundMOptEq`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from opteq.couplings import Coupling, Features, products, products_derivative
-from opteq.penalties import Penalty
-from opteq.states import State, any_row, blocks, inner, map_state
+from opteq.couplings import Features, products, products_derivative
+from opteq.states import any_row, blocks, inner, map_state
 
 Tensors = tuple[Tensor, ...]
 
@@ -25,40 +27,17 @@ LASTING = 0.5
 """Share of its first length that a jump must still have when signs come back: where iterates converge, jumps shrink."""
 
 
-class Jumping(Protocol):
-    """A bound problem whose step jumps with the signs of channel products."""
-
-    coupling: Coupling
-    penalty: Penalty
-
-    def step(self, y: State) -> State:
-        """One step."""
-        ...
-
-    def features(self, y: State) -> Features:
-        """``z_i = W_i' y_i``."""
-        ...
-
-    def preactivation(self, y: State, signs: Tensors | None = None) -> Tensors:
-        """``W_i h_i + c_i``, with given signs."""
-        ...
-
-
-def signs_change(hidden: Jumping, y: Tensors) -> Tensor:
+def signs_change(hidden: Any, y: Tensors) -> Tensor:
     """Which samples have other signs at ``y`` than at its image, ``(B,)``."""
     return _differ(_signs(hidden, y), _signs(hidden, blocks(hidden.step(y))))
 
 
-def returns(hidden: Jumping, y: Tensors, doubtful: Tensor) -> Tensor:
+def returns(hidden: Any, y: Tensors, doubtful: Tensor) -> Tensor:
     """Which samples jump for ever: along plain steps from ``y`` signs change and come back, ``(B,)``.
 
     Signs come back long before the iterates do, which may still drift while they jump. They tell a cycle from slow
-    convergence that swings around its limit, where signs do not change.
-
-    Args:
-        hidden: the bound problem.
-        y: the state.
-        doubtful: the samples in question; the search ends when all of them were seen to return.
+    convergence that swings around its limit, where signs do not change. The search ends when all ``doubtful`` samples
+    were seen to return.
     """
     for _ in range(SETTLE):
         y = blocks(hidden.step(y))
@@ -77,20 +56,14 @@ def returns(hidden: Jumping, y: Tensors, doubtful: Tensor) -> Tensor:
     return doubtful & back
 
 
-def inclusion_residual(hidden: Jumping, y: Tensors, zero: float, steps: int, gain: Callable[[], float]) -> Tensor:
+def inclusion_residual(hidden: Any, y: Tensors, zero: float, steps: int, gain: Callable[[], float]) -> Tensor:
     """The relative residual of ``y`` with the best choice of signs where a product is zero, ``(B,)``.
 
     With signs S the pre-activation ``p(S)`` is affine, and the gap ``sum sigma~(p) - <p, y>`` is a convex function of S
     whose gradient in p is ``sigma(p) - y``: it is least, over ``[-1, 1]`` for the free signs, exactly where ``y =
     sigma(p)`` if it can be so at all. It is minimised by accelerated projected gradients that begin anew when
-    they overshoot.
-
-    Args:
-        hidden: the bound problem.
-        y: the state.
-        zero: products below this share of the two branches' norms count as zero.
-        steps: of the minimisation.
-        gain: a bound on the norms of the W.
+    they overshoot. Products below the share ``zero`` of the two branches' norms count as zero; ``gain`` gives a bound
+    on the norms of the W.
     """
     coupling = hidden.coupling
     signs: Tensors | None = None
@@ -106,7 +79,7 @@ def inclusion_residual(hidden: Jumping, y: Tensors, zero: float, steps: int, gai
     return _distance(image, y) / inner(image, image).sqrt().clamp(min=floor)
 
 
-def _best_signs(hidden: Jumping, y: Tensors, signs: Tensors, free: Tensors, lipschitz: Tensor, steps: int) -> Tensors:
+def _best_signs(hidden: Any, y: Tensors, signs: Tensors, free: Tensors, lipschitz: Tensor, steps: int) -> Tensors:
     z = hidden.features(y)
     rate = 1 / lipschitz.clamp(min=torch.finfo(torch.float32).tiny)
     ahead, momentum = signs, torch.ones_like(rate)
@@ -139,11 +112,11 @@ def _free(z: Features, matrices: Tensors, zero: float) -> Tensors:
     return tuple(masks)
 
 
-def _image(hidden: Jumping, y: Tensors, signs: Tensors | None) -> Tensors:
+def _image(hidden: Any, y: Tensors, signs: Tensors | None) -> Tensors:
     return tuple(hidden.penalty.prox(part) for part in hidden.preactivation(y, signs))
 
 
-def _signs(hidden: Jumping, y: Tensors) -> Tensors:
+def _signs(hidden: Any, y: Tensors) -> Tensors:
     return tuple(hidden.coupling.signs(matrix) for matrix in products(hidden.features(y)))
 
 

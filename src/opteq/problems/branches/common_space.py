@@ -25,11 +25,7 @@ class CommonSpaceMap:
 
     The common space has the size of the largest state. ``S_i`` brings it to the size of branch i: the mean over squares
     of ``k x k`` pixels times k, which has norm 1 and ``S S' = I``. So no branch counts less for being smaller.
-
-    Args:
-        maps: the prepared ``A_i``.
-        sizes: height and width of each state; empty for vectors.
-        single: whether the state is one tensor, and not a tuple.
+    ``sizes`` are the heights and widths of the states, none for vectors; ``single`` where the state is one tensor.
     """
 
     def __init__(self, maps: Sequence[LinearMap], sizes: Sizes, single: bool) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opteq.common.validate import check_share
 from opteq.operators import Operator
 from opteq.problems.base import Problem, check_operator, unhooked
+from opteq.problems.branches.branch import injection_norm
 from opteq.problems.branches.common_space import MOST, measured_square, prepare_common, squared_norm
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
@@ -18,7 +19,6 @@ from opteq.problems.inhibition import (
     AcceleratedProblem,
     BoundInhibition,
     in_working_precision,
-    injection_norm,
     strong_convexity,
 )
 from opteq.problems.objective import BoundObjective

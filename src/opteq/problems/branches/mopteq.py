@@ -242,12 +242,8 @@ class BoundMOptEq(Hidden):
         """How far ``y`` is from an equilibrium in the set-valued sense, ``(B,)``, in the measure that solvers use.
 
         Where a product of channels is zero, its sign may be any number of [-1, 1], and the best one is taken. At
-        the minimiser this is 0, though the step may lead away from it.
-
-        Args:
-            y: a state.
-            zero: products below this share of the two branches' norms count as zero.
-            steps: of the search for the best signs.
+        the minimiser this is 0, though the step may lead away from it. Products below the share ``zero`` of the two
+        branches' norms count as zero; ``steps`` are those of the search for the best signs.
         """
         return inclusion_residual(self, blocks(y), zero, steps, self._largest_norm)
 

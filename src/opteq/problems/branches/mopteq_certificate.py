@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from opteq.couplings import Coupling
-from opteq.operators import Conv2d, Identity, SeparableConv2d, module_norm
+from opteq.operators import Conv2d, Identity, SeparableConv2d
 from opteq.penalties import Penalty
-from opteq.problems.base import is_hooked, unhooked, unknown_norm
-from opteq.problems.branches.branch import Branch
-from opteq.problems.certificate import Certificate, existence
+from opteq.problems.base import is_hooked, unhooked
+from opteq.problems.branches.branch import Branch, injection_norm
+from opteq.problems.certificate import Certificate, existence, unknown
 
 
 def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], channels: int | None) -> Certificate:
@@ -22,17 +22,11 @@ def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], ch
     between -1 and 1), and ``1/L - zeta^2 rho (1 + lambda (C - 1))`` bounds the curvature of each from below. The
     paper's "lambda below 1/C" is not enough for zeta near 1: it asks for ``zeta^2 < C / (2C - 1)``. rho is 1 for
     branches of one size; between scales, resampling makes it smaller (see :func:`opteq.couplings.ring_norm`).
-
-    Args:
-        penalty: with L, the largest slope of its activation.
-        coupling: with lambda and the smoothing of D.
-        branches: with W and U.
-        channels: C, or None where it is not known.
+    ``channels`` is C, or None where it is not known.
     """
     zeta = max(float(unhooked(branch.W, "W of a branch").norm()) for branch in branches)
     if channels is None and coupling.diversity:
-        unknown = "the operators do not say how many channels there are"
-        return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), unknown))
+        return unknown("the operators do not say how many channels there are")
     sizes = _relative_sizes(branches)
     factor = penalty.lipschitz * zeta**2 * coupling.curvature_bound(channels or 1, sizes)
     damped = sizes is not None and len(set(sizes)) > 1
@@ -111,15 +105,11 @@ def _lipschitz(
     """How fast the minimiser of a strongly convex function moves with its linear term, carried by W and U."""
     if factor >= 1:
         return None, f"needs {shown} below 1"
-    squares = most = 0.0
-    for index, branch in enumerate(branches):
-        carried = 1.0 if branch.U is None else module_norm(branch.U)
-        if carried is None:
-            return None, unknown_norm(branch.U, f" in branch {index}")
-        squares += (float(carried) / branch.scale) ** 2
-        most = max(most, float(carried))
+    carried, missing = injection_norm(branches)
+    if carried is None:
+        return None, missing
     why = (
         "zeta |U| L / (1 - k) for the minimiser without perturbations, |U|^2 = sum of |U_i|^2 / scale_i^2 or, for a "
         f"tuple with an input for each branch, the largest |U_i|^2, whichever is larger; {shown}"
     )
-    return zeta * max(math.sqrt(squares), most) * penalty.lipschitz / (1 - factor), why
+    return zeta * carried * penalty.lipschitz / (1 - factor), why

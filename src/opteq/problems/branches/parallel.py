@@ -4,17 +4,212 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from opteq.common.validate import check_whole
+from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import views
-from opteq.problems.branches.side_by_side import BoundParallel, HiddenParallel
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import Hidden
-from opteq.states import State
+from opteq.problems.hidden import BoundMap, FeatureForm, Hidden
+from opteq.problems.linearisation import Linearisation, Product, Structure, SymmetricLinearisation
+from opteq.states import State, blocks, like
+
+_WEAKEST_FIRST = (Structure.GENERAL, Structure.SYMMETRIC, Structure.POSITIVE)
+
+
+class BoundParallel(BoundMap):
+    """Bound problems side by side. The state is a tuple with all tensors of all parts, in order."""
+
+    fusion: Callable[[tuple[Tensor, ...]], Tensor] | None = None
+    """What is made of all features; None hands on the tuple."""
+
+    def __init__(self, parts: Sequence[BoundMap]) -> None:
+        self.parts = list(parts)
+        self._starts = [part.start() for part in parts]
+        ends = [0, *accumulate(len(blocks(start)) for start in self._starts)]
+        self._slices = [slice(first, last) for first, last in pairwise(ends)]
+        self.structure = min((part.structure for part in parts), key=_WEAKEST_FIRST.index)
+        self.coupled = any(part.coupled for part in parts)
+        self.contracts = all(part.contracts for part in parts)
+        self.jumps = any(part.jumps for part in parts)
+        if all(part.measured is not None for part in parts):
+            self.has_merit = True
+
+    @cached_property
+    def damping(self) -> float | Tensor:  # type: ignore[override]
+        """The least of the parts'."""
+        return _least([part.damping for part in self.parts])
+
+    def start(self) -> State:
+        """Where every part begins."""
+        return self._join(self._starts)
+
+    def step(self, y: State) -> State:
+        """One step of every part."""
+        return self._join(part.step(piece) for part, piece in self._pairs(y))
+
+    def features(self, y: State) -> State:
+        """The features of all parts in order, or what the fusion makes of them."""
+        features = self._join(part.features(piece) for part, piece in self._pairs(y))
+        return features if self.fusion is None else self.fusion(blocks(features))
+
+    def project(self, y: State) -> State:
+        """Every part by itself."""
+        return self._join(part.project(piece) for part, piece in self._pairs(y))
+
+    def terms(self, y: State) -> dict[str, Tensor]:
+        """The terms of all parts, with the part's number before the name."""
+        terms: dict[str, Tensor] = {}
+        for index, (part, piece) in enumerate(self._pairs(y)):
+            own = part.terms(piece) if isinstance(part, Hidden | BoundParallel) else {"objective": _value(part, piece)}
+            terms |= {f"{index}.{name}": value for name, value in own.items()}
+        return terms
+
+    def objective(self, y: State) -> Tensor:
+        """The sum of the parts' objectives, one value per sample; an error where a part has none."""
+        return torch.stack(list(self.terms(y).values())).sum(dim=0)
+
+    def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
+        """Block by block, symmetric if every block is."""
+        local = [part.linearise(piece) for part, piece in self._pairs(y)]
+        symmetric = [one for one in local if isinstance(one, SymmetricLinearisation)]
+        if len(symmetric) == len(local):
+            return SymmetricLinearisation(
+                self._each(one.curvature for one in symmetric),
+                self._each(one.factor for one in symmetric),
+                self._each(one.factor_adjoint for one in symmetric),
+            )
+        return Linearisation(self._each(one.product for one in local), self._each(one.adjoint for one in local))
+
+    def diagnose(self, y: State, codes: Tensor) -> Tensor:
+        """What any part says about its own piece."""
+        found = codes
+        for part, piece in self._pairs(y):
+            diagnosed = part.diagnose(piece, codes)
+            found = torch.where(diagnosed != codes, diagnosed, found)
+        return found
+
+    def feature_form(self) -> FeatureForm:
+        """Every part written for its features."""
+        if self.fusion is not None:
+            raise ValueError('a solver that works on features needs them apart: use fuse="none"')
+        forms = [part.feature_form() for part in self.parts]
+        features = BoundParallel([_Form(form) for form in forms])
+        return FeatureForm(features.step, features.start(), features.features)
+
+    def _measured(self, y: State) -> tuple[State, Tensor]:
+        measured = [part.measured(piece) for part, piece in self._pairs(y) if part.measured is not None]
+        merits = torch.stack([merit for _, merit in measured]).sum(dim=0)
+        return self._join(image for image, _ in measured), merits
+
+    def _pieces(self, y: State) -> list[State]:
+        """The state of each part, in the form that the part has it in."""
+        tensors = blocks(y)
+        return [like(start, tensors[cut]) for start, cut in zip(self._starts, self._slices, strict=True)]
+
+    def _pairs(self, y: State) -> list[tuple[BoundMap, State]]:
+        return list(zip(self.parts, self._pieces(y), strict=True))
+
+    def _join(self, pieces: Iterable[State]) -> tuple[Tensor, ...]:
+        return tuple(tensor for piece in pieces for tensor in blocks(piece))
+
+    def _each(self, products: Iterable[Product]) -> Product:
+        kept = list(products)
+        return lambda v: self._join(one(piece) for one, piece in zip(kept, self._pieces(v), strict=True))
+
+
+class HiddenParallel(BoundParallel, Hidden):
+    """Parts that all have the form ``sum f(y) + 1/2 |y|^2 + g(y)``: so has their sum."""
+
+    def __init__(self, parts: Sequence[Hidden]) -> None:
+        super().__init__(parts)
+        self.hidden = list(parts)
+        self.quadratic = all(part.quadratic for part in parts)
+
+    def distance_to_kink(self, y: State) -> Tensor | None:
+        """The least of the parts'."""
+        found = [part.distance_to_kink(piece) for part, piece in self._hidden_pairs(y)]
+        known = [distance for distance in found if distance is not None]
+        return torch.stack(known).amin(dim=0) if len(known) == len(found) else None
+
+    @property
+    def penalty(self) -> Penalty:  # type: ignore[override]  # read only
+        """The penalty, where all parts have the same."""
+        first, *others = [part.penalty for part in self.hidden]
+        if any(other is not first and other != first for other in others):
+            raise ValueError("the parts have different penalties; ask the parts, hidden.parts[i].penalty")
+        return first
+
+    def linearise(self, y: State) -> SymmetricLinearisation:
+        """Block by block."""
+        local = super().linearise(y)
+        assert isinstance(local, SymmetricLinearisation)
+        return local
+
+    def smooth(self, y: State) -> Tensor:
+        """The sum of the parts' g."""
+        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
+
+    def smooth_terms(self, y: State) -> dict[str, Tensor]:
+        """The terms of g, with the part's number before the name."""
+        return {
+            f"{index}.{name}": value
+            for index, (part, piece) in enumerate(self._hidden_pairs(y))
+            for name, value in part.smooth_terms(piece).items()
+        }
+
+    def preactivation(self, y: State) -> State:
+        """Every part by itself."""
+        return self._join(part.preactivation(piece) for part, piece in self._hidden_pairs(y))
+
+    def curvature_at(self, y: State) -> Callable[[State], State]:
+        """Block by block."""
+        return self._each(part.curvature_at(piece) for part, piece in self._hidden_pairs(y))
+
+    def _hidden_pairs(self, y: State) -> list[tuple[Hidden, State]]:
+        return list(zip(self.hidden, self._pieces(y), strict=True))
+
+
+class _Form(BoundMap):
+    """A feature form seen as a bound map, whose features are the states that belong to its points."""
+
+    def __init__(self, form: FeatureForm) -> None:
+        self.form = form
+
+    def start(self) -> State:
+        return self.form.start
+
+    def step(self, y: State) -> State:
+        return self.form.step(y)
+
+    def features(self, y: State) -> State:
+        return self.form.state(y)
+
+
+def _least(dampings: list[float | Tensor]) -> float | Tensor:
+    least = dampings[0]
+    for other in dampings[1:]:
+        if isinstance(least, Tensor):
+            least = torch.minimum(least, torch.as_tensor(other, dtype=least.dtype, device=least.device))
+        elif isinstance(other, Tensor):
+            least = other.clamp(max=least)
+        else:
+            least = min(least, other)
+    return least
+
+
+def _value(part: BoundMap, piece: State) -> Tensor:
+    objective = getattr(part, "objective", None)
+    if objective is None:
+        raise ValueError(f"{type(part).__name__} has no objective, so the parts have none together")
+    value: Tensor = objective(piece)
+    return value
 
 
 class SideBySide(Problem):

@@ -23,11 +23,6 @@ class PerturbationChain:
 
     A delta goes to the next branch's size by average pooling or by repeating pixels: the adjoint of pooling, right
     elsewhere, would shrink it. ``U'`` is the adjoint of U's linear part, at the branch's input where U is not affine.
-
-    Args:
-        branches: with maps U.
-        inputs: what each branch sees without perturbation.
-        size: largest entry of a delta.
     """
 
     def __init__(self, branches: Sequence[Branch], inputs: Sequence[Tensor], size: float) -> None:

@@ -17,8 +17,7 @@ from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import Branch, check_branches
 from opteq.problems.branches.mopteq_certificate import keeps_size
-from opteq.problems.branches.parallel import SideBySide
-from opteq.problems.branches.side_by_side import BoundParallel
+from opteq.problems.branches.parallel import BoundParallel, SideBySide
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.opteq import OptEq
 from opteq.states import State

@@ -16,9 +16,8 @@ from opteq.operators import Operator, Stack, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, inject, unhooked, unknown_norm
 from opteq.problems.branches.branch import Branch
-from opteq.problems.certificate import Certificate, existence, for_finite_weights
-from opteq.problems.deep.convolutional import by_conv_slots
-from opteq.problems.deep.feedforward import by_gram, by_slots, read_mlp
+from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
+from opteq.problems.deep.feedforward import by_gram, by_slots, read_network
 from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.problems.linearisation import Linearisation
 from opteq.problems.opteq import Block, OptEq, half_square
@@ -138,8 +137,7 @@ class DeepOptEq(Problem):
         factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
         stretch, _ = prior_factors(self.regularizer, self.gamma)
         if stretch is None:
-            why = f"the gradient of {type(self.regularizer).__name__} has no known Lipschitz constant"
-            return Certificate(reasons=dict.fromkeys(("exists", "unique", "contraction", "lipschitz"), why))
+            return unknown(f"the gradient of {type(self.regularizer).__name__} has no known Lipschitz constant")
         contraction = math.prod(factors) * stretch
         exists, unique, reasons = self._existence(contraction, math.prod(1 - a for a in alphas) * stretch)
         reasons["contraction"] = "product over layers of 1 - alpha + alpha L |W|^2 / mu"
@@ -211,14 +209,11 @@ class DeepOptEq(Problem):
         True
         """
         (alpha_value,) = _alphas(alpha, 1)
-        if isinstance(mlp, nn.Sequential) and len(mlp) and isinstance(mlp[0], nn.Conv2d):
-            if alpha_value != 1:
-                raise ValueError(f"convolutions are written as Deep OptEq with alpha=1; got alpha={alpha}")
-            convolutions, read, activation = by_conv_slots(mlp, nonexpansive)
-            return cls(convolutions, alpha_value, activation, readout=read)
-        network = read_mlp(mlp)
+        network = read_network(mlp)
         if alpha_value == 1:
             layers, readout = by_slots(network, nonexpansive)
+        elif network.out_weight.ndim > 2:
+            raise ValueError(f"convolutions are written as Deep OptEq with alpha=1; got alpha={alpha}")
         elif nonexpansive:
             raise ValueError(f"nonexpansive=True needs alpha=1; got alpha={alpha}")
         else:

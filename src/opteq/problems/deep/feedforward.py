@@ -1,4 +1,4 @@
-"""Feed-forward networks written as Deep OptEq: two constructions, exact to rounding."""
+"""Feed-forward networks, fully connected or convolutional, written as Deep OptEq: exact to rounding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.operators import Dense
+from opteq.operators import Conv2d, Dense, Operator, kernel_norm
 from opteq.penalties import Penalty
 
-Layers = list[tuple[Dense, nn.Module | None]]
+Layers = list[tuple[Operator, nn.Module | None]]
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
@@ -40,7 +40,10 @@ _HOMOGENEOUS = (penalties.ReLU, penalties.LeakyReLU, penalties.Identity)
 
 @dataclass(frozen=True)
 class FeedForward:
-    """``h_k = sigma(A_k h_{k-1} + b_k)`` with ``h_0`` the input, and the output ``A_out h_K + b_out``."""
+    """``h_k = sigma(A_k h_{k-1} + b_k)`` with ``h_0`` the input, and the output ``A_out h_K + b_out``.
+
+    An A is a matrix ``(n, m)``, or the kernel ``(n, m, k1, k2)`` of a convolution.
+    """
 
     weights: list[Tensor]
     biases: list[Tensor]
@@ -54,26 +57,38 @@ class FeedForward:
         return [weight.shape[0] for weight in self.weights]
 
 
-def read_mlp(mlp: nn.Sequential) -> FeedForward:
-    """The matrices of a sequence Linear, activation, Linear, activation, ..., Linear."""
-    if not isinstance(mlp, nn.Sequential):
-        raise TypeError(f"from_feedforward takes an nn.Sequential; got {type(mlp).__name__}")
-    modules = list(mlp)
-    linears, activations = modules[0::2], modules[1::2]
-    if len(modules) < 3 or len(modules) % 2 == 0 or not all(isinstance(m, nn.Linear) for m in linears):
-        kinds = ", ".join(type(m).__name__ for m in modules)
-        raise ValueError(f"from_feedforward takes Linear, activation, ..., Linear; got {kinds}")
-    activation = activation_of(activations)
-    weights = [m.weight.detach() for m in linears if isinstance(m, nn.Linear)]
+def read_network(network: nn.Sequential) -> FeedForward:
+    """The weights of a sequence Linear, activation, ..., Linear; or of convolutions in place of linear layers."""
+    if not isinstance(network, nn.Sequential):
+        raise TypeError(f"from_feedforward takes an nn.Sequential; got {type(network).__name__}")
+    modules = list(network)
+    kind: type[nn.Linear | nn.Conv2d] = nn.Conv2d if modules and isinstance(modules[0], nn.Conv2d) else nn.Linear
+    layers = [module for module in modules[0::2] if isinstance(module, kind)]
+    if len(modules) < 3 or len(modules) % 2 == 0 or len(layers) < len(modules[0::2]):
+        kinds = ", ".join(type(module).__name__ for module in modules)
+        raise ValueError(f"from_feedforward takes {kind.__name__}, activation, ..., {kind.__name__}; got {kinds}")
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d):
+            _check_convolution(layer)
+    activation = _activation_of(modules[1::2])
+    weights = [layer.weight.detach() for layer in layers]
     biases = [
-        m.bias.detach() if m.bias is not None else m.weight.new_zeros(m.out_features)
-        for m in linears
-        if isinstance(m, nn.Linear)
+        layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias.detach() for layer in layers
     ]
     return FeedForward(weights[:-1], biases[:-1], weights[-1], biases[-1], activation)
 
 
-def activation_of(modules: Sequence[nn.Module]) -> Penalty:
+def _check_convolution(conv: nn.Conv2d) -> None:
+    kept = conv.padding == "same" or conv.padding == tuple((k - 1) / 2 for k in conv.kernel_size)
+    plain = conv.stride == (1, 1) and conv.dilation == (1, 1) and conv.groups == 1 and conv.padding_mode == "zeros"
+    if not kept or not plain or any(k % 2 == 0 for k in conv.kernel_size):
+        raise ValueError(
+            "from_feedforward takes convolutions of stride 1 with odd kernels, no groups or dilation, and zero "
+            f"padding that keeps the size of images; got {conv}"
+        )
+
+
+def _activation_of(modules: Sequence[nn.Module]) -> Penalty:
     """The penalty that belongs to all of them."""
     shared = {_penalty(module) for module in modules}
     if len(shared) > 1:
@@ -81,37 +96,50 @@ def activation_of(modules: Sequence[nn.Module]) -> Penalty:
     return shared.pop()
 
 
-def by_slots(network: FeedForward, nonexpansive: bool) -> tuple[Layers, nn.Linear]:
+def by_slots(network: FeedForward, nonexpansive: bool) -> tuple[Layers, nn.Module]:
     """Lemma 1 and the alpha = 1 case of Lemma 2: ``W_k W_{k-1}' = A_k``, and a leading zero layer.
 
-    Even layers keep their values in the first coordinates of z, odd ones in the last, so that neighbours never
-    overlap. The zero layer forgets the previous sweep: the map is constant and its fixed point is reached at once.
+    Even layers keep their values in the first coordinates (channels) of z, odd ones in the last, so that neighbours
+    never overlap. The zero layer forgets the previous sweep: the map is constant, its fixed point reached at once.
+
+    For convolutions a kernel that is 1 at its centre takes the place of the identity, and a flipped kernel that of a
+    transpose. With stride 1 and zero padding that keeps the size, each product has a factor that moves nothing, so
+    that borders are right as well.
     """
     sizes = network.sizes
     width = max([sizes[0], *(a + b for a, b in pairwise(sizes))])
+    taps = [max(sides) for sides in zip(*(A.shape[2:] for A in (*network.weights, network.out_weight)), strict=True)]
+    centre = tuple(size // 2 for size in taps)
 
     def slot(k: int) -> slice:
         return slice(0, sizes[k]) if k % 2 == 0 else slice(width - sizes[k], width)
 
-    matrices: list[Tensor] = []
+    kernels: list[Tensor] = []
     for k, A in enumerate(network.weights):
-        W = A.new_zeros(sizes[k], width)
-        W[:, slot(k)] = torch.eye(sizes[k], dtype=A.dtype, device=A.device)
+        W = A.new_zeros(sizes[k], width, *taps)
+        own = (slice(None), slot(k), *centre)
+        W[own] = torch.eye(sizes[k], dtype=A.dtype, device=A.device)
         if k > 0:
-            W[:, slot(k - 1)] = A - matrices[-1][:, slot(k)].T
-        matrices.append(W)
-    out = network.out_weight.new_zeros(network.out_weight.shape[0], width)
+            # The transpose of a convolution has the kernel with channels exchanged and both axes flipped.
+            transposed = kernels[-1][:, slot(k)].transpose(0, 1).flip([*range(2, W.ndim)])
+            W[:, slot(k - 1)] = _enlarged(A, taps) - transposed
+        kernels.append(W)
+    out = network.out_weight.new_zeros(network.out_weight.shape[0], width, *network.out_weight.shape[2:])
     out[:, slot(len(sizes) - 1)] = network.out_weight
-    shrink = _shrink(matrices, network.activation) if nonexpansive else 1.0
-    layers: Layers = [(_dense(out.new_zeros(1, width)), None)]
-    for k, W in enumerate(matrices):
+    shrink = 1.0
+    if nonexpansive:
+        _check_homogeneous(network.activation)
+        shrink = max(1.0, *(_norm(W) for W in kernels))
+    layers: Layers = [(_operator(out.new_zeros(1, width, *taps)), None)]
+    for k, W in enumerate(kernels):
         scale = shrink ** (2 * (k + 1))
-        weight = network.weights[0] if k == 0 else out.new_zeros(sizes[k], network.weights[0].shape[1])
-        layers.append((_dense(W / shrink), _linear(weight / scale, network.biases[k] / scale)))
-    return layers, _linear(out * shrink ** (2 * len(sizes) + 1), network.out_bias)
+        first = network.weights[0]
+        weight = first if k == 0 else first.new_zeros(sizes[k], first.shape[1], *[1] * len(taps))
+        layers.append((_operator(W / shrink), _module(weight / scale, network.biases[k] / scale)))
+    return layers, _module(out * shrink ** (2 * len(sizes) + 1), network.out_bias)
 
 
-def by_gram(network: FeedForward, alpha: float) -> tuple[Layers, nn.Linear]:
+def by_gram(network: FeedForward, alpha: float) -> tuple[Layers, nn.Module]:
     """Exact for 0 < alpha < 1: a sweep of idle layers and the hidden layers, twice, with ``W_i W_j'`` prescribed.
 
     With ``q = 1 - alpha``, what a layer hears of its predecessor adds up to ``A_l h`` over the two copies, and what it
@@ -137,17 +165,17 @@ def by_gram(network: FeedForward, alpha: float) -> tuple[Layers, nn.Linear]:
     echo = (1 - alpha) ** (idle + count)
     layers: Layers = []
     for first, second in ((1.0, 0.0), (-echo, math.sqrt(1 - echo**2))):
-        layers += [(_dense(like.new_zeros(1, 2 * len(root))), None) for _ in range(idle)]
+        layers += [(_operator(like.new_zeros(1, 2 * len(root))), None) for _ in range(idle)]
         for k in range(count):
             W = torch.cat([first * root[place[k]], second * root[place[k]]], dim=1)
             weight = like if k == 0 else like.new_zeros(sizes[k], like.shape[1])
-            layers.append((_dense(W.to(like)), _linear(weight, network.biases[k])))
+            layers.append((_operator(W.to(like)), _module(weight, network.biases[k])))
     # The last coordinates of z are alpha / sqrt(1 - e^2) R'h for the last hidden h, with R the factor's last block.
     corner = root[place[-1], place[-1]]
     out = torch.linalg.solve_triangular(corner.T, network.out_weight.double(), upper=True, left=False)
     read = like.new_zeros(out.shape[0], 2 * len(root))
     read[:, -sizes[-1] :] = out * math.sqrt(1 - echo**2) / alpha
-    return layers, _linear(read, network.out_bias)
+    return layers, _module(read, network.out_bias)
 
 
 def _idle_layers(count: int, alpha: float, stretch: float) -> int:
@@ -175,7 +203,7 @@ def _penalty(module: nn.Module) -> Penalty:
     return penalties.get(name)
 
 
-def check_homogeneous(activation: Penalty) -> None:
+def _check_homogeneous(activation: Penalty) -> None:
     """Raise unless ``sigma(s t) = s sigma(t)`` for positive s."""
     if not isinstance(activation, _HOMOGENEOUS):
         raise ValueError(
@@ -184,19 +212,31 @@ def check_homogeneous(activation: Penalty) -> None:
         )
 
 
-def _shrink(matrices: list[Tensor], activation: Penalty) -> float:
-    check_homogeneous(activation)
-    return max(1.0, *(float(torch.linalg.matrix_norm(W, 2)) for W in matrices))
+def _norm(weight: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(weight, 2) if weight.ndim == 2 else kernel_norm(weight, fine=True))
 
 
-def _dense(weight: Tensor) -> Dense:
-    layer = Dense(weight.shape[1], weight.shape[0]).to(weight)
+def _enlarged(kernel: Tensor, taps: list[int]) -> Tensor:
+    """The same kernel amid zeros; a matrix as it is."""
+    margins = [(whole - own) // 2 for whole, own in zip(taps, kernel.shape[2:], strict=True)]
+    return nn.functional.pad(kernel, [margin for margin in reversed(margins) for _ in range(2)])
+
+
+def _operator(weight: Tensor) -> Dense | Conv2d:
+    outputs, inputs, *taps = weight.shape
+    layer = Conv2d(inputs, outputs, (taps[0], taps[1])) if taps else Dense(inputs, outputs)
+    layer = layer.to(weight)
     layer.weight.data.copy_(weight)
     return layer
 
 
-def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0]).to(weight)
+def _module(weight: Tensor, bias: Tensor) -> nn.Linear | nn.Conv2d:
+    outputs, inputs, *taps = weight.shape
+    layer: nn.Linear | nn.Conv2d = nn.Linear(inputs, outputs)
+    if taps:
+        layer = nn.Conv2d(inputs, outputs, (taps[0], taps[1]), padding=(taps[0] // 2, taps[1] // 2))
+    layer = layer.to(weight)
     layer.weight.data.copy_(weight)
+    assert layer.bias is not None
     layer.bias.data.copy_(bias)
     return layer

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from types import TracebackType
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opteq import regularizers
 from opteq.common.errors import UserError
-from opteq.couplings import augmented_loss
+from opteq.couplings import Coupling, Features
 from opteq.data.dataset import IGNORE_INDEX
 from opteq.models import Classifier, equilibria
+from opteq.states import sum_over_sample, working_dtype
 from opteq.training.optim.jacobian import JacobianPenalty
 from opteq.training.recipe.sections import LossSection
 
@@ -130,3 +132,31 @@ def _last_linear(model: Classifier) -> nn.Linear:
     if not layers:
         raise UserError("loss.regularizer needs a head with a linear layer: it applies to that layer's input")
     return layers[-1]
+
+
+def augmented_loss(features: Features, diversity: float, smoothing: float = 0.0, normalised: bool = False) -> Tensor:
+    """``sum over neighbours of (lambda D - H)``, averaged over the batch: a term for a training loss.
+
+    It asks of a network without the fusion, such as POptEq, by training what MOptEq does by construction; the paper
+    compares the two. (The paper prints it with the opposite sign, which would reward what its objective punishes.)
+
+    Longer features make H larger without limit: the term is unbounded below. With ``normalised`` every branch has
+    length 1 in each sample first, so that H is a cosine and the term at least minus the number of branches.
+
+    Args:
+        features: one tensor per branch.
+        diversity: lambda.
+        smoothing: tau, see :func:`opteq.couplings.diversity`.
+        normalised: scale the features of every branch to length 1, per sample.
+    """
+    coupling = Coupling(diversity, smoothing)
+    if normalised:
+        features = tuple(_unit_samples(z) for z in features)
+    return 2 * torch.stack(list(coupling.terms(features).values())).sum(dim=0).mean()
+
+
+def _unit_samples(z: Tensor) -> Tensor:
+    """``z / |z|`` per sample; a sample of zeros stays zero."""
+    wide = z.to(working_dtype(z.dtype))
+    length = sum_over_sample(wide.square()).clamp_min(torch.finfo(wide.dtype).tiny ** 0.5).sqrt()
+    return wide / length.reshape(-1, *[1] * (z.ndim - 1))

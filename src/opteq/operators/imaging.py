@@ -1,0 +1,213 @@
+"""What happens to images that are measured: blur, hidden pixels, a coarser grid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opteq.operators.base import LinearMap, Operator, checked_size, wrong_shape
+from opteq.operators.spectral.norms import kernel_norm
+
+_BOUNDARIES = ("zeros", "circular", "valid")
+
+
+def gaussian_kernel(sigma: float, size: int | None = None) -> Tensor:
+    """A normalised Gaussian kernel ``(size, size)``; its size covers three standard deviations unless it is given.
+
+    >>> gaussian_kernel(1.0).shape
+    torch.Size([7, 7])
+    """
+    if not sigma > 0:
+        raise ValueError(f"the standard deviation of a blur should be positive; got {sigma!r}")
+    size = 2 * max(1, round(3 * sigma)) + 1 if size is None else size
+    line = torch.exp(-((torch.arange(size) - size // 2) ** 2) / (2 * sigma**2))
+    kernel = line[:, None] * line
+    return kernel / kernel.sum()
+
+
+class BlurMap(LinearMap):
+    """Correlation with a kernel ``(k1, k2)``, channel by channel."""
+
+    def __init__(self, kernel: Tensor, boundary: str) -> None:
+        self.kernel = kernel
+        self.boundary = boundary
+        self.padding = (kernel.shape[0] // 2, kernel.shape[1] // 2)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return self._correlated(v, self.kernel, (0, 0) if self.boundary == "valid" else self.padding)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        whole = (2 * self.padding[0], 2 * self.padding[1]) if self.boundary == "valid" else self.padding
+        return self._correlated(u, self.kernel.flip(0, 1), whole)
+
+    def _correlated(self, v: Tensor, kernel: Tensor, padding: tuple[int, int]) -> Tensor:
+        if v.ndim != 4:
+            raise wrong_shape("Blur", "(B, c, h, w)", v)
+        c = v.shape[1]
+        weight = kernel.to(v.dtype).expand(c, 1, -1, -1)
+        if self.boundary != "circular":
+            return F.conv2d(v, weight, padding=padding, groups=c)
+        if any(size < k for size, k in zip(v.shape[2:], kernel.shape, strict=True)):
+            raise ValueError(
+                f"a circular blur needs images of at least {tuple(kernel.shape)} pixels; got {tuple(v.shape)}"
+            )
+        rows, columns = padding
+        return F.conv2d(F.pad(v, (columns, columns, rows, rows), mode="circular"), weight, groups=c)
+
+
+class Blur(Operator):
+    """Correlation of every channel with a fixed kernel.
+
+    Args:
+        kernel: ``(k1, k2)`` with odd sizes, or a number: the standard deviation of a Gaussian in pixels.
+        boundary: what lies outside the image: ``"zeros"``, or the image again, ``"circular"``; both keep its size.
+            ``"valid"`` asks nothing outside: the result is smaller by the size of the kernel less one.
+
+    >>> A = Blur(1.5)
+    >>> A(torch.ones(1, 1, 21, 21))[0, 0, 10, 10].item()  # doctest: +ELLIPSIS
+    1.0...
+    """
+
+    kernel: Tensor
+
+    def __init__(self, kernel: Tensor | float, boundary: str = "zeros") -> None:
+        super().__init__()
+        kernel = kernel if isinstance(kernel, Tensor) else gaussian_kernel(float(kernel))
+        if kernel.ndim != 2 or any(size % 2 == 0 for size in kernel.shape):
+            raise ValueError(f"Blur.kernel should be a matrix with odd sizes; got shape {tuple(kernel.shape)}")
+        if boundary not in _BOUNDARIES:
+            raise ValueError(f"Blur.boundary should be one of {', '.join(_BOUNDARIES)}; got {boundary!r}")
+        self.boundary = boundary
+        self.register_buffer("kernel", kernel.detach().clone())
+
+    def prepare(self) -> BlurMap:
+        return BlurMap(self.kernel, self.boundary)
+
+    def norm(self) -> Tensor:
+        with torch.no_grad():
+            return kernel_norm(self.kernel[None, None], fine=True)
+
+    def extra_repr(self) -> str:
+        """Size and boundary."""
+        return f"kernel of {tuple(self.kernel.shape)}, boundary={self.boundary!r}"
+
+
+class MaskMap(LinearMap):
+    """Multiplication by fixed numbers."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return self.mask.to(v.dtype) * v
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        return self(u)
+
+
+class Mask(Operator):
+    """Multiplication of every entry by a fixed number: 1 where it is seen, 0 where not, or any weight.
+
+    Args:
+        mask: numbers that broadcast against images ``(B, c, h, w)``: ``(h, w)`` for instance.
+
+    >>> Mask(torch.tensor([1.0, 0.0, 1.0]))(torch.tensor([[1.0, 2.0, 3.0]]))
+    tensor([[1., 0., 3.]])
+    """
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        if not isinstance(mask, Tensor) or mask.numel() == 0 or mask.is_complex():
+            raise ValueError(f"Mask.mask should be a tensor of real numbers; got {mask!r}")
+        self.register_buffer("mask", mask.detach().to(torch.get_default_dtype()).clone())
+
+    def prepare(self) -> MaskMap:
+        return MaskMap(self.mask)
+
+    def norm(self) -> Tensor:
+        return self.mask.abs().amax()
+
+    def least_singular_value(self) -> Tensor:
+        """The smallest singular value: 0 where anything is hidden."""
+        return self.mask.abs().amin()
+
+
+class DownsampleMap(LinearMap):
+    """Correlation with stride, channel by channel."""
+
+    def __init__(self, kernel: Tensor, factor: int) -> None:
+        self.kernel = kernel
+        self.factor = factor
+        # An even kernel lies over its block; an odd one is centred on the block's first pixel.
+        self.padding = tuple((size - 1) // 2 if size % 2 else (size - factor) // 2 for size in kernel.shape)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        if v.ndim != 4 or any(size % self.factor for size in v.shape[2:]):
+            raise wrong_shape("Downsample", f"(B, c, h, w) with sizes that are multiples of {self.factor}", v)
+        c = v.shape[1]
+        return F.conv2d(v, self._weight(v), stride=self.factor, padding=self.padding, groups=c)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """Zeros are put between the pixels, then comes the transposed filter."""
+        extra = [self.factor - size + 2 * p for size, p in zip(self.kernel.shape, self.padding, strict=True)]
+        return F.conv_transpose2d(
+            u, self._weight(u), stride=self.factor, padding=self.padding, output_padding=extra, groups=u.shape[1]
+        )
+
+    def _weight(self, v: Tensor) -> Tensor:
+        return self.kernel.to(v.dtype).expand(v.shape[1], 1, -1, -1)
+
+
+class Downsample(Operator):
+    """Images ``(B, c, h, w) -> (B, c, h / factor, w / factor)``: filter every channel, keep every ``factor``-th pixel.
+
+    Args:
+        factor: h and w should be multiples of it.
+        kernel: the filter ``(k1, k2)``: odd sizes, or even ones of at least ``factor`` that differ from it by an even
+            number; the mean of ``factor x factor`` pixels by default.
+
+    >>> Downsample(2)(torch.arange(4.0).reshape(1, 1, 2, 2))
+    tensor([[[[1.5000]]]])
+    """
+
+    kernel: Tensor
+
+    def __init__(self, factor: int, kernel: Tensor | None = None) -> None:
+        super().__init__()
+        self.factor = checked_size("factor", factor)
+        kernel = torch.full((factor, factor), factor**-2.0) if kernel is None else kernel
+        if kernel.ndim != 2 or any(not self._fits(size) for size in kernel.shape):
+            raise ValueError(
+                f"Downsample.kernel should be a matrix of odd sizes, or of {factor} plus an even number; "
+                f"got shape {tuple(kernel.shape)}"
+            )
+        self.register_buffer("kernel", kernel.detach().clone())
+
+    def prepare(self) -> DownsampleMap:
+        return DownsampleMap(self.kernel, self.factor)
+
+    def norm(self) -> Tensor:
+        """An upper bound; exact for the mean over blocks."""
+        with torch.no_grad():
+            if all(size == self.factor for size in self.kernel.shape):  # blocks do not overlap
+                norm: Tensor = torch.linalg.vector_norm(self.kernel)
+                return norm
+            # Of the phases that the stride takes apart, each is a convolution of its own; rows of A side by side.
+            return self._polyphase_norm()
+
+    def _polyphase_norm(self) -> Tensor:
+        f = self.factor
+        rows, columns = (-(-size // f) * f for size in self.kernel.shape)
+        padded = F.pad(self.kernel, (0, columns - self.kernel.shape[1], 0, rows - self.kernel.shape[0]))
+        phases = padded.reshape(rows // f, f, columns // f, f).permute(1, 3, 0, 2).reshape(1, f * f, rows // f, -1)
+        return kernel_norm(phases, fine=True)
+
+    def _fits(self, size: int) -> bool:
+        return size % 2 == 1 if size % 2 != self.factor % 2 or size % 2 == 1 else size >= self.factor
+
+    def extra_repr(self) -> str:
+        """The factor."""
+        return f"factor={self.factor}, kernel of {tuple(self.kernel.shape)}"
