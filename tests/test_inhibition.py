@@ -95,6 +95,8 @@ def test_the_certificate_holds_for_every_size_of_the_weights(size: float) -> Non
     a, b = torch.rand(1, 6, dtype=torch.float64), torch.rand(1, 6, dtype=torch.float64)
     moved = (hidden.step(a) - hidden.step(b)).norm() / (a - b).norm()
     assert moved <= found.contraction + 1e-9
+    curvatures = torch.linalg.eigvalsh(torch.autograd.functional.hessian(lambda y: hidden.value(y).sum(), a)[0, :, 0])
+    assert (1 - hidden.length * curvatures).abs().max() <= found.contraction + 1e-9  # along the worst direction, too
     layer = opteq.Equilibrium(problem, EXACT)
     x = torch.randn(1, 3, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda v: layer(v)[0], x)[:, 0]

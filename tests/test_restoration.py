@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -173,8 +174,40 @@ def test_denoisers_are_saved_and_loaded(tmp_path):
         Denoiser.load(tmp_path)
     written = tmp_path / "model" / "config.json"
     written.write_text(written.read_text().replace('"guide"', '"hidden"'))
-    with pytest.raises(UserError, match=r"options that no denoiser has \(hidden\)"):
+    with pytest.raises(UserError, match="unknown option 'hidden'"):
         Denoiser.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("channels", [1, 10**18], "channels should be at most"),
+        ("channels", [2, 3], "one input channel"),
+        ("depth", 10**7, "depth should be at most"),
+        ("knots", 6, "the two files do not belong together"),
+        ("least", "x", "least should be a finite number"),
+        ("least", 1.0, "0 < least < most"),
+    ],
+)
+def test_damaged_configurations_of_denoisers_are_refused(tmp_path, option, value, message):
+    folder = Denoiser(DenoiserConfig((1, 2, 3), 3, knots=4)).save(tmp_path)
+    written = json.loads((folder / "config.json").read_text())
+    written["denoiser"][option] = value
+    (folder / "config.json").write_text(json.dumps(written))
+    with pytest.raises(UserError, match=message):
+        Denoiser.load(folder)
+
+
+def test_damaged_weights_of_denoisers_are_refused(tmp_path):
+    folder = Denoiser(DenoiserConfig((1, 2, 3), 3, knots=4)).save(tmp_path)
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-3] ^= 4
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match="SHA-256 differs"):
+        Denoiser.load(folder)
+    (folder / "model.safetensors").write_bytes(data[:-9])
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        Denoiser.load(folder)
 
 
 def test_the_default_denoiser_has_at_most_14k_parameters_and_a_convex_energy():

@@ -47,3 +47,18 @@ def test_derivatives_are_those_of_finite_differences(kind):
     local = scaled.linearise(u.detach())
     v = torch.randn_like(u)
     assert torch.allclose(local.factor(local.factor_adjoint(v)), slope * v, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["leaky_relu", "tanh", "sigmoid", "softplus", "elu", "softsign"])
+def test_roots_solve_their_equation_to_rounding_in_few_steps(kind, monkeypatch):
+    """``t a + (1 - t) sigma(a) = u``; the slope of a prox is that at the root, so the root itself has to be right."""
+    penalty, steps = penalties.get(kind), []
+    derivative = type(penalty).derivative
+    monkeypatch.setattr(type(penalty), "derivative", lambda self, a: (steps.append(1), derivative(self, a))[1])
+    u, t = torch.linspace(-3, 3, 101, dtype=torch.float64).expand(3, -1), LENGTHS[:3, None]
+    root = ScaledPenalty(penalty, LENGTHS[:3])._root(u, t)
+    assert len(steps) <= 20
+    both = t * root + (1 - t) * penalty.prox(root)
+    assert (both - u).abs().max() <= 1e-14
+    seen = torch.func.vmap(lambda one: ScaledPenalty(penalty, LENGTHS[:1]).prox(one[None]))(u[:1])  # all steps
+    torch.testing.assert_close(seen[0], ScaledPenalty(penalty, LENGTHS[:1]).prox(u[:1]), rtol=1e-14, atol=1e-14)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import opteq
+import opteq.analysis
 from hunt import oracle
 from hunt.drawing import Draw, require
-from hunt.oracle import Equations, by_rows, flat, jacobian, polished, unflat
+from hunt.oracle import Equations, by_rows, eigenvalues, flat, jacobian, polished, unflat
 from hunt.parts import DrawnProblem
 from hunt.problems import FAMILIES
 from opteq import operators as op
@@ -27,6 +28,8 @@ def hunt(draw: Draw) -> str:
     drawn.problem.to(draw.device)
     if draw.chance(0.15):
         return _hunt_broken(draw, drawn)
+    if drawn.minimises and draw.chance(0.3):
+        return _hunt_local(draw, drawn)
     certificate = drawn.problem.certificate()
     about = f"{drawn.name}\n{certificate}"
     for name in FIELDS:
@@ -51,6 +54,63 @@ def _hunt_broken(draw: Draw, drawn: DrawnProblem) -> str:
     known = [name for name in FIELDS if getattr(certificate, name) is not None]
     require(not known, f"{known} of weights that are not finite: {drawn.name}\n{certificate}")
     return "broken"
+
+
+def _hunt_local(draw: Draw, drawn: DrawnProblem) -> str:
+    """A certificate at equilibria, against the eigenvalues of dense Jacobians there."""
+    x = draw.power(-3, 2) * draw.normal(draw.whole(1, 3), *drawn.shape)
+    given = x.to(draw.device)
+    layer = opteq.Equilibrium(drawn.problem, opteq.Anderson(tol=1e-13, max_steps=1000), on_failure="ignore")
+    equations: Equations | None = drawn.equations
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        if drawn.stretch is not None:  # it is about the step of the library's length
+            equations = equations.stepping(drawn.problem(given).length.double().cpu()) if equations else None
+        solution = layer.solve(given)
+        # So that the bounds, which hold with a probability, hold in every case.
+        found = opteq.analysis.local_certificate(layer, given, failure=1e-9)
+    if equations is None or not bool(solution.converged.all()):
+        return "unsolved"
+    w, _ = drawn.weights()
+    y, there = polished(drawn.equations, w, x, tuple(part.double().cpu() for part in blocks(solution.state)))
+    inside = flat(drawn.equations.inside(w, x, y))
+    close = [
+        ((inside - kink).abs().amin(dim=1) <= 1e-6 * (abs(kink) + inside.abs().amax(dim=1)))
+        for kink in drawn.equations.kinks
+    ]
+    if not bool(there.all()) or any(bool(one.any()) for one in close):
+        return "at a kink"
+    values = eigenvalues(jacobian(equations, w, x, y))
+    lower, upper = (end.double().cpu() for end in found.eigenvalues)
+    for row in range(len(x)):
+        about = f"sample {row}: {found}: {drawn.name}"
+        least, most = float(values[row].min()), float(values[row].max())
+        slack = 1e-6 * (1 + values[row].abs().max())
+        require(lower[row] <= least + slack and most <= upper[row] + slack, f"eigenvalues {least} to {most}: {about}")
+        require(not bool(found.strict_minimum[row]) or most < 1 + slack, f"eigenvalue {most} of a minimum: {about}")
+        require(max(abs(least), abs(most)) <= float(found.contraction[row]) + slack, f"rate {least}, {most}: {about}")
+        if bool(found.strict_minimum[row]):
+            one = tuple(part[row : row + 1] for part in y)
+            slope, claim = _input_slope(drawn, x[row : row + 1], one), float(found.lipschitz[row])
+            require(slope <= claim * (1 + 1e-5) + 1e-9, f"features move by {slope}: {about}")
+            if found.radius is not None:
+                _check_radius(draw, drawn, x[row : row + 1], one, float(found.radius[row]), about)
+    return "local"
+
+
+def _check_radius(draw: Draw, drawn: DrawnProblem, x: Tensor, y: tuple[Tensor, ...], radius: float, about: str) -> None:
+    """No unit crosses a kink while the input moves by less: it is where a straight line leads."""
+    w, _ = drawn.weights()
+    equations = drawn.equations
+    move = draw.normal(*x.shape)
+    move *= 0.99 * min(radius, 1e6) / float(move.norm())
+    local = jacobian(equations, w, x, y)
+    system = torch.eye(local.shape[-1], dtype=local.dtype) - local
+    shift = by_rows(lambda inputs, rows: flat(equations.step(w, inputs, unflat(rows, equations.shapes))), x, flat(y))
+    straight = flat(y) + (torch.linalg.solve(system, shift) @ move.flatten()[:, None])[:, :, 0]
+    image = flat(equations.step(w, x + move, unflat(straight, equations.shapes)))
+    off, size = float((image - straight).norm()), float(straight.norm() + move.norm())
+    require(off <= 1e-8 * size, f"within {radius} no affine function, by {off} of {size}: {about}")
 
 
 def _check_norms(drawn: DrawnProblem, about: str) -> None:

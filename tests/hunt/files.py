@@ -17,6 +17,7 @@ from torch import Tensor
 import opteq.models
 from hunt.damage import damaged, mutated, refused_in_a_line
 from hunt.drawing import Draw, require
+from opteq.models.denoiser import Denoiser, DenoiserConfig
 
 _MODELS = {
     "opteq-digits": {"channels": 3, "hidden": [4]},
@@ -29,7 +30,9 @@ _MODELS = {
 
 def hunt(draw: Draw) -> str:
     """One damaged file, and what becomes of it."""
-    kind = draw.one_of([hunt_weights, hunt_weights, hunt_config, hunt_checkpoint, hunt_archive])
+    kind = draw.one_of(
+        [hunt_weights, hunt_weights, hunt_config, hunt_checkpoint, hunt_archive, hunt_denoiser, hunt_image]
+    )
     with tempfile.TemporaryDirectory() as folder:
         kind(draw, Path(folder))
     return kind.__name__.removeprefix("hunt_")
@@ -105,6 +108,80 @@ def hunt_archive(draw: Draw, folder: Path) -> None:
         found = next(source.train.pieces())
         same = np.array_equal(found, images) and np.array_equal(source.train.labels, labels)
         require(same, f"other images: {what}")
+
+
+def hunt_denoiser(draw: Draw, folder: Path) -> None:
+    """A denoiser's weights or configuration: refused, or the same denoiser where the configuration is the same."""
+    config, weights, expected = _saved_denoiser(draw.one_of([0, 3]))
+    changed, what = config, ""
+    if draw.chance(0.5):
+        if draw.chance(0.3):
+            changed, what = damaged(draw, config)
+        else:
+            value = mutated(draw, json.loads(config))
+            changed, what = json.dumps(value, default=str).encode(), f"config {str(value)[:500]}"
+    else:
+        weights, what = _with_another_header(draw, weights) if draw.chance(0.3) else damaged(draw, weights)
+    (folder / "config.json").write_bytes(changed)
+    (folder / "model.safetensors").write_bytes(weights)
+    with refused_in_a_line(f"a denoiser, {what}"):
+        found = Denoiser.load(folder)
+        if changed is config:
+            require(torch.equal(_denoised(found), expected), f"a denoiser loaded with other outputs: {what}")
+
+
+def hunt_image(draw: Draw, folder: Path) -> None:
+    """A damaged image: predictions and restorations are refused in a line, or made of what it still holds."""
+    from opteq.inference.predict import find_images, predict_files
+    from opteq.restore import read_image
+
+    name = draw.one_of(["opteq-digits", "mopteq-193k"])
+    config, weights, _, _ = _saved(name)
+    (folder / "config.json").write_bytes(config)
+    (folder / "model.safetensors").write_bytes(weights)
+    model = opteq.models.from_pretrained(folder)
+    kind = draw.one_of(["png", "jpg", "bmp", "webp", "gif", "tiff"])
+    changed, what = damaged(draw, _image(kind))
+    path = folder / f"image.{kind}"
+    path.write_bytes(changed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's own
+        with refused_in_a_line(f"a {kind} image with {what}, to be classified"):
+            for _, prediction in predict_files(model, find_images([path])):
+                require(0 <= prediction.confidence <= 1, f"a confidence of {prediction.confidence}: {what}")
+        with refused_in_a_line(f"a {kind} image with {what}, to be restored"):
+            require(bool(read_image(path).isfinite().all()), f"pixels that are not finite: {what}")
+
+
+@functools.cache
+def _saved_denoiser(guide: int) -> tuple[bytes, bytes, Tensor]:
+    """A denoiser on disk, and its answer."""
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder, opteq.engine.off():
+        torch.manual_seed(0)
+        model = Denoiser(DenoiserConfig((1, 2, 3), 3, knots=4, guide=guide, **({"depth": 1} if guide else {})))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        model.save(folder)
+        config, weights = ((Path(folder) / file).read_bytes() for file in ("config.json", "model.safetensors"))
+        return config, weights, _denoised(model)
+
+
+def _denoised(model: Denoiser) -> Tensor:
+    ramp = torch.linspace(0, 1, 64).reshape(1, 1, 8, 8)
+    with torch.no_grad():
+        answer: Tensor = model(torch.sin(9 * ramp), torch.tensor([0.1]))
+    return answer
+
+
+@functools.cache
+def _image(kind: str) -> bytes:
+    from PIL import Image
+
+    memory = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(memory, {"jpg": "JPEG"}.get(kind, kind.upper()))
+    return memory.getvalue()
 
 
 @functools.cache

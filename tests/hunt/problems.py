@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from hunt.drawing import Draw, drawn_batch, require
 from hunt.oracle import State, Weights, eigenvalues, flat, jacobian, polished, residual, unflat
 from hunt.parts import DrawnProblem
 from opteq.solvers import Solver, Status
-from opteq.states import blocks
+from opteq.states import blocks, map_state
 
 FAMILIES = [
     families.opteq_layer, families.opteq_layer, families.deep_layers, families.branches, families.branches,
@@ -52,12 +53,13 @@ def hunt(draw: Draw) -> str:
     default = drawn.stretch is not None and amplification is not None and torch.finfo(dtype).eps < 1e-6
     solver = drawn_solver(draw, dtype, default)
     layer = opteq.Equilibrium(drawn.problem, solver, on_failure="ignore")
-    about = f"{drawn.name} | {batch.about} | {layer.solver}"
+    start, where = _drawn_start(draw, drawn, batch.x)
+    about = f"{drawn.name} | {batch.about} | {layer.solver} | start {where}"
     before = batch.x.clone()
     with warnings.catch_warnings(), torch.set_grad_enabled(draw.chance(0.5)):
         warnings.simplefilter("ignore")
         for _ in range(draw.calls):
-            solution = layer.solve(batch.x)
+            solution = layer.solve(batch.x, start)
     require(torch.equal(batch.x.nan_to_num(7), before.nan_to_num(7)), f"the input was written to: {about}")
     state, features = (
         tuple(part.detach().double().cpu() for part in blocks(found)) for found in (solution.state, solution.features)
@@ -74,8 +76,20 @@ def hunt(draw: Draw) -> str:
         if layer.solver.tol == 0:
             solved.check_fixed_steps(rows, layer.solver.max_steps, solution.steps.tolist())
         else:
-            solved.check(rows, layer.solver.max_steps, default=solver is None)
+            solved.check(rows, layer.solver.max_steps, solver is None, far=start is not None)
+            if draw.chance(0.05) and solver is not None and not isinstance(drawn.problem, opteq.Objective):
+                solved.check_vmap(rows, layer, batch.x)
     return drawn.family
+
+
+def _drawn_start(draw: Draw, drawn: DrawnProblem, x: Tensor) -> tuple[Any, str]:
+    """Mostly that of the problem (None); or near it, far out where activations and kernels are flat, or constant."""
+    if draw.chance(0.8):
+        return None, "its own"
+    scale = draw.one_of([1e-6, 1.0, 1e3, 1e6])
+    first = flat(drawn.equations.zero(len(x)))
+    rows = scale * (draw.normal(*first.shape) if draw.chance(0.5) else torch.ones_like(first))
+    return drawn.placed(unflat(rows, drawn.equations.shapes), x, draw.device), f"{scale:g}"
 
 
 @dataclass(frozen=True)
@@ -138,8 +152,30 @@ class Solved:
                 self.require(taken[row] == asked, row, f"{taken[row]} steps taken, {asked} asked for")
                 self._require_finite([row])
 
-    def check(self, rows: list[int], steps: int, default: bool) -> None:
+    def check_vmap(self, rows: list[int], layer: opteq.Equilibrium, x: Tensor) -> None:
+        """Samples under ``vmap``, against the same ones together: both within the tolerance where they converge."""
+        if self.amplification is None or not rows:
+            return
+
+        def alone(one: Tensor) -> Any:
+            return map_state(lambda part: part[0], layer(one[None]))
+
+        found = flat([part.detach().double().cpu() for part in blocks(torch.func.vmap(alone)(x[rows]))])
+        expected = flat(self.z)[rows]
+        size = expected.norm(dim=1) + flat(self.y)[rows].norm(dim=1)
+        off = (found - expected).norm(dim=1)
+        for index, row in enumerate(rows):
+            allowed = 8 * self.amplification * self.tol * float(size[index]) * self.stretch[row]
+            allowed += 64 * float(torch.finfo(self.dtype).eps) * self.size[row] * self.amplification
+            if self.status[row] is Status.CONVERGED:
+                self.require(
+                    float(off[index]) <= allowed, row, f"under vmap off by {off[index]:.3g} of {size[index]:.3g}"
+                )
+
+    def check(self, rows: list[int], steps: int, default: bool, far: bool) -> None:
         """What CONVERGED promises, and that there is no other end where plain steps would get there.
+
+        From a start that is ``far``, they may take longer than expected.
 
         CONVERGED: ``|T(y) - y| <= tol |T(y)|``, in the arithmetic of the dtype. In float64 that may be more, by the
         rounding of what T is made of: some units in the last place of the terms of the input's share and of the state.
@@ -161,7 +197,7 @@ class Solved:
             if default:
                 # Law 12: strongly convex objectives converge with default options, up to a condition number of 1e4.
                 self.require(self.amplification is None, row, "a strongly convex objective")
-            elif easy and self.tol * max(image[row], 1e-12) > 20 * noise[row]:
+            elif easy and not far and self.tol * max(image[row], 1e-12) > 20 * noise[row]:
                 self.require(False, row, f"plain steps contract by {rate:.3g}")
         rows = [row for row in rows if self.status[row] is Status.CONVERGED]
         if not rows:

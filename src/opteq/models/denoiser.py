@@ -10,18 +10,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opteq.common.errors import UserError
+from opteq.common.errors import UserError, shown, unknown_name
+from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, Unrolled
+from opteq.models.checks import Check, number, optional, whole, wholes
+from opteq.models.pretrained import weights
 from opteq.models.pretrained.released import released, released_folder
 from opteq.models.restoration import FilterPrior, Restoration
 from opteq.models.restoration.guide import Guide
 from opteq.models.restoration.noise_levels import NoiseLevels
+from opteq.models.sketch import sketched
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.solvers import FISTA, Picard, Solver
 
-CONFIG, WEIGHTS, WEIGHTS_OF_TORCH = "config.json", "model.safetensors", "model.pt"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -119,41 +123,55 @@ class Denoiser(nn.Module):
         return sum(parameter.numel() for parameter in self.prior.parameters())
 
     def save(self, folder: str | Path) -> Path:
-        """Write configuration and weights into ``folder``."""
+        """Write configuration and weights into ``folder``; the weights know their own digest."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.prior.state_dict().items()}
-        try:
-            from safetensors.torch import save_file
-        except ImportError:
-            torch.save(tensors, folder / WEIGHTS_OF_TORCH)
-        else:
-            save_file(tensors, folder / WEIGHTS)
-        (folder / CONFIG).write_text(json.dumps({"denoiser": dataclasses.asdict(self.config)}, indent=2) + "\n")
+        text = json.dumps({"denoiser": dataclasses.asdict(self.config)}, indent=2) + "\n"
+        with plain_errors(f"writing {folder}", "choose another place"):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / WEIGHTS, weights.to_bytes(self.prior))
+            write_atomically(folder / CONFIG, text.encode())
         return folder
 
     @classmethod
     def load(cls, folder: str | Path, solver: Solver | None = None, on_failure: str = "warn") -> Denoiser:
         """The denoiser that :meth:`save` wrote into ``folder``, or one of the package's weights by its name."""
         folder = released_folder(folder)
+        config = _read_config(folder)
+        if not (folder / WEIGHTS).is_file():
+            raise UserError(f"{folder} holds no weights; {WEIGHTS} should be there")
         try:
-            options = json.loads((folder / CONFIG).read_text())["denoiser"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            here = ", ".join(one.name for one in released() if one.kind == "denoiser")
-            why = f"{CONFIG} is missing or says something else; the package has weights named {here}"
-            raise UserError(f"{folder} holds no denoiser: {why}") from error
-        known = {field.name for field in dataclasses.fields(DenoiserConfig)}
-        if other := ", ".join(sorted(set(options) - known)):
-            raise UserError(f"{folder / CONFIG} has options that no denoiser has ({other}); another version wrote it")
-        config = DenoiserConfig(**{**options, "channels": tuple(options["channels"])})
-        model = cls(config, solver, on_failure=on_failure)
-        if (folder / WEIGHTS).exists():
-            from safetensors.torch import load_file
-
-            tensors = load_file(folder / WEIGHTS)
-        elif (folder / WEIGHTS_OF_TORCH).exists():
-            tensors = torch.load(folder / WEIGHTS_OF_TORCH, map_location="cpu", weights_only=True)
-        else:
-            raise UserError(f"{folder} holds no weights; {WEIGHTS} or {WEIGHTS_OF_TORCH} should be there")
-        model.prior.load_state_dict(tensors)
+            with sketched():  # nothing is allocated before the file is known to have the shapes that are asked for
+                model = cls(config, solver, on_failure=on_failure)
+        except ValueError as error:
+            raise UserError(f"{folder / CONFIG}: {error}") from error
+        weights.load(model.prior, folder / WEIGHTS)
         return model
+
+
+_ANY = number(open_below=False)
+_CHECKS: dict[str, Check] = {
+    "channels": wholes(1), "kernel_size": whole(1, 63), "knots": whole(2), "reach": number(), "rho": _ANY,
+    "mu": number(), "least": number(), "most": number(), "degree": whole(0, 64),
+    "margin": number(0.0, 1.0, open_below=False), "steepest": optional(number()), "guide": whole(0),
+    "depth": whole(1, 1000), "steps": whole(0),
+}  # fmt: skip
+
+
+def _read_config(folder: Path) -> DenoiserConfig:
+    """What ``config.json`` says, with every value checked."""
+    path = folder / CONFIG
+    try:
+        options = json.loads(path.read_bytes())["denoiser"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        here = ", ".join(one.name for one in released() if one.kind == "denoiser")
+        why = f"{CONFIG} is missing or says something else; the package has weights named {here}"
+        raise UserError(f"{folder} holds no denoiser: {why}") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{path}: denoiser should be a table of options; got {shown(options)}")
+    for name in options:
+        if name not in _CHECKS:
+            raise UserError(f"{path}: {unknown_name('option', name, _CHECKS)}; another version may have written it")
+    try:
+        return DenoiserConfig(**{name: _CHECKS[name].apply(name, value) for name, value in options.items()})
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error

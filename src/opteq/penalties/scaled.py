@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from opteq.penalties.base import ElementwisePenalty, Linearised, Penalty
 from opteq.penalties.piecewise import HardTanh, Identity, ReLU, SoftThreshold
@@ -16,7 +17,8 @@ class ScaledPenalty:
 
     With ``y = sigma(a)`` the prox of ``t f`` at u solves ``t a + (1 - t) sigma(a) = u``, whose left side increases in
     a. Penalties whose activation is made of simple pieces have a closed form; for others the root is bracketed and
-    found by Newton's method with bisection, in a fixed number of steps.
+    found by Newton's method with bisection, down to the rounding of both sides. On a CPU that ends where all entries
+    are there; elsewhere the number of steps is fixed, so that the host has nothing to wait for.
 
     Args:
         penalty: f.
@@ -89,14 +91,24 @@ class ScaledPenalty:
         # The left side has slopes between min(t, 1) and max(t, 1), since those of sigma lie in [0, 1].
         reach = error.abs() / t.clamp(max=1)
         low, high = u - reach, u + reach
-        root = u
+        root, looks, eps = u, _host_may_look(u), torch.finfo(u.dtype).eps
         for _ in range(_STEPS):
             error = t * root + (1 - t) * penalty.prox(root) - u
+            # Rounding of the two sides: beyond it a step would go by noise, and a bisection lead away from the root.
+            there = error.abs() <= 2 * eps * (u.abs() + (t * root).abs())
+            if looks and bool((there | error.isnan()).all()):
+                break
             low, high = torch.where(error < 0, root, low), torch.where(error > 0, root, high)
             newton = root - error / (t + (1 - t) * penalty.derivative(root))
             inside = (newton > low) & (newton < high)
-            root = torch.where(error == 0, root, torch.where(inside, newton, (low + high) / 2))
+            root = torch.where(there, root, torch.where(inside, newton, (low + high) / 2))
         return root
+
+
+def _host_may_look(u: Tensor) -> bool:
+    """Whether a value may decide what is computed: neither a device is waited for, nor is a program written down."""
+    written = torch.jit.is_tracing() or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    return u.device.type == "cpu" and not written and not torch._C._are_functorch_transforms_active()
 
 
 def _checked(penalty: Penalty) -> ElementwisePenalty:
