@@ -48,7 +48,8 @@ SEED ?= 0
 hunt: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m hunt --minutes $(MINUTES) --seed $(SEED) $(HUNT)
 
-# The site goes to build/site; it is built, and read, without a network.
+# The site goes to build/site; it is built, and read, without a network. Open build/site/index.html; for the search,
+# which browsers refuse to files, `python3 -m http.server --directory build/site`.
 docs: $(VENV)/.docs
 	$(BIN)/python docs/site/pictures.py
 	$(BIN)/python docs/site/gallery.py

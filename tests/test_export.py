@@ -169,3 +169,10 @@ def test_wrong_options_are_refused() -> None:
     with pytest.raises(UserError, match="image_shape"):
         export(model, "m.ts", "torchscript")
     assert isinstance(model.equilibrium, nn.Module)
+
+
+def test_steps_of_a_model_without_equilibria_are_refused(tmp_path: Path) -> None:
+    models.create("resnet18-cifar", num_classes=2).save_pretrained(tmp_path)
+    result = call("export", tmp_path, "--format", "torchscript", "--steps", "5")
+    assert result.exit_code == 2
+    assert "--steps has no effect: resnet18-cifar has no equilibria" in result.output

@@ -177,6 +177,7 @@ def test_wrong_attacks(finished: Path) -> None:
     refused(call("evaluate", finished, "--attack", "0.1", "--attack-steps", "0"), "--attack-steps 0 is not right")
     refused(call("evaluate", finished, "--attack", "0.1", "--attack-step-size", "0"), "--attack-step-size 0.0 is not")
     refused(call("evaluate", finished, "--attack-steps", "5"), "not trained with an adversary", "--attack 8/255")
+    refused(call("evaluate", finished, "--attack", "0", "--attack-steps", "3"), "no effect with --attack 0")
 
 
 def test_measuring_under_attack_leaves_chance_alone() -> None:

@@ -14,7 +14,7 @@ import opteq
 class Denoiser(opteq.Objective):
     def __init__(self):
         super().__init__()
-        self.strength = torch.nn.Parameter(torch.tensor(0.02))
+        self.strength = torch.nn.Parameter(torch.tensor(1.0))
         self.edges = opteq.potentials.Huber(scale=0.02)
 
     def terms(self, y, x):  # one number per sample each
@@ -47,7 +47,7 @@ print(f"PSNR {psnr(noisy):.1f} dB before, {psnr(guessed):.1f} dB after")
 # the number of solver steps; eight steps of Adam find a better one.
 
 # %%
-optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
+optimizer = torch.optim.Adam(layer.parameters(), lr=0.5)
 for _ in range(8):
     optimizer.zero_grad()
     (layer(noisy) - clean).square().mean().backward()

@@ -27,7 +27,7 @@ for penalty, name in ((relu, "relu"), (shrink, "soft threshold"), (asinh, "asinh
     right.plot(a, penalty.value(a), label=name)
 left.set(title="activation", xlabel="pre-activation")
 right.set(title="penalty", xlabel="value of the state", ylim=(-0.2, 4))
-left.legend(frameon=False)
+legend = left.legend(frameon=False)
 
 # %% [markdown]
 # The same OptEq with each of them. The equilibrium is a minimiser of the objective with that penalty: no other state

@@ -216,6 +216,8 @@ def command(run: Path, format: str, steps: int | None, out: Path | None, console
     if format not in ENDINGS:
         raise unknown_name("format", format, ENDINGS)
     model = load(run, "cpu")
+    if steps is not None and not equilibria(model):
+        raise UserError(f"--steps has no effect: {model.config['name']} has no equilibria")
     default = run / f"model{ENDINGS[format]}" if run.is_dir() else Path(f"{run.name}{ENDINGS[format]}")
     found = export(model, out or default, format, steps)  # weights of the package are exported into this folder
     solved = "no equilibria"

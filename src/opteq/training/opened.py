@@ -116,6 +116,8 @@ def open_run(
     precision = precision or ("no" if exact else recipe.train.precision)
     accelerator = make_accelerator(device, precision, recipe.train.tf32 and not exact, recipe.train.threads)
     model = models.from_pretrained(folder.path)
+    if (tol is not None or max_steps is not None) and not equilibria(model):
+        raise UserError(f"--tol and --max-steps have no effect: {model.config['name']} has no equilibria")
     set_solvers(model, tol, max_steps)
     dataset = data.load(**recipe.data.arguments(root), test_only=True)
     extra = model.config["extra"]

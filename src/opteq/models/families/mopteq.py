@@ -75,7 +75,7 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
         diversity=options.diversity,
         perturbation=options.perturbation,
         activation=options.activation,
-        smoothing=options.smoothing if options.diversity else 0.0,
+        smoothing=options.smoothing,
         heritage=options.heritage,
         settle=options.settle if options.perturbation else None,
     )

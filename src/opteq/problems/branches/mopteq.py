@@ -77,8 +77,6 @@ class MOptEq(Problem):
         self.coupling = Coupling(diversity, smoothing, heritage)
         self.perturbation = check_not_negative("perturbation", perturbation)
         self.settle = 8 if settle is None else check_whole("settle", settle)
-        if smoothing and not diversity:
-            raise ValueError(f"{smoothing=} has no effect with diversity=0, whose kinks it would round")
         if perturbation and len(self.branches) == 1:
             raise ValueError(f"{perturbation=} has no effect on a single branch, which has none to hand it on to")
         if settle is not None and not perturbation:

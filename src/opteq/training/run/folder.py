@@ -14,7 +14,10 @@ from opteq.training.recipe.files import AnyRecipe, flattened, load_any_recipe, t
 from opteq.training.run.checkpoints import Checkpoints
 
 # Keys that may change when a run is resumed, on another machine for instance.
-MAY_DIFFER = frozenset({"data.root", "data.cache", "train.device", "train.checkpoint_steps", "train.test_batch_size"})
+MAY_DIFFER = frozenset({
+    "data.root", "data.cache", "train.device", "train.checkpoint_steps", "train.test_batch_size",
+    "reproduces",  # it is empty where something else differs
+})  # fmt: skip
 SHOWN = 4  # differences that are listed
 
 
