@@ -4,6 +4,7 @@ from opteq.problems.base import HiddenProblem, Problem
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.fusion import AverageBranches
 from opteq.problems.branches.inhibited import Inhibited
+from opteq.problems.branches.kernel_mopteq import KernelMOptEq
 from opteq.problems.branches.mopteq import MOptEq
 from opteq.problems.branches.parallel import Parallel
 from opteq.problems.branches.popteq import POptEq
@@ -34,6 +35,7 @@ __all__ = [
     "HiddenProblem",
     "Inhibited",
     "Inhibition",
+    "KernelMOptEq",
     "MOptEq",
     "MonDEQ",
     "Objective",
