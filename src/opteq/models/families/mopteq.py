@@ -12,6 +12,7 @@ from opteq.models.checks import flag, number, one_of, option, optional, whole
 from opteq.models.families.geq import OfLength
 from opteq.models.options import BranchOptions
 from opteq.operators import Conv2d
+from opteq.operators.base import initial_norm
 from opteq.problems import Branch, Inhibited, KernelMOptEq, MOptEq, POptEq, Problem
 
 
@@ -34,6 +35,9 @@ class MOptEqOptions(BranchOptions):
         None, optional(whole()), "channels of a space in which branches inhibit each other as well; none for none"
     )
     m: float = option(1.0, number(0, 1), "factor of 1/2 |y|^2 beside an inhibition")
+    initial_norm: float | None = option(
+        None, optional(number()), "norm of every W at the start; none for just within its bound, or 0.9 without one"
+    )
     kernel: str = option(
         "linear", one_of(("linear", "polynomial", "sigmoid")), "how branches see the input; linear is MOptEq itself"
     )
@@ -49,6 +53,8 @@ class MOptEqOptions(BranchOptions):
             raise UserError(f"heritage=false needs a bound below 1, such as bound=0.95; got bound={self.bound:g}")
         if self.inhibition is None and self.m != 1:
             raise UserError(f"m has no effect without inhibition, such as inhibition=32; got m={self.m:g}")
+        if self.initial_norm is not None and self.bound is not None and self.initial_norm > self.bound:
+            raise UserError(f"initial_norm should be at most bound={self.bound:g}; got {self.initial_norm:g}")
         if self.kernel != "polynomial" and self.degree != 2:
             raise UserError(f"degree has no effect with kernel={self.kernel!r}; got degree={self.degree}")
         if self.kernel != "linear" and (self.perturbation or self.inhibition is not None):
@@ -79,6 +85,10 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
             f"same number of channels; got {list(stem.channels)}"
         )
     branches = _branches(options, stem)
+    if options.initial_norm is not None:
+        for branch in branches:
+            assert isinstance(branch.W, Conv2d)
+            branch.W.weight.data.mul_(options.initial_norm / initial_norm(options.bound))
     if options.input_length is not None:
         for branch in branches:
             assert branch.U is not None
