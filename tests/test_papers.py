@@ -33,6 +33,10 @@ def test_commands_parse() -> None:
     for command in commands:
         program, action, name, *rest = shlex.split(command)
         assert program == "opteq", command
+        if action == "unrolling":
+            load_recipe(name)
+            assert not rest, command
+            continue
         if action != "train":
             check_measurement(action, name, rest)
             continue

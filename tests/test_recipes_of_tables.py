@@ -13,7 +13,7 @@ from opteq import models
 from opteq.models.families.geq import OfLength
 from opteq.training import load_recipe
 
-KERNELS = [f"geq-8m-cifar100-{kernel}" for kernel in ("linear", "sigmoid", "polynomial")]
+KERNELS = [f"mopteq-8m-cifar100-{kernel}" for kernel in ("sigmoid", "polynomial")]
 ABLATION = [f"mopteq-193k-cifar10-ablation{suffix}" for suffix in ("", "-no-diversity", "-no-heritage", "-no-ties")]
 ATTACKED = ["mopteq-193k-cifar10-pgd", "mopteq-193k-cifar10-pgd-perturbation"]
 SIX = ["mopteq-8m-cifar100-randaugment", "mopteq-8m-cifar100-superclasses", "geq-8m-cifar100-superclasses"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import opteq
+from opteq import data, regularizers
 from opteq import operators as op
-from opteq import regularizers
 from opteq.regularizers import Regularizer
 from opteq.solvers import Status
 from oracles import SHARP, cp
@@ -371,3 +371,46 @@ def test_a_layer_returns_one_plain_step_beyond_the_last_iterate(gradient: object
         torch.testing.assert_close(solution.features, plain(last))
         gap = (plain(last) - last).norm(dim=1) / plain(last).norm(dim=1)
         torch.testing.assert_close(solution.residual, gap.detach())
+
+
+@pytest.mark.slow
+def test_sam_chooses_among_the_equilibria_of_a_trained_network() -> None:
+    """Digits, tanh and ``|W| <= 2.2``: most test images have several equilibria. Two opposite priors, one start."""
+    torch.manual_seed(0)
+    digits = data.load("digits")
+    (x, labels), (tested, _) = [
+        (split.images.float().flatten(1) / 255, torch.as_tensor(split.labels).long())
+        for split in (digits.train, digits.test)
+    ]
+    shift, scale = x.mean(), x.std()
+    x, tested = (x - shift) / scale, ((tested - shift) / scale)[:100]
+    problem = opteq.OptEq(op.Dense(16, 32, bound=2.2), U=nn.Linear(64, 32), activation="tanh")
+    layer = opteq.Equilibrium(problem, opteq.Picard(tol=1e-3, max_steps=25), opteq.OneStep(), on_failure="ignore")
+    read = nn.Linear(16, 10)
+    adam = torch.optim.Adam([*layer.parameters(), *read.parameters()], lr=1e-2)
+    for _ in range(150):
+        chosen = torch.randint(len(x), (64,))
+        loss = nn.functional.cross_entropy(read(layer(x[chosen])), labels[chosen])
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    assert float(loss.detach()) < 0.5
+
+    plain = opteq.Equilibrium(problem, opteq.Picard(tol=1e-5, max_steps=1000), on_failure="ignore")
+    with torch.no_grad():
+        starts = [(2 * torch.randn(100, 32)).clamp(-0.99, 0.99) for _ in range(10)]
+        ends = torch.stack([plain.solve(tested, start).features for start in starts])
+        several = (ends - ends[0]).norm(dim=-1).amax(dim=0) > 0.05 * ends[0].norm(dim=-1)
+        assert float(several.float().mean()) > 0.5
+        direction = torch.linalg.svd((ends - ends.mean(dim=0)).flatten(0, 1), full_matrices=False)[2][:1]
+        along = []
+        for target in (10.0, -10.0):
+            R = LeastSquares(direction, torch.tensor([target]))
+            sam = opteq.SAM(regularizer=R, max_steps=140, polish=100, eta=0.5)
+            leaning = opteq.Equilibrium(problem, sam, on_failure="ignore").solve(tested)
+            found = plain.solve(tested, leaning.state)  # plain steps alone: where they end is an equilibrium
+            assert float(found.converged.float().mean()) > 0.95
+            along.append((found.features @ direction.T)[:, 0])
+    higher, lower = (along[0] - along[1] > 0.1)[several], (along[0] - along[1] < -0.1)[several]
+    assert float(higher.float().mean()) > 0.6
+    assert float(lower.float().mean()) < 0.1

@@ -164,6 +164,30 @@ def evaluate(
 
 
 @app.command(cls=_Command)
+def unrolling(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, such as opteq-199k-cifar10.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the rows' runs; runs/<recipe>-unrolling by default.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, for all rows.")
+    ] = None,
+    steps: Annotated[list[int] | None, typer.Option(help="K, may be repeated; 5, 10, 20, 40 by default.")] = None,
+    threshold: Annotated[
+        list[float] | None, typer.Option(help="Residual of the implicit rows, may be repeated; 1e-3, 1e-2 by default.")
+    ] = None,
+) -> None:
+    """Train with K steps unrolled and with the implicit gradient; compare accuracy, times and residuals."""
+    with one_line_errors():
+        from opteq.training.run.tables import unrolling_rows
+        from opteq.training.unrolling import unrolling_table
+
+        folder = out or Path("runs") / f"{Path(recipe).stem}-unrolling"
+        rows = unrolling_table(recipe, set_ or (), folder, steps or (5, 10, 20, 40), threshold or (1e-3, 1e-2))
+        _console().print(unrolling_rows(rows))
+
+
+@app.command(cls=_Command)
 def predict(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a finished run or saved model, or a name: digits.")

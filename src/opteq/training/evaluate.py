@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from opteq.analysis import PGD
 from opteq.common.errors import UserError
 from opteq.training.certified import CertifiedShare
+from opteq.training.feature_size import FeatureSize
 from opteq.training.metrics import Metrics
 from opteq.training.opened import OpenedRun, open_run
 from opteq.training.recipe.sections import AdversarySection, fraction
@@ -50,7 +51,8 @@ def evaluate(
         ``solver_steps`` (mean), and over all test samples ``worst_residual``, ``mean_residual``, ``converged``
         (share) and ``certified`` (the share that
         converged to an equilibrium which is certified, by the weights or at the point, see
-        :class:`~opteq.training.certified.CertifiedShare`; None where unknown), with the settings. With an attack
+        :class:`~opteq.training.certified.CertifiedShare`; None where unknown), ``feature_abs`` and ``feature_square``
+        (the means of ``|z|`` and ``z^2`` over the entries of all features), with the settings. With an attack
         also ``test_robust_accuracy``, ``test_robust_loss`` and ``attack``, its settings; for data sets with unseen
         sub-classes ``unseen_accuracy`` and ``unseen_loss``. For segmentation ``test_accuracy`` is the accuracy of
         pixels, and ``test_iou`` (mean intersection over union) and ``test_class_accuracy`` (mean over classes) replace
@@ -77,9 +79,10 @@ def _measured(opened: OpenedRun, attack: PGD | None) -> dict[str, Any]:
     """The metrics of the test split with the settings, then of the unseen split and under attack."""
     dataset, accelerator = opened.dataset, opened.accelerator
     certified = CertifiedShare(accelerator.unwrap_model(opened.model), accelerator.device)
-    with certified.watching():
+    sizes = FeatureSize(accelerator.unwrap_model(opened.model), accelerator.device)
+    with certified.watching(), sizes.watching():
         counts = opened.counts(dataset.test)
-    share = {"certified": certified.share(accelerator)}
+    share = {"certified": certified.share(accelerator), **sizes.means(accelerator)}
     figures = _figures(counts, dataset.test.dense)
     if len(dataset.classes) <= 5:  # all classes are among the first five
         figures.pop("test_top5", None)

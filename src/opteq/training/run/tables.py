@@ -55,10 +55,23 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
         table.add_row("converged", f"{result['converged']:.2%}")
         if result.get("certified") is not None:
             table.add_row("converged and certified, globally or at the point", f"{result['certified']:.2%}")
+    if "feature_abs" in result:
+        table.add_row(
+            "features at equilibrium, mean |z| and z^2", f"{result['feature_abs']:.3g}, {result['feature_square']:.3g}"
+        )
     tolerance = "the model's own" if result["tol"] is None else f"{result['tol']:g}"
     table.add_row("tolerance", tolerance)
     precision = "full" if result["precision"] == "no" else result["precision"]
     table.add_row("precision, device", f"{precision}, {result['device']}")
+    return table
+
+
+def unrolling_rows(rows: list[dict[str, Any]]) -> Table:
+    """The result of :func:`~opteq.training.unrolling.unrolling_table`."""
+    table = Table("method", "accuracy", "inference, s a batch", "backward, s a batch", "relative residual")
+    for row in rows:
+        times = (f"{row['inference_seconds']:.3g}", f"{row['backward_seconds']:.3g}")
+        table.add_row(row["method"], f"{row['test_accuracy']:.2%}", *times, f"{row['mean_residual']:.2e}")
     return table
 
 
