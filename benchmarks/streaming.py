@@ -1,11 +1,14 @@
 """Streaming of images beside torch's DataLoader with Pillow: images per second, and memory over the time of a run.
 
     python benchmarks/streaming.py DIR [--images 10000] [--side 256] [--batch 128] [--workers 2] [--rounds 3]
+        [--turn 20]
 
 makes a set of JPEGs in DIR where there is none: class folders, and the same images in tar shards. A thousand of them
 differ, the others are copies (a file for each: they are read and decoded as if they differed). Every way of reading
-them goes through them once a round, in turn, and ends at uint8 batches in the memory of the process that would train.
-Memory is that of this process and its workers without what they share (PSS), every two seconds.
+them goes through them once a round and ends at uint8 batches in the memory of the process that would train. The ways
+take turns of some batches, so that other programs slow all of them alike: the ratio to the DataLoader is that of two
+turns beside each other. Memory is that of this process and all workers without what they share (PSS), every two
+seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from opteq import data
 
 CLASSES, SHARD, DIFFERENT = 20, 1000, 1000
+PLAIN = "DataLoader with Pillow"
 
 
 @cache
@@ -112,7 +117,7 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("place", type=Path)
-    for name, usual in (("images", 10_000), ("side", 256), ("batch", 128), ("workers", 2), ("rounds", 3)):
+    for name, usual in (("images", 10_000), ("side", 256), ("batch", 128), ("workers", 2), ("rounds", 3), ("turn", 20)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     asked = parser.parse_args()
     make(asked.place, asked.images, asked.side)
@@ -134,25 +139,50 @@ def main() -> None:
     ways: dict[str, Callable[[int], Iterator[Tensor]]] = {
         "opteq, class folders": opteq("folders"),
         "opteq, tar shards": opteq("shards"),
-        "DataLoader with Pillow": lambda _: (images for images, _ in plain),
+        PLAIN: lambda _: (images for images, _ in plain),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    sizes: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(asked.rounds):
-        for name, epoch in ways.items():
-            with Memory() as memory:
-                began = time.perf_counter()
-                count = sum(len(images) for images in epoch(number))
-                rates[name].append(count / (time.perf_counter() - began))
-            assert count == asked.images
-            sizes[name] += memory.sizes
-    print(f"{asked.images} JPEGs of {asked.side} x {asked.side}, batches of {asked.batch}, {asked.workers} workers\n")
-    print("| way | images/s, median (range) | MiB after a tenth | MiB at the end | MiB at most |")
-    print("|---|---|---|---|---|")
-    for name in ways:
-        each, held = rates[name], sizes[name]
-        speed = f"{statistics.median(each):.0f} ({min(each):.0f} to {max(each):.0f})"
-        print(f"| {name} | {speed} | {held[len(held) // 10]:.0f} | {held[-1]:.0f} | {max(held):.0f} |")
+    with Memory() as memory:
+        for number in range(asked.rounds):
+            for name, found in turns(ways, number, asked.turn, asked.images).items():
+                rates[name] += found
+    print(f"{asked.images} JPEGs of {asked.side} x {asked.side}, batches of {asked.batch}, {asked.workers} workers, ")
+    print(f"{asked.rounds} rounds in turns of {asked.turn} batches\n")
+    print("| way | images/s, median of turns (quartiles) | beside the DataLoader, median of turns (quartiles) |")
+    print("|---|---|---|")
+    for name, each in rates.items():
+        beside = [own / other for own, other in zip(each, rates[PLAIN], strict=True)]
+        print(f"| {name} | {_spread(each, 0)} | {_spread(beside, 2)} |")
+    held = memory.sizes
+    if held:
+        print(f"\nMiB after a tenth, at the end, at most: {held[len(held) // 10]:.0f}, {held[-1]:.0f}, {max(held):.0f}")
+
+
+def turns(
+    ways: dict[str, Callable[[int], Iterator[Tensor]]], number: int, length: int, images: int
+) -> dict[str, list[float]]:
+    """Images per second of every whole turn of ``length`` batches, through all images."""
+    open_ways = {name: epoch(number) for name, epoch in ways.items()}
+    for batches in open_ways.values():
+        next(batches)  # workers have started
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    seen = dict.fromkeys(ways, 0)
+    for _ in range(images):
+        for name, batches in open_ways.items():
+            began = time.perf_counter()
+            counts = [len(batch) for batch in islice(batches, length)]
+            if len(counts) == length:
+                rates[name].append(sum(counts) / (time.perf_counter() - began))
+            seen[name] += sum(counts)
+        if len(counts) < length:
+            break
+    assert len(set(seen.values())) == 1, seen
+    return rates
+
+
+def _spread(values: list[float], digits: int) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 if __name__ == "__main__":

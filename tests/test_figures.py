@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from cli_cases import call, refused
 from opteq import models
 from opteq.analysis.branches import measure_branches
-from opteq.report.figures import FIGURES, branches, maps, robust, solving, style, write_figures
+from opteq.report.figures import FIGURES, branches, maps, robust, settings, solving, style, write_figures
 from opteq.report.figures.subject import DoesNotFitError, Subject, open_subject
 from opteq.states import blocks
 from opteq.training import load_recipe
@@ -62,13 +63,13 @@ def subject(runs: Path, name: str, *beside: str) -> Subject:
 def test_all_that_fit_and_a_line_for_each_that_does_not(runs: Path, tmp_path: Path) -> None:
     said: list[str] = []
     written = write_figures(runs / "mopteq-193k", tmp_path, say=said.append, device="cpu")
-    wanted = set(FIGURES) - {"attention"}
+    wanted = set(FIGURES) - {"attention", "accuracy-settings"}
     assert {path.stem for path in written} == wanted
     files = {f"{name}.{kind}" for name in wanted for kind in ("png", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == files | {"captions.md"}
-    assert [line for line in said if ": none, " in line] == [
-        "attention: none, only GEQ with a Gaussian kernel weighs patches"
-    ]
+    none = [line for line in said if ": none, " in line]
+    assert none[0].startswith("accuracy-settings: none, it compares runs: give several")
+    assert none[1:] == ["attention: none, only GEQ with a Gaussian kernel weighs patches"]
     captions = (tmp_path / "captions.md").read_text()
     for name in wanted:
         assert f"![{name}]({name}.png)" in captions
@@ -141,3 +142,30 @@ def test_the_command(runs: Path, tmp_path: Path) -> None:
         "has no figure attention: only GEQ with a Gaussian kernel weighs patches",
     )
     refused(call("figures", runs / "nothing"), "holds no run")
+
+
+def test_accuracy_against_the_setting_in_which_runs_differ(runs: Path, tmp_path: Path) -> None:
+    shares = {"bound=0.5": 0.6, "bound=0.9": 0.8, "tol=0.01": 0.7, "tol=0.1": 0.5}
+    folders = []
+    for setting, share in shares.items():
+        folders.append(shutil.copytree(runs / "opteq-digits", tmp_path / setting))
+        options = [f"model.options.{setting}", "model.options.hidden=[6]"]
+        options += ["model.options.bound=0.5"] if setting.startswith("tol") else []
+        (folders[-1] / "recipe.toml").write_text(to_toml(load_recipe("digits", options)))
+        (folders[-1] / "metrics.jsonl").write_text(json.dumps({"test_accuracy": share}) + "\n")
+    other = shutil.copytree(runs / "resnet18-cifar", tmp_path / "resnet")
+    (other / "metrics.jsonl").write_text('{"test_accuracy": 0.9}\n')
+    drawn = settings.accuracy_settings(open_subject(folders[0], (*folders[1:], other), device="cpu"))
+    panels = {axes.get_xlabel(): [line.get_xydata().tolist() for line in axes.lines] for axes in drawn.figure.axes}
+    assert panels["bound"][0] == [[0.5, 60.0], [0.9, 80.0]]
+    assert panels["tol"][0] == [[0.001, 60.0], [0.01, 70.0], [0.1, 50.0]]
+    assert [y for _, y in panels["tol"][1]] == [90.0, 90.0]
+    assert "model.options.tol: best 70.0% at 0.01, of 3 runs" in drawn.caption
+    result = call("figures", *folders[:2], "--only", "accuracy-settings", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert (folders[0] / "figures" / "accuracy-settings.svg").exists()
+    (folders[1] / "metrics.jsonl").write_text("")
+    refused(call("figures", *folders[:2], "--only", "accuracy-settings"), "metrics.jsonl records no accuracy")
+    refused(
+        call("figures", folders[0], other, "--only", "accuracy-settings"), "no run differs from the first one in one"
+    )

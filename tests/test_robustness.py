@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,54 @@ def test_accuracies_are_those_of_images_that_were_corrupted_by_hand(finished: Pa
         assert row == pytest.approx(wanted)
     assert found["mean"] == pytest.approx(sum(map(sum, found["accuracy"].values())) / 10)
     assert read_record(finished)["corruptions"] == found
+
+
+def publish(run: Path, folder: Path, *names: str) -> Path:
+    """Files in the layout of CIFAR-10-C, with the corruptions that would be generated."""
+    folder.mkdir()
+    test = open_run(run).dataset.test
+    np.save(folder / "labels.npy", test.labels.repeat(5).numpy())
+    for name in names:
+        made = torch.cat([corrupt(test.images, name, severity) for severity in range(1, 6)])
+        np.save(folder / f"{name}.npy", made.permute(0, 2, 3, 1).numpy())
+    return folder
+
+
+def test_published_files_give_what_their_images_give(finished: Path, tmp_path: Path) -> None:
+    run, reference = (shutil.copytree(finished, tmp_path / name) for name in ("run", "resnet"))
+    files = publish(finished, tmp_path / "files", "gaussian_noise", "contrast")
+    generated = evaluate_robustness(reference, only=["gaussian_noise", "contrast"], images=7)["corruptions"]
+    options = ("--corruptions", "--images", "7", "--corruption-files", files)
+    refused(call("evaluate", run, *options, "--reference", reference), "with source generated, this run with published")
+    assert call("evaluate", run, *options).exit_code == 0
+    record = read_record(run)["corruptions"]
+    assert record["accuracy"] == generated["accuracy"]
+    assert record["source"] == "published files"
+    assert "severities (published files)" in (run / "robustness.md").read_text()
+    assert evaluate_robustness(reference, corruption_files=files, images=7, reference=run)["corruptions"]["relative"]
+    refused(call("evaluate", run, *options, "--only", "fog"), "has no file fog.npy; it has gaussian_noise, contrast")
+    refused(call("evaluate", run, "--curves", *options[1:]), "--corruption-files belongs to --corruptions")
+
+
+def test_files_of_another_data_set_are_named_in_a_line(finished: Path, tmp_path: Path) -> None:
+    def refuse(folder: Path, *words: str) -> None:
+        refused(call("evaluate", finished, "--corruptions", "--corruption-files", folder), *words)
+
+    refuse(tmp_path / "none", "is no folder with the files of CIFAR-10-C")
+    refuse(finished, "holds no corrupted images")
+    files = publish(finished, tmp_path / "files", "fog")
+    labels = np.load(files / "labels.npy")
+    np.save(files / "labels.npy", labels + 1)
+    refuse(files, "labels up to 2, and this run has 2 classes")
+    np.save(files / "labels.npy", labels[:-5])
+    refuse(files, "has images (9, 3, 8, 8)", "test images (10, 3, 8, 8)")
+    np.save(files / "labels.npy", labels[:-1])
+    refuse(files, "labels.npy should have a whole number for each image of 5 severities")
+    np.save(files / "labels.npy", labels)
+    np.save(files / "fog.npy", np.load(files / "fog.npy").astype(float))
+    refuse(files, "fog.npy should have 50 images (height, width, 3) of uint8", "got float64")
+    (files / "fog.npy").write_text("fog")
+    refuse(files, "fog.npy can't be read as an array of NumPy")
 
 
 def test_curves_are_those_of_single_attacks(finished: Path, tmp_path: Path) -> None:

@@ -133,19 +133,23 @@ def evaluate(
     ] = False,
     only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This corruption; may be repeated.")] = None,
     reference: Annotated[Path | None, typer.Option(help="A run that corruption errors are relative to.")] = None,
+    corruption_files: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Published files of CIFAR-10-C, in place of generated images.")
+    ] = None,
     images: Annotated[int | None, typer.Option(help="Test images for corruptions and curves; all by default.")] = None,
 ) -> None:
     """Evaluate a trained model on its test images; writes RUN/evaluation.json, or RUN/robustness.* with its figure."""
     with one_line_errors():
         from opteq import training
 
-        if corruptions or curves or only or reference is not None or images is not None:
+        if corruptions or curves or only or reference is not None or corruption_files or images is not None:
             from opteq.report.figures import evaluation
 
             evaluation.command(
                 run, corruptions, curves, _console(), only=only or (), reference=reference, images=images,
                 attack=attack, attack_steps=attack_steps, step_size=attack_step_size, tol=tol, max_steps=max_steps,
-                device=device, precision=precision, root=root, first=_rank() == 0,
+                device=device, precision=precision, root=root,
+                corruption_files=corruption_files, first=_rank() == 0,
             )  # fmt: skip
             return
 
@@ -285,10 +289,11 @@ def report(
 
 @app.command(cls=_Command)
 def figures(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    out: Annotated[Path | None, typer.Option(help="Where the figures go; RUN/figures by default.")] = None,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="The folder of a finished run, and others beside it.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Where the figures go; figures in the first run by default.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This figure; may be repeated.")] = None,
-    beside: Annotated[list[Path] | None, typer.Option(metavar="RUN", help="Another run in the same figures.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     root: Annotated[str | None, typer.Option(help="Folder of the images, if not the recipe's.")] = None,
 ) -> None:
@@ -296,7 +301,7 @@ def figures(
     with one_line_errors():
         from opteq.report.figures import write_figures
 
-        write_figures(run, out, only or (), beside or (), typer.echo, device=device, root=root)
+        write_figures(runs[0], out, only or (), runs[1:], typer.echo, device=device, root=root)
 
 
 @app.command(cls=_Command)

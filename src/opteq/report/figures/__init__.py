@@ -1,4 +1,4 @@
-"""Every figure of the papers that a run can have, as PNG and SVG with captions: ``opteq figures RUN``."""
+"""Every figure of the papers that a run can have, as PNG and SVG with captions: ``opteq figures RUN...``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from opteq.common.errors import UserError, unknown_name
 from opteq.common.files import plain_errors, write_atomically
-from opteq.report.figures import branches, maps, robust, solving
+from opteq.report.figures import branches, maps, robust, settings, solving
 from opteq.report.figures.robust import draw_record
 from opteq.report.figures.style import Drawn, save
 from opteq.report.figures.subject import DoesNotFitError, Subject, open_subject
@@ -18,6 +18,7 @@ FIGURES: dict[str, tuple[Callable[[Subject], Drawn], str]] = {
     "channel-correlations": (branches.channel_correlations, "MOptEq, Figure 2 c, d"),
     "perturbations": (branches.perturbations, "MOptEq, Figure 3 a"),
     "attack-steps": (robust.attack_steps, "MOptEq, Figure 3 b"),
+    "accuracy-settings": (settings.accuracy_settings, "MOptEq, Figure 3 c; GEQ, Figure 4"),
     "attack-radius": (robust.attack_radius, "not in the papers"),
     "certified": (robust.certified, "not in the papers"),
     "convergence": (solving.convergence, "MOptEq, Figure 4"),

@@ -32,6 +32,7 @@ def command(
     device: str = "auto",
     precision: str | None = None,
     root: str | None = None,
+    corruption_files: Path | None = None,
     first: bool = True,
 ) -> dict[str, Any]:
     """Measure what was asked for; the arguments are those of :func:`~opteq.training.evaluate_robustness`.
@@ -52,12 +53,13 @@ def command(
         device: ``auto``, ``cpu`` or ``cuda``.
         precision: of the model.
         root: folder of the images.
+        corruption_files: published files of corrupted images.
         first: whether this is the first of several processes, which prints and draws.
     """
     if is_denoiser(run):
         raise UserError("--corruptions and --curves are for classifiers, and this run trained a denoiser")
     if not corruptions and not curves:
-        raise UserError("--only, --reference and --images need --corruptions or --curves; add one")
+        raise UserError("--only, --reference, --corruption-files and --images need --corruptions or --curves; add one")
     if step_size is not None:
         raise UserError("--attack-step-size has no effect on curves: every number of steps has a step size of its own")
     if not curves and (attack is not None or attack_steps is not None):
@@ -70,6 +72,7 @@ def command(
     record = evaluate_robustness(
         run, corruptions, curves, only=only, reference=reference, images=images, attack=attack,
         attack_steps=attack_steps, say=say, tol=tol, max_steps=max_steps, device=device, precision=precision, root=root,
+        corruption_files=corruption_files,
     )  # fmt: skip
     if first:
         drawn = draw_record(run)

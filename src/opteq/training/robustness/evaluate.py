@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opteq.common.errors import UserError
 from opteq.data import Split
+from opteq.data.corruptions.published import PublishedCorruptions
 from opteq.training.opened import OpenedRun, open_run
 from opteq.training.recipe.sections import fraction
-from opteq.training.robustness.corrupted import chosen_names, measure_corruptions, relative_errors
+from opteq.training.robustness.corrupted import (
+    check_published,
+    chosen_names,
+    measure_corruptions,
+    relative_errors,
+    source_of,
+)
 from opteq.training.robustness.curves import EPSILON, measure_curves
 from opteq.training.robustness.record import FILE, markdown, read_record, read_reference
 
@@ -35,6 +43,7 @@ def evaluate_robustness(
     device: str = "auto",
     precision: str | None = None,
     root: str | None = None,
+    corruption_files: str | Path | None = None,
 ) -> dict[str, Any]:
     """Measure a finished run on corrupted and attacked images; writes ``robustness.json`` and ``.md`` beside it.
 
@@ -57,9 +66,13 @@ def evaluate_robustness(
         device: ``auto``, ``cpu`` or ``cuda``.
         precision: of the model.
         root: folder of the images.
+        corruption_files: folder with the published files of CIFAR-10-C or CIFAR-100-C, which are read in place of
+            generating corrupted images; classes have to be in the order of its labels.
     """
-    if not corruptions and (only or reference is not None):
-        raise UserError(f"--{'only' if only else 'reference'} belongs to --corruptions; add that")
+    given = {"only": only or None, "reference": reference, "corruption-files": corruption_files}
+    for name, value in given.items():
+        if not corruptions and value is not None:
+            raise UserError(f"--{name} belongs to --corruptions; add that")
     if images is not None and images < 1:
         raise UserError(f"--images should be at least 1; got {images}")
     epsilon = _radius(attack)
@@ -70,14 +83,21 @@ def evaluate_robustness(
         raise UserError(
             f"{opened.path} was trained for segmentation: corruptions and attack curves need a classifier of images"
         )
-    split = _subset(opened.dataset.test, images)
-    names = chosen_names(only, split.images.shape[1]) if corruptions else ()
+    published = None if corruption_files is None else PublishedCorruptions(corruption_files)
+    rows = _rows(len(opened.dataset.test), images)
+    split = opened.dataset.test
+    if rows is not None:
+        split = Split(split.images[rows], split.labels[rows])
+    if published is not None:
+        check_published(published, opened.dataset.test, len(opened.dataset.classes))
+    names = chosen_names(only, split.images.shape[1], published) if corruptions else ()
     if reference is not None:  # before hours are spent
-        read_reference(Path(reference), {"images": len(split), "seed": seed, "accuracy": dict.fromkeys(names)})
+        own = {"images": len(split), "seed": seed, "source": source_of(published), "accuracy": dict.fromkeys(names)}
+        read_reference(Path(reference), own)
     opened.check_writable(FILE)
     record = read_record(opened.path)
     if corruptions:
-        found = measure_corruptions(opened, split, only, seed, say)
+        found = measure_corruptions(opened, split, only, seed, say, published, rows)
         if reference is not None:
             other = read_reference(Path(reference), found)
             found["relative"] = {"reference": _title(Path(reference)), **relative_errors(found, other)}
@@ -104,9 +124,8 @@ def _radius(attack: float | str | None) -> float:
     return float(epsilon)
 
 
-def _subset(split: Split, count: int | None) -> Split:
+def _rows(total: int, count: int | None) -> Tensor | None:
     """Images drawn at random, the same ones every time: data sets may lie in the order of their classes."""
-    if count is None or count >= len(split):
-        return split
-    chosen = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:count].sort().values
-    return Split(split.images[chosen], split.labels[chosen])
+    if count is None or count >= total:
+        return None
+    return torch.randperm(total, generator=torch.Generator().manual_seed(0))[:count].sort().values

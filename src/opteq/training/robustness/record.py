@@ -27,16 +27,17 @@ def read_reference(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{folder} has no corruptions to compare with: run `opteq evaluate {folder} --corruptions` first"
         )
-    check_reference(folder, found, own["images"], own["seed"], own["accuracy"])
+    check_reference(folder, found, own)
     return found
 
 
-def check_reference(folder: Path, found: dict[str, Any], images: int, seed: int, names: Any) -> None:
+def check_reference(folder: Path, found: dict[str, Any], own: dict[str, Any]) -> None:
     """Raise unless the reference was measured on the same images and corruptions."""
-    for what, value, theirs in (("images", images, found.get("images")), ("seed", seed, found.get("seed"))):
+    for what, usual in (("images", None), ("seed", None), ("source", "generated")):
+        value, theirs = own.get(what, usual), found.get(what, usual)
         if value != theirs:
             raise UserError(f"{folder} was measured with {what} {theirs}, this run with {value}: measure both alike")
-    missing = [name for name in names if name not in found.get("accuracy", {})]
+    missing = [name for name in own["accuracy"] if name not in found.get("accuracy", {})]
     if missing:
         raise UserError(
             f"{folder} was not measured under {missing[0]}: run `opteq evaluate {folder} --corruptions` again"
@@ -63,7 +64,7 @@ def _corruptions(found: dict[str, Any]) -> str:
         rows.append([name, *map(_percent, row), _percent(sum(row) / len(row)), *more])
     lines = [
         f"Accuracy in % of {found['images']} test images by severity; {_percent(found['clean'])} % as they are, "
-        f"{_percent(found['mean'])} % on average over all corruptions and severities (seed {found['seed']})."
+        f"{_percent(found['mean'])} % on average over all corruptions and severities ({_drawn(found)})."
     ]
     if relative is not None:
         over = "" if relative["mean_15"] is None else f" ({_ratio(relative['mean_15'])} over the 15 of ImageNet-C)"
@@ -72,6 +73,10 @@ def _corruptions(found: dict[str, Any]) -> str:
             f"of the errors that corruptions add: {_ratio(relative['relative_mean'])}."
         )
     return "## Corruptions\n\n" + " ".join(lines) + "\n\n" + _table(head, rows)
+
+
+def _drawn(found: dict[str, Any]) -> str:
+    return "published files" if found.get("source") == "published files" else f"seed {found['seed']}"
 
 
 def _curves(found: dict[str, Any]) -> str:
