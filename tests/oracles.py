@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -46,6 +46,24 @@ def probe_loss(features: State) -> Tensor:
 def gradients(features: State, inputs: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
     found = torch.autograd.grad(scale * probe_loss(features), list(inputs), allow_unused=True)
     return [torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True)]
+
+
+def assert_slopes(
+    function: Callable[..., State], inputs: Sequence[Tensor], near: float = 1e-5, length: float = 1e-5
+) -> None:
+    """Gradients against a central difference along a random direction of all inputs: three solves, however many."""
+    generator = torch.Generator().manual_seed(0)
+    start = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    direction = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for tensor in start]
+    found = torch.autograd.grad(probe_loss(function(*start)), start)
+    assert all(bool(gradient.any()) for gradient in found)
+    with torch.no_grad():
+        high, low = (
+            probe_loss(function(*(at + side * length * way for at, way in zip(start, direction, strict=True))))
+            for side in (1, -1)
+        )
+    slope = sum((gradient * way).sum() for gradient, way in zip(found, direction, strict=True))
+    torch.testing.assert_close(slope, (high - low) / (2 * length), rtol=near, atol=near)
 
 
 def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

@@ -208,8 +208,7 @@ def test_small_alphas_tend_to_the_wide_limit(activation: str) -> None:
     assert errors[1] / errors[2] == pytest.approx(10, rel=0.05)
 
 
-@pytest.mark.parametrize("mu", [1.0, 1.3])
-@pytest.mark.parametrize("kind", ["vectors", "sequences", "pictures"])
+@pytest.mark.parametrize(("kind", "mu"), [("vectors", 1.0), ("sequences", 1.3), ("pictures", 1.3)])
 def test_wide_limit_is_an_opteq_with_the_same_weights(kind: str, mu: float) -> None:
     if kind == "pictures":
         layers = [(op.Conv2d(2, n, 3, bound=0.9), nn.Conv2d(2, n, 3, padding=1)) for n in (3, 4)]

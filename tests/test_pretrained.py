@@ -312,7 +312,7 @@ def test_a_config_that_asks_for_the_moon_is_refused_before_memory_is_taken(saved
         ({"options": {"tol": 10**400}}, "tol should be a finite number of at least 0; got 1000000"),
         ({"options": {"channels": 16384, "hidden": [16384], "weight_kernel": 31}}, "has the shape"),
         ({"options": {"weight_kernel": 255}}, "weight_kernel should be at most 31; got 255"),
-        ({"name": "resnet18-cifar", "options": {"width": 16384, "blocks": [256] * 8}}, "does not fit"),
+        ({"name": "resnet18-cifar", "options": {"width": 16384, "blocks": [16] * 8}}, "does not fit"),
         ({"name": "resnet18-cifar", "options": {"blocks": [1] * 60}}, "blocks should have at most 8 entries; got 60"),
     ],
 )

@@ -20,6 +20,6 @@ from opteq.problems.variants import AffineOptEq, Splitting
 
 __all__ = [
     "GEQ", "AffineOptEq", "BoundMap", "Branch", "Certificate", "DeepOptEq", "FixedPoint", "Hidden", "HiddenProblem",
-    "Inhibited", "Inhibition", "KernelMOptEq", "MOptEq", "Objective", "OptEq", "POptEq", "Parallel", "Problem", "Splitting",
-    "Structure",
+    "Inhibited", "Inhibition", "KernelMOptEq", "MOptEq", "Objective", "OptEq", "POptEq", "Parallel", "Problem",
+    "Splitting", "Structure",
 ]  # fmt: skip
