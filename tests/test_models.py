@@ -18,7 +18,7 @@ from opteq.common.errors import UserError
 from opteq.models import Classifier, Segmenter
 from opteq.models.blocks.parts import Head
 from opteq.models.families.extracted import SeparableInjection
-from opteq.models.registry import sketched
+from opteq.models.registry import _MODELS, sketched
 
 SIZES = {  # the printed numbers that the names stand for
     "opteq-162k": 162e3,
@@ -209,16 +209,14 @@ def test_describe_counts_what_create_makes_and_draws_nothing() -> None:
 
 
 # Models of others have tests of their own; MDEQ's steps do not contract.
-@pytest.mark.parametrize(
-    "name", [one for one in NAMES if opteq.models.describe(str(one.values[0])).family != "comparator"]
-)
+@pytest.mark.parametrize("name", [one for one in NAMES if _MODELS[str(one.values[0])].family != "comparator"])
 def test_a_training_step(name: str) -> None:
     torch.manual_seed(0)
-    baseline = opteq.models.describe(name).family == "baseline"
+    baseline = _MODELS[name].family == "baseline"
     model = opteq.models.create(name) if baseline else opteq.models.create(name, on_failure="raise")
     training_step(model, make_images(name))
     layers = opteq.models.equilibria(model)
-    assert bool(layers) == (opteq.models.describe(name).family != "baseline")
+    assert bool(layers) != baseline
     for _, layer in layers:
         assert layer.last is not None
         forward, backward = layer.last[0], layer.last[1].report
