@@ -32,6 +32,11 @@ def _nothing_loaded_is_garbage() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Frozen objects are passed over when Python ends, too, and Triton would call its own leaked."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "[" not in item.nodeid or not item.path.name.startswith(_THINNED) or item.get_closest_marker("chosen"):

@@ -1,4 +1,4 @@
-"""Two processes that train a layer together; run by test_laws_module.py as ``FOLDER``."""
+"""One of two processes that train a layer together, for test_laws_module.py."""
 
 from __future__ import annotations
 
@@ -33,8 +33,3 @@ def main(rank: int, folder: str) -> None:
         time.sleep(0.02)
     sys.stdout.flush()
     os._exit(0 if written.exists() else 1)
-
-
-if __name__ == "__main__":
-    # Both come from one interpreter: loading torch takes longer than all the rest.
-    main(0 if os.fork() else 1, sys.argv[1])

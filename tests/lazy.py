@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import sys
 from typing import Any
 
 
+class Lazy:
+    """A module that is imported when one of its public names is read; pytest looks for others while it collects."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith(("_", "pytest")):
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
+
+
 def lazily(name: str) -> Any:
-    """The module ``name``, which is executed when the first of its attributes is read."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.loader is None:
+    """The module ``name``, which is there but not loaded yet."""
+    if importlib.util.find_spec(name.split(".")[0]) is None:
         raise ModuleNotFoundError(f"{name} is not installed")
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return Lazy(name)

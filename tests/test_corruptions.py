@@ -8,15 +8,16 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from scipy import ndimage
 from torch import Tensor
 
+from lazy import lazily
 from opteq.data import corruptions
 from opteq.data.corruptions import NAMES, corrupt
 from opteq.data.corruptions.draws import Draws, plasma
 from opteq.data.corruptions.filters import blurred, swept, zoomed
 from opteq.data.corruptions.severities import LARGE, SMALL, parameters
 
+ndimage = lazily("scipy.ndimage")
 CPU = torch.device("cpu")
 
 

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
+from lazy import lazily
 from opteq.data import Augmentation, Batches, Split
-from opteq.data.augmentation.color import randaugment
 from opteq.data.augmentation.geometry import crop_and_flip, mix, soft_labels
 from opteq.data.augmentation.options import OPERATIONS
+
+color = lazily("opteq.data.augmentation.color")  # loads kornia
 
 RANDOM = np.random.default_rng(2)
 UNIT = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255,) * 3}  # a batch is then its bytes, as floats
@@ -185,7 +187,7 @@ def test_each_operation_against_pillow(name: str, sign: int) -> None:
     array = photo(24, 32)
     strength = 0.4
     image = torch.from_numpy(array).permute(2, 0, 1)[None].float() / 255
-    made = randaugment(image, np.array([[OPERATIONS.index(name)]]), np.array([[sign]]), strength)
+    made = color.randaugment(image, np.array([[OPERATIONS.index(name)]]), np.array([[sign]]), strength)
     expected = np.asarray(by_pillow(name, Image.fromarray(array), sign * strength, strength)).astype(float)
     difference = np.abs(made[0].permute(1, 2, 0).numpy() * 255 - expected)
     if name in ("shear_x", "shear_y", "translate_x", "translate_y", "rotate"):
@@ -201,11 +203,11 @@ def test_each_image_gets_its_own_operations_in_order() -> None:
     images = torch.rand(40, 3, 10, 10)
     operations = RANDOM.integers(0, len(OPERATIONS), size=(40, 3))
     signs = 2 * RANDOM.integers(0, 2, size=(40, 3)) - 1
-    together = randaugment(images, operations, signs, 0.5)
+    together = color.randaugment(images, operations, signs, 0.5)
     for row in range(40):
         alone = images[row : row + 1]
         for turn in range(3):
-            alone = randaugment(
+            alone = color.randaugment(
                 alone, operations[row : row + 1, turn : turn + 1], signs[row : row + 1, turn : turn + 1], 0.5
             )
         assert torch.allclose(together[row], alone[0], atol=1e-5)

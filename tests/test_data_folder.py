@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import torch
 from PIL import Image
 
-import opteq
 from opteq import data
 from opteq.common.errors import UserError
 from opteq.data import cache as cache_module
@@ -25,6 +23,7 @@ from opteq.data import loading
 from opteq.data.paths import cache_folder
 from opteq.data.readers import decode
 from opteq.data.readers import folder as folder_module
+from training_cases import decode_beside_another, start
 
 RANDOM = np.random.default_rng(1)
 
@@ -263,44 +262,13 @@ def test_leftovers_of_a_killed_process_are_cleared(load: Callable[..., data.Data
     assert [path for path in whole.parent.iterdir() if path.is_dir()] == [whole]
 
 
-TWO_PROCESSES = """
-import json, os, sys, time
-from pathlib import Path
-from opteq import data
-from opteq.data import cache
-
-root, folder = sys.argv[1:]
-decoded = 0
-look, write = cache.open_entry, cache.write_entry
-
-def look_and_wait_for_the_other(*arguments):
-    found = look(*arguments)
-    Path(folder, f"looked-{os.getpid()}").touch()
-    while len(list(Path(folder).glob("looked-*"))) < 2:
-        time.sleep(0.01)
-    return found
-
-def write_slowly(*arguments):
-    global decoded
-    decoded += 1
-    time.sleep(0.3)
-    write(*arguments)
-
-cache.open_entry, cache.write_entry = look_and_wait_for_the_other, write_slowly
-parent = os.fork()
-dataset = data.load("folder", root, cache=folder)
-Path(folder, f"result-{os.getpid()}").write_text(json.dumps([decoded, dataset.train.images.sum().item()]))
-if parent:
-    assert os.wait()[1] == 0
-"""
-
-
 def test_two_processes_at_once_decode_once(root: Path, tmp_path: Path) -> None:
     """Both have looked into the empty cache before either takes the lock."""
     (tmp_path / "cache").mkdir()
-    environment = os.environ | {"PYTHONPATH": str(Path(opteq.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TWO_PROCESSES, str(root), str(tmp_path / "cache")]
-    subprocess.run(command, check=True, env=environment, timeout=200)
+    processes = [start(decode_beside_another, str(root), str(tmp_path / "cache")) for _ in range(2)]
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0, 0]
     results = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("result-*")]
     assert sorted(count for count, _ in results) == [0, 1]
     assert results[0][1] == results[1][1] > 0

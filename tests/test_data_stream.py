@@ -6,8 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ from opteq.common.errors import UserError
 from opteq.data.readers.decode import Decoder
 from opteq.data.readers.files import Names
 from opteq.training import load_recipe, train
+from training_cases import in_process, read_stream, start
 
 SIDE, TRAIN, TEST = 8, 7, 2
 CLASSES = ("ant", "bee", "cow")
@@ -160,43 +159,22 @@ def test_processes_read_disjoint_parts_and_an_epoch_continues_in_the_middle(fold
     assert same(joined, whole)
 
 
-READER = """
-import json, sys
-import numpy as np
-from opteq import data
-root, workers, skip, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), open(sys.argv[4], "a")
-dataset = data.load("folder", root, stream=True, workers=workers)
-batches = data.Batches(dataset.train, (0,) * 3, (1,) * 3, 2, shuffle=True, seed=5)
-for images, _ in batches.epoch(4, skip=skip):
-    print(json.dumps([round(float(pixel) * 255) for pixel in images[:, 0, 0, 0]]), file=out, flush=True)
-    if skip == 0 and sys.argv[5] == "wait":
-        sys.stdin.readline()
-"""
-
-
 def test_a_killed_process_continues_with_the_samples_that_it_would_have_seen(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples"
     out.touch()
-
-    def reader(skip: int, wait: str) -> subprocess.Popen[bytes]:
-        arguments = [sys.executable, "-c", READER, str(folder), "2", str(skip), str(out), wait]
-        return subprocess.Popen(arguments, stdin=subprocess.PIPE)
 
     dataset = data.load("folder", folder, stream=True, workers=0)
     batches = data.Batches(dataset.train, (0,) * 3, (1,) * 3, 2, shuffle=True, seed=5).epoch(4)
     expected = [images[:, 0, 0, 0].mul(255).round().int().tolist() for images, _ in batches]
     assert sorted(number for batch in expected for number in batch) == list(range(3 * TRAIN))
-    with reader(0, "wait") as process:
-        assert process.stdin is not None
-        process.stdin.write(b"\n" * 3)
-        process.stdin.flush()
-        until = time.monotonic() + 120
-        while time.monotonic() < until and out.read_text().count("\n") < 4:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
+    reader = start(read_stream, str(folder), 0, str(out), 4)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and out.read_text().count("\n") < 4:
+        time.sleep(0.05)
+    reader.kill()
+    reader.join()
     assert len(out.read_text().splitlines()) == 4
-    with reader(4, "no") as rest:
-        assert rest.wait(120) == 0
+    assert in_process(read_stream, str(folder), 4, str(out), timeout=120) == 0
     assert [json.loads(line) for line in out.read_text().splitlines()] == expected
 
 

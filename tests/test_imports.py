@@ -168,6 +168,7 @@ augmentation = Augmentation(crop_padding=2, flip=True, erase=0.5, mixup=0.3, cut
 list(Batches(split, (0.5,) * 3, (0.5,) * 3, 2, augmentation=augmentation).epoch(0))
 print(sorted({"kornia", "PIL", "sklearn", "pydantic", "rich"} & set(sys.modules)))
 """,
+    "branches": "import sys, opteq.analysis.branches; print('matplotlib' in sys.modules)",
     "name 0": "from opteq import Equilibrium, models; print(Equilibrium.__name__, models.__name__)",
     "name 1": "from opteq import *; print(Equilibrium.__name__, models.__name__)",
     # Packages import each other while they are loaded; what is not a name has to be found by the import system.
@@ -217,6 +218,10 @@ def test_describing_models_does_not_load_the_compiler_of_torch(fresh: dict[str, 
 
 def test_batches_load_only_what_they_need(fresh: dict[str, str]) -> None:
     assert fresh["batches"] == "[]"
+
+
+def test_plotting_library_is_loaded_only_to_plot(fresh: dict[str, str]) -> None:
+    assert fresh["branches"] == "False"
 
 
 def test_names_are_there_when_they_are_asked_for(fresh: dict[str, str]) -> None:

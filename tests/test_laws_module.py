@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
+import distributed_worker
 import opteq
 from all_cases import CASES
 from cases import EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name
@@ -22,6 +21,7 @@ from opteq import operators as op
 from opteq.gradients import Gradient
 from opteq.states import blocks
 from oracles import difference, gradients, probe_loss
+from training_cases import start
 
 ids = [case.name for case in CASES]
 GRADIENTS = {**EXACT_GRADIENTS, **ROUGH_GRADIENTS}
@@ -165,9 +165,11 @@ def test_implicit_memory_does_not_grow_with_the_steps() -> None:
 
 
 def test_distributed_data_parallel_averages_gradients(tmp_path: Path) -> None:
-    """Two processes with half a batch each, in an interpreter of their own, against one with the whole batch."""
-    worker = Path(__file__).with_name("distributed_worker.py")
-    subprocess.run([sys.executable, str(worker), str(tmp_path)], check=True, timeout=250)
+    """Two processes with half a batch each against one with the whole batch."""
+    processes = [start(distributed_worker.main, rank, str(tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0, 0]
     found = torch.load(tmp_path / "gradients.pt", weights_only=True)
     (case,) = by_name("opteq-relu")
     layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -455,8 +453,3 @@ def test_plots() -> None:
     lines = analysis.plot_perturbations(effects, axes=heat)
     assert lines is heat
     assert len(lines.get_lines()) == 3
-
-
-def test_plotting_library_is_loaded_only_to_plot() -> None:
-    code = "import sys, opteq.analysis.branches; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
-from scipy.optimize import minimize_scalar
-from scipy.special import spence
 from torch import Tensor, nn
 
 import opteq
+from lazy import lazily
 from opteq import penalties
 from opteq.operators import Dense
 from opteq.penalties import (
@@ -41,6 +39,8 @@ from opteq.penalties import (
 from opteq.penalties.smooth import dilogarithm
 from opteq.regularizers import Ridge
 from opteq.solvers import SAM, Solver
+
+integrate, optimize, special = (lazily(f"scipy.{part}") for part in ("integrate", "optimize", "special"))
 
 ASINH = FromActivation(
     torch.asinh,
@@ -142,7 +142,7 @@ def test_gradient_of_value_is_inverse_activation_minus_identity(penalty: Element
 def test_conjugate_of_the_antiderivative(penalty: ElementwisePenalty) -> None:
     # sup over t of y t - sigma~(t) equals f(y) + y^2/2 - k
     for y in penalty.prox(torch.linspace(-3, 3, 7, dtype=torch.float64)).unique().tolist():
-        found = minimize_scalar(
+        found = optimize.minimize_scalar(
             lambda t, y=y: float(penalty.antiderivative(float64(t))) - y * t,
             bounds=(-50, 50),
             method="bounded",
@@ -196,7 +196,7 @@ def test_antiderivative_has_prox_as_gradient(penalty: ElementwisePenalty) -> Non
 def test_antiderivative_against_quadrature(penalty: ElementwisePenalty) -> None:
     for t in (-30.0, -3.0, -0.4, 0.0, 1e-4, 0.7, 5.0, 30.0):
         breaks = [k for k in kinks(penalty) if min(0, t) < k < max(0, t)]
-        expected, _ = quad(
+        expected, _ = integrate.quad(
             lambda s: float(penalty.prox(float64(s))),
             0,
             t,
@@ -431,7 +431,7 @@ def test_linearisation(penalty: ElementwisePenalty) -> None:
 def test_dilogarithm_against_scipy() -> None:
     ends = torch.logspace(-300, -1, 200, dtype=torch.float64)
     x = torch.cat([torch.linspace(-1, 1, 4001, dtype=torch.float64), ends, -ends, 1 - ends])
-    expected = torch.from_numpy(spence((1 - x).numpy()))
+    expected = torch.from_numpy(special.spence((1 - x).numpy()))
     # scipy's argument 1 - x has lost the digits of a tiny x, where Li2(x) = x to float64.
     expected = torch.where(x.abs() < 1e-17, x, expected)
     torch.testing.assert_close(dilogarithm(x), expected, rtol=1e-13, atol=1e-15)

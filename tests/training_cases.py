@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,42 @@ def train_as_rank(rank: int, world: int, port: int, root: str, out: str, more: l
         "ACCELERATE_USE_CPU": "true",
     }
     train_here(root, out, more)
+
+
+def read_stream(root: str, skip: int, out: str, wait_after: int = 0) -> None:
+    """Write down the samples of an epoch, a line a batch; after ``wait_after`` of them, wait to be killed."""
+    from opteq import data
+
+    dataset = data.load("folder", root, stream=True, workers=2)
+    batches = data.Batches(dataset.train, (0,) * 3, (1,) * 3, 2, shuffle=True, seed=5)
+    with open(out, "a") as file:
+        for number, (images, _) in enumerate(batches.epoch(4, skip=skip), start=1):
+            print(json.dumps([round(float(pixel) * 255) for pixel in images[:, 0, 0, 0]]), file=file, flush=True)
+            if number == wait_after:
+                time.sleep(300)
+
+
+def decode_beside_another(root: str, folder: str) -> None:
+    """Load images that nobody has decoded, once another process has seen that, too; say how often this one did."""
+    from opteq import data
+    from opteq.data import cache
+
+    decoded = 0
+    look, write = cache.open_entry, cache.write_entry
+
+    def look_and_wait_for_the_other(*arguments: Any) -> Any:
+        found = look(*arguments)
+        Path(folder, f"looked-{os.getpid()}").touch()
+        while len(list(Path(folder).glob("looked-*"))) < 2:
+            time.sleep(0.01)
+        return found
+
+    def write_slowly(*arguments: Any) -> None:
+        nonlocal decoded
+        decoded += 1
+        time.sleep(0.3)
+        write(*arguments)
+
+    cache.open_entry, cache.write_entry = look_and_wait_for_the_other, write_slowly
+    dataset = data.load("folder", root, cache=folder)
+    Path(folder, f"result-{os.getpid()}").write_text(json.dumps([decoded, dataset.train.images.sum().item()]))

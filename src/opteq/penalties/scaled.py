@@ -91,12 +91,12 @@ class ScaledPenalty:
         # The left side has slopes between min(t, 1) and max(t, 1), since those of sigma lie in [0, 1].
         reach = error.abs() / t.clamp(max=1)
         low, high = u - reach, u + reach
-        root, looks, eps = u, _host_may_look(u), torch.finfo(u.dtype).eps
+        root, early, eps = u, _may_branch_on_values(u), torch.finfo(u.dtype).eps
         for _ in range(_STEPS):
             error = t * root + (1 - t) * penalty.prox(root) - u
             # Rounding of the two sides: beyond it a step would go by noise, and a bisection lead away from the root.
             there = error.abs() <= 2 * eps * (u.abs() + (t * root).abs())
-            if looks and bool((there | error.isnan()).all()):
+            if early and bool((there | error.isnan()).all()):
                 break
             low, high = torch.where(error < 0, root, low), torch.where(error > 0, root, high)
             newton = root - error / (t + (1 - t) * penalty.derivative(root))
@@ -105,9 +105,13 @@ class ScaledPenalty:
         return root
 
 
-def _host_may_look(u: Tensor) -> bool:
+def _may_branch_on_values(u: Tensor) -> bool:
     """Whether a value may decide what is computed: neither a device is waited for, nor is a program written down."""
-    written = torch.jit.is_tracing() or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    written = (
+        torch._C._get_tracing_state() is not None
+        or torch.compiler.is_compiling()
+        or _get_current_dispatch_mode() is not None
+    )
     return u.device.type == "cpu" and not written and not torch._C._are_functorch_transforms_active()
 
 
