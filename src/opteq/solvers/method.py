@@ -18,8 +18,14 @@ Map = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 class Task:
     """A fixed-point problem as solvers see it: matrices with one row per sample.
 
-    ``known`` is the map at ``start``, which had to be evaluated to learn its dtype; ``damping`` a number, or a column
-    with one per row; ``eps`` the rounding of the map. ``admissible`` brings proposals to where the problem makes sense.
+    Attributes:
+        evaluate: the map.
+        admissible: brings proposals to where the problem makes sense.
+        start: the first point.
+        known: the map at ``start``, which had to be evaluated to learn its dtype.
+        layout: how rows are states.
+        damping: what the problem recommends: a number, or a column with one per row.
+        eps: rounding of the map.
     """
 
     evaluate: Map

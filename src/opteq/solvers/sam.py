@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,24 @@ from opteq.solvers.loop import Process, Rule, relative
 from opteq.solvers.method import Method, Task
 from opteq.solvers.status import Status
 from opteq.states import map_state, row_norms
+
+
+class Prior(Protocol):
+    """What SAM needs of a regulariser R."""
+
+    @property
+    def couples_batch(self) -> bool:
+        """Whether R ties the samples of a batch together."""
+        ...
+
+    @property
+    def gradient_lipschitz(self) -> float | None:
+        """Lipschitz constant of the gradient of R, None where unknown."""
+        ...
+
+    def gradient(self, z: Tensor) -> Tensor:
+        """Gradient of R, shaped like ``z``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +66,7 @@ class SAM(Solver):
     tensor([[0., 0.]])
     """
 
-    regularizer: Any  # solvers know no networks, and so no class of regularizers
+    regularizer: Prior
     gamma: float | None = None
     eta: float | None = None
     rho: float = 0.33
@@ -95,7 +113,7 @@ class SAM(Solver):
     @property
     def couples_batch(self) -> bool:
         """Whether the regulariser ties samples together."""
-        return bool(self.regularizer.couples_batch)
+        return self.regularizer.couples_batch
 
     def rule(self, device: torch.device, eps: float) -> Rule:
         """Every step is taken."""

@@ -46,6 +46,11 @@ class _ArnoldiCycle:
         self.point = torch.zeros_like(rhs)
         self.norm = row_norms(self.point)  # of A, from below
         self.codes: Tensor | None = None
+        self.base: Tensor
+        self.basis: Tensor
+        self.hessenberg: Tensor
+        self.length: Tensor
+        self.size: int
         self._begin(rhs)
 
     def first(self) -> tuple[Tensor, Tensor]:
