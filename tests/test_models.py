@@ -522,16 +522,16 @@ def test_a_separable_injection_keeps_the_scale_and_knows_its_norm() -> None:
 def test_resnets_have_the_usual_layout() -> None:
     with sketched():
         assert count(opteq.models.create("resnet18-cifar")) == 11_173_962
-        assert count(opteq.models.create("resnet50-cifar")) == 23_520_842
-        model = opteq.models.create("resnet18-cifar", num_classes=100)
+        assert count(opteq.create("resnet50-cifar")) == 23_520_842
+        model = opteq.create("resnet18-cifar", num_classes=100)
         assert model.equilibrium(model.stem(torch.empty(1, 3, 32, 32))).shape == (1, 512, 4, 4)
 
 
 def test_weights_without_a_bound_can_begin_with_a_norm() -> None:
     torch.manual_seed(0)
     small = {"channels": 4, "hidden": [5, 6], "scales": [1, 2], "bound": None}
-    model = models.create("mopteq-0.48m", initial_norm=2.0, **small)
+    model = opteq.models.create("mopteq-0.48m", initial_norm=2.0, **small)
     for branch in model.equilibrium.problem.each():
         assert 1.8 < float(branch.W.norm()) <= 2.001
     with pytest.raises(ValueError, match=r"initial_norm should be at most bound=0.9; got 2"):
-        models.create("mopteq-0.48m", initial_norm=2.0, **{**small, "bound": 0.9})
+        opteq.models.create("mopteq-0.48m", initial_norm=2.0, **{**small, "bound": 0.9})
