@@ -546,8 +546,8 @@ def test_a_separable_injection_keeps_the_scale_and_knows_its_norm() -> None:
 def test_resnets_have_the_usual_layout() -> None:
     with sketched():
         assert count(opteq.models.create("resnet18-cifar")) == 11_173_962
-        assert count(opteq.models.create("resnet50-cifar")) == 23_520_842
-        model = opteq.models.create("resnet18-cifar", num_classes=100)
+        assert count(opteq.create("resnet50-cifar")) == 23_520_842
+        model = opteq.create("resnet18-cifar", num_classes=100)
         assert model.equilibrium(model.stem(torch.empty(1, 3, 32, 32))).shape == (1, 512, 4, 4)
 
 

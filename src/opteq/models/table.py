@@ -89,7 +89,10 @@ def _mondeq(summary: str, reproduces: str, **options: Any) -> Entry:
 
 # Smoothing of the size of the products that D is made of: much more of it and D would hardly act.
 _FOUR_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 8), "stem_depth": 1, "diversity": 0.001, "smoothing": 0.01}
-_SIX_SCALES: dict[str, Any] = {"scales": (1, 2, 4, 4, 8, 8), "bound": 1.2, "injection_norm": "batch"}
+# One empty patch would make the paper's M, the least squared length of a patch, zero: the median of them is robust.
+_SIX_SCALES: dict[str, Any] = {
+    "scales": (1, 2, 4, 4, 8, 8), "bound": 1.2, "injection_norm": "batch", "fusion": "average", "gamma": "median",
+}  # fmt: skip
 
 MODELS: dict[str, Entry] = {
     "opteq-digits": _opteq(

@@ -34,7 +34,8 @@ class AverageBranches(nn.Module):
     def forward(self, features: tuple[Tensor, ...]) -> Tensor:
         """The mean, ``(B, C, height, width)``."""
         shapes = [tuple(z.shape) for z in features]
-        if not features or any(z.ndim != 4 for z in features) or len({shape[:2] for shape in shapes}) > 1:
+        # Compared one by one: an exported batch size is a symbol, which no set can hold.
+        if not features or any(z.ndim != 4 for z in features) or any(s[:2] != shapes[0][:2] for s in shapes[1:]):
             raise ValueError(
                 f"AverageBranches needs a tuple of images with the same batch and number of channels; got {shapes}"
             )

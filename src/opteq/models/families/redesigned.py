@@ -44,6 +44,7 @@ PYRAMIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden": (32, 48, 48, 48, 48, 48),
             "scales": (2, 4, 4, 8, 8, 8),
             "gamma": 0.02,
+            "fusion": "none",
             "gradient": "phantom",
             "gradient_steps": 2,
             "gradient_damping": 1.0,
