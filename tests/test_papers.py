@@ -14,7 +14,7 @@ from opteq import data, models
 from opteq.cli import app
 from opteq.models.registry import sketched
 from opteq.report.figures import FIGURES
-from opteq.training import load_recipe
+from opteq.training import load_recipe, recipes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "papers.md"
@@ -60,9 +60,10 @@ def check_measurement(action: str, name: str, options: list[str]) -> None:
     given = program.commands[action].make_context(action, [name, *options]).params  # type: ignore[attr-defined]
     assert (action, given["only"] or []) == (action, [one for one in given["only"] or [] if one in FIGURES])
     assert action == "figures" or given["corruptions"] or given["curves"]
-    for run in [given["run"], *(given.get("beside") or []), *filter(None, [given.get("reference")])]:
+    for run in [*given.get("runs", [given.get("run")]), *filter(None, [given.get("reference")])]:
         assert run.parent == Path("runs"), run
-        load_recipe(run.name)
+        # The run of a recipe as it is, or with a setting, which its name ends with.
+        assert run.name in recipes() or any(run.name.startswith(f"{recipe}-") for recipe in recipes()), run
 
 
 def test_tests_exist() -> None:
