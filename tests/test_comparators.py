@@ -210,7 +210,7 @@ def test_mdeq_learns_by_each_of_its_gradients(gradient: str) -> None:
     x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(12):
+    for _ in range(8):
         losses.append(nn.functional.cross_entropy(model(x), labels))
         optimizer.zero_grad()
         losses[-1].backward()

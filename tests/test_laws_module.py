@@ -29,11 +29,12 @@ GRADIENTS = {**EXACT_GRADIENTS, **ROUGH_GRADIENTS}
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_copies_are_equal_and_independent(case: Case) -> None:
-    layer = opteq.Equilibrium(case.problem(), SOLVERS["anderson"], opteq.Phantom())
+    solver = opteq.Anderson(max_steps=20)  # copies are equal at any tolerance
+    layer = opteq.Equilibrium(case.problem(), solver, opteq.Phantom(), on_failure="ignore")
     x = case.input()
     layer(x)  # so that reports of an earlier call are there to be left behind
     expected = [part.detach() for part in blocks(layer(x))]
-    clone = opteq.Equilibrium(case.problem(), SOLVERS["anderson"], opteq.Phantom())
+    clone = opteq.Equilibrium(case.problem(), solver, opteq.Phantom(), on_failure="ignore")
     for weight in clone.parameters():
         weight.data.zero_()
     clone.load_state_dict(layer.state_dict())

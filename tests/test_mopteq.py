@@ -323,8 +323,10 @@ def test_the_minimiser_of_the_chattering_example_is_an_equilibrium_with_set_valu
         assert float(hidden.inclusion_residual(best)) > 1e-3
 
 
-@pytest.mark.parametrize("tau", [1e-1, 1e-2])
-@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+# The minimiser that is approached does not depend on the solver.
+@pytest.mark.parametrize(
+    ("solver", "tau"), [*((solver, 1e-1) for solver in SOLVERS.values()), (SOLVERS["anderson"], 1e-2)], ids=str
+)
 def test_smoothing_brings_the_chattering_example_to_its_minimiser(solver: Solver, tau: float) -> None:
     problem, x = chattering(smoothing=tau)
     with torch.no_grad():
@@ -447,8 +449,7 @@ def test_perturbation_refuses_a_map_without_adjoint() -> None:
     torch.testing.assert_close(hidden.injections[1], x - 0.1 * hidden.perturbation[1][0])
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("diversity", [None, 0.05])
+@pytest.mark.parametrize(("seed", "diversity"), [(0, None), (1, 0.05)])
 def test_proposition_2(seed: int, diversity: float | None) -> None:
     """For a minimiser and norms of at most 1: a reconstructed perturbation moves the objective or the features."""
     torch.manual_seed(seed)

@@ -121,11 +121,12 @@ def test_curvature_bound_holds_for_any_signs(sizes: tuple[int, ...], heritage: b
             s.diagonal(dim1=-2, dim2=-1).zero_()
 
         def fuse(flat: Tensor, signs: tuple[Tensor, ...] = signs) -> Tensor:
-            pieces = flat.split(counts)
-            features = tuple(p.reshape(1, channels, size, size) for p, size in zip(pieces, sizes, strict=True))
-            return torch.cat([h.flatten() for h in coupling.fuse(features, signs)])
+            pieces = flat.split(counts, dim=1)
+            features = tuple(p.reshape(-1, channels, size, size) for p, size in zip(pieces, sizes, strict=True))
+            fused = coupling.fuse(features, tuple(s.expand(len(flat), -1, -1) for s in signs))
+            return torch.cat([h.flatten(1) for h in fused], dim=1)
 
-        matrix = torch.stack([fuse(e) for e in torch.eye(sum(counts), dtype=torch.float64)])
+        matrix = fuse(torch.eye(sum(counts), dtype=torch.float64))
         worst = max(worst, float(torch.linalg.matrix_norm(matrix, ord=2)))
     limit = coupling.curvature_bound(channels, sizes)
     assert worst <= limit + 1e-12

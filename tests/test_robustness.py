@@ -29,6 +29,7 @@ __all__ = ["finished", "no_page", "root"]  # fixtures
 def short_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "SHARES", (0.5, 1.0))
     monkeypatch.setattr(curves, "STEPS", (1, 2))
+    monkeypatch.setattr(curves, "RADII", (0.0, 1e-3, 0.01, 1.0))
 
 
 def accuracy(model: Classifier, pixels: torch.Tensor, labels: torch.Tensor, extra: dict[str, Any]) -> float:
