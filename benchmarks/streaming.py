@@ -1,7 +1,7 @@
 """Streaming of images beside torch's DataLoader with Pillow: images per second, and memory over the time of a run.
 
     python benchmarks/streaming.py DIR [--images 10000] [--side 256] [--batch 128] [--workers 2] [--rounds 3]
-        [--turn 20]
+        [--turn 20] [--turns 0, for all]
 
 makes a set of JPEGs in DIR where there is none: class folders, and the same images in tar shards. A thousand of them
 differ, the others are copies (a file for each: they are read and decoded as if they differed). Every way of reading
@@ -117,7 +117,15 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("place", type=Path)
-    for name, usual in (("images", 10_000), ("side", 256), ("batch", 128), ("workers", 2), ("rounds", 3), ("turn", 20)):
+    for name, usual in (
+        ("images", 10_000),
+        ("side", 256),
+        ("batch", 128),
+        ("workers", 2),
+        ("rounds", 3),
+        ("turn", 20),
+        ("turns", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=usual)
     asked = parser.parse_args()
     make(asked.place, asked.images, asked.side)
@@ -144,7 +152,7 @@ def main() -> None:
     rates: dict[str, list[float]] = {name: [] for name in ways}
     with Memory() as memory:
         for number in range(asked.rounds):
-            for name, found in turns(ways, number, asked.turn, asked.images).items():
+            for name, found in turns(ways, number, asked.turn, asked.turns or asked.images).items():
                 rates[name] += found
     print(f"{asked.images} JPEGs of {asked.side} x {asked.side}, batches of {asked.batch}, {asked.workers} workers, ")
     print(f"{asked.rounds} rounds in turns of {asked.turn} batches\n")
@@ -159,15 +167,15 @@ def main() -> None:
 
 
 def turns(
-    ways: dict[str, Callable[[int], Iterator[Tensor]]], number: int, length: int, images: int
+    ways: dict[str, Callable[[int], Iterator[Tensor]]], number: int, length: int, most: int
 ) -> dict[str, list[float]]:
-    """Images per second of every whole turn of ``length`` batches, through all images."""
+    """Images per second of every whole turn of ``length`` batches, through all images or ``most`` turns."""
     open_ways = {name: epoch(number) for name, epoch in ways.items()}
     for batches in open_ways.values():
         next(batches)  # workers have started
     rates: dict[str, list[float]] = {name: [] for name in ways}
     seen = dict.fromkeys(ways, 0)
-    for _ in range(images):
+    for _ in range(most):
         for name, batches in open_ways.items():
             began = time.perf_counter()
             counts = [len(batch) for batch in islice(batches, length)]
