@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -18,6 +20,7 @@ from hunt.parts import DrawnProblem, Frame
 from opteq import operators as op
 from opteq import potentials
 from opteq.models.restoration import FilterPrior, Restoration
+from opteq.models.restoration.guide import Guide
 from opteq.models.restoration.noise_levels import NoiseLevels
 
 
@@ -273,7 +276,10 @@ def wells(draw: Draw) -> DrawnProblem:
 
 
 def restoration(draw: Draw) -> DrawnProblem:
-    """Denoising with a prior of filter responses; its weights are taken as the library settles them."""
+    """Denoising with a prior of filter responses; its weights are taken as the library settles them.
+
+    A guide, where there is one, is a plain network of the input: the equations take its answer in float64.
+    """
     size = (draw.whole(2, 5), draw.whole(2, 5))
     kind, channels = draw.one_of(list(SLOPES)), draw.whole(1, 3)
     frame = Frame(True, 1, channels, 1, size, "identity")
@@ -282,7 +288,10 @@ def restoration(draw: Draw) -> DrawnProblem:
     for weight in (*chain.parameters(), levels.log_scale, levels.log_weight):
         weight.data.copy_(draw.normal(*weight.shape) * (0.3 if weight.ndim == 2 else 1))
     margin, strength, sigma = draw.power(-2, -0.3), draw.number(0.2, 1.0), draw.power(-2, -0.5)
-    prior = FilterPrior(chain, getattr(potentials, kind)(), levels, margin)
+    guide = Guide(channels, width=2, depth=1) if draw.chance(0.3) else None
+    for weight in [] if guide is None else guide.parameters():
+        weight.data.copy_(0.3 * draw.normal(*weight.shape))
+    prior = FilterPrior(chain, getattr(potentials, kind)(), levels, margin, guide)
     problem = Restoration(prior, strength=strength, sigma=sigma).double()
 
     def more() -> Weights:
@@ -291,17 +300,38 @@ def restoration(draw: Draw) -> DrawnProblem:
             found = {"kernel": bound.filters.composed(), "scale": bound.scale, "weight": bound.weight}
         return {name: tensor.double().cpu() for name, tensor in found.items()}
 
+    def guided(x: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """By how much terms weigh, and the responses that they expect, in units of the scale."""
+        if guide is None:
+            return 1.0, 0.0
+        found: tuple[Tensor, Tensor] = settled_guide()(x, x.new_full((len(x),), sigma))
+        return found
+
+    @functools.cache
+    def settled_guide() -> nn.Module:  # at its first use, which is after weights got their dtype
+        return copy.deepcopy(guide).double().cpu().requires_grad_(False)
+
+    def responses(w: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return oracle.forward(w["kernel"], y) / w["scale"] - guided(x)[1]
+
     def slope(w: Weights, x: Tensor, y: Tensor) -> Tensor:
-        force = w["weight"] * w["scale"] * SLOPES[kind](oracle.forward(w["kernel"], y) / w["scale"])
+        force = w["weight"] * w["scale"] * guided(x)[0] * SLOPES[kind](responses(w, x, y))
         return y - x + strength * oracle.backward(w["kernel"], force)
+
+    def size_of(w: Weights, x: Tensor) -> Tensor:
+        seen = x.reshape(len(x), -1).norm(dim=1)
+        expected = guided(x)[1]
+        if not isinstance(expected, Tensor):
+            return seen
+        # A guide's answer is a sum over some tens of products, of which large ones may cancel.
+        return 30 * (seen + (w["scale"] * expected).reshape(len(x), -1).norm(dim=1))
 
     def distance(w: Weights) -> float:
         return (2 + strength * float(w["weight"].max()) * oracle.norm(w["kernel"], size) ** 2) / margin
 
-    equations = objective_equations(frame, slope, lambda w, x: x.reshape(len(x), -1).norm(dim=1), (1, *size), distance)
+    equations = objective_equations(frame, slope, size_of, (1, *size), distance)
     if kind == "Huber":
-        equations = dataclasses.replace(
-            equations, inside=lambda w, x, y: (oracle.forward(w["kernel"], y[0]) / w["scale"],), kinks=(-1.0, 1.0)
-        )
-    name = f"own restoration {kind} margin={margin:.3g} strength={strength:.3g} sigma={sigma:.3g}"
+        equations = dataclasses.replace(equations, inside=lambda w, x, y: (responses(w, x, y[0]),), kinks=(-1.0, 1.0))
+    led = "" if guide is None else " guided"
+    name = f"own restoration {kind}{led} margin={margin:.3g} strength={strength:.3g} sigma={sigma:.3g}"
     return dataclasses.replace(drawn_objective(name, problem, equations, (1, *size)), more=more)

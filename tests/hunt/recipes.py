@@ -8,16 +8,18 @@ from pathlib import Path
 import opteq.models
 from hunt.damage import HOSTILE, damaged, mutated, refused_in_a_line
 from hunt.drawing import Draw, require
+from opteq.models.denoiser import Denoiser
 from opteq.models.sketch import sketched
 
 
 def hunt(draw: Draw) -> str:
     """One recipe with something wrong in it, or with hostile overrides: refused in a line, or whole."""
-    from opteq.training import load_recipe, recipes  # says in one line what is missing
-    from opteq.training.recipe.files import flattened, to_toml
+    from opteq.training import recipes  # says in one line what is missing
+    from opteq.training.recipe.denoising import DenoisingRecipe
+    from opteq.training.recipe.files import flattened, load_any_recipe, to_toml
 
-    name = draw.one_of(recipes())
-    whole = load_recipe(name)
+    name = draw.one_of(recipes(denoising=draw.chance(0.2)))
+    whole = load_any_recipe(name)
     overrides: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         source: str | Path = name
@@ -29,15 +31,19 @@ def hunt(draw: Draw) -> str:
             what = str(overrides)
         about = f"{name}: {what[:600]}"
         with refused_in_a_line(about):
-            recipe = load_recipe(source, overrides)
+            recipe = load_any_recipe(source, overrides)
             kept = Path(folder) / "kept.toml"
             kept.write_text(to_toml(recipe), encoding="utf-8")
             require(
-                to_toml(load_recipe(kept)) == to_toml(recipe), f"a recipe changed when it was written and read: {about}"
+                to_toml(load_any_recipe(kept)) == to_toml(recipe),
+                f"a recipe changed when it was written and read: {about}",
             )
-            recipe.augmentation()
             with sketched():  # models may be larger than memory
-                opteq.models.create(recipe.model.name, **recipe.model.options)
+                if isinstance(recipe, DenoisingRecipe):
+                    Denoiser(recipe.model.config())
+                else:
+                    recipe.augmentation()
+                    opteq.models.create(recipe.model.name, **recipe.model.options)
     return "override" if overrides else "file"
 
 

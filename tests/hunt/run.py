@@ -71,6 +71,7 @@ class Case:
         # Imports are not limited: one that is broken off leaves a broken module. torch.func imports this one.
         importlib.import_module("torch._dynamo")
         hunt = importlib.import_module(f"hunt.{self.kind}").hunt
+        torch.backends.cudnn.allow_tf32 = False  # on a GPU too, float32 is what its name says
         with opteq.engine.off() if self.path == "plain" else nullcontext(), _limited(_SECONDS):
             return str(hunt(draw))
 
@@ -151,8 +152,6 @@ class Tally:
 def work(seed: int, worker: int, device: str, minutes: float, kinds: list[str], paths: list[str], folder: Path) -> int:
     """Hunt for some minutes; the number of failures. Counts are in ``folder``, and the case under way."""
     torch.set_num_threads(1)
-    if device.startswith("cuda"):
-        torch.backends.cudnn.allow_tf32 = False  # float32 is what its name says
     path = Tally.path(folder, seed, worker, device)
     tally = Tally.read(path, seed, worker, device)
     begun = noted = time.monotonic()

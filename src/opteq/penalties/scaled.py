@@ -107,11 +107,8 @@ class ScaledPenalty:
 
 def _may_branch_on_values(u: Tensor) -> bool:
     """Whether a value may decide what is computed: neither a device is waited for, nor is a program written down."""
-    written = (
-        torch._C._get_tracing_state() is not None
-        or torch.compiler.is_compiling()
-        or _get_current_dispatch_mode() is not None
-    )
+    traced = torch._C._get_tracing_state() is not None  # by torch.jit.trace
+    written = traced or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
     return u.device.type == "cpu" and not written and not torch._C._are_functorch_transforms_active()
 
 
