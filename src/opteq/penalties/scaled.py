@@ -17,10 +17,6 @@ class ScaledPenalty:
     With ``y = sigma(a)`` the prox of ``t f`` at u solves ``t a + (1 - t) sigma(a) = u``, whose left side increases in
     a. Penalties whose activation is made of simple pieces have a closed form; for others the root is bracketed and
     found by Newton's method with bisection, in a fixed number of steps.
-
-    Args:
-        penalty: f.
-        length: t, ``(B,)``.
     """
 
     def __init__(self, penalty: Penalty, length: Tensor) -> None:
