@@ -314,7 +314,7 @@ def test_a_layer_without_input_hears_the_others_only() -> None:
     silent = nn.Linear(4, 6).double()
     for parameter in silent.parameters():
         parameter.data.zero_()
-    twin = opteq.DeepOptEq([(first, silent), (second, problem.branch(1).U)], alpha=0.7)
+    twin = opteq.DeepOptEq([(first, silent), (second, problem.branches[1].U)], alpha=0.7)
     assert_near(solved(problem, inputs())[1], solved(twin, inputs())[1], 1e-12)
 
 

@@ -95,7 +95,7 @@ def test_equilibrium_with_skip_connections_is_the_predicted_one(
     assert len(active) == 2 * depth
     with torch.no_grad():
         values = 2 * hidden_values(network, x)
-        parts = [q ** (count - 1 - i) * h @ problem.branch(i).W.weight for i, h in zip(active, values, strict=True)]
+        parts = [q ** (count - 1 - i) * h @ problem.branches[i].W.weight for i, h in zip(active, values, strict=True)]
         z = alpha / (1 - q**count) * torch.stack(parts).sum(dim=0)
         torch.testing.assert_close(problem(x).step(z), z, rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(problem(x).features(z), network(x), rtol=0, atol=1e-12)

@@ -23,7 +23,7 @@ from opteq.models.blocks.fusion import AverageBranches
 from opteq.operators import module_norm
 from opteq.problems.branches.parallel import Parallel
 from opteq.problems.geq import GEQ
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import Structure
 from opteq.solvers import Status
 from oracles import dense_jacobian, difference, gradients, probe_loss, unrolled_features
 

@@ -12,6 +12,7 @@ import opteq
 from all_cases import CASES
 from cases import EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name, combined
 from opteq.gradients import Gradient
+from opteq.gradients.adjoint import AdjointSystem
 from opteq.solvers import Solver
 from opteq.states import blocks
 from oracles import (
@@ -60,7 +61,9 @@ def test_equal_to_a_dense_solve(case: Case) -> None:
     identity = torch.eye(len(cotangent), dtype=torch.float64)
     expected = torch.linalg.solve((identity - jacobian).T, cotangent)
     with torch.no_grad():
-        found, report = opteq.Implicit().solve_adjoint(hidden, state, unflatten(cotangent, state))
+        found, report = AdjointSystem(hidden, state, opteq.Implicit()._linear(hidden, state)).solve(
+            unflatten(cotangent, state)
+        )
     assert report.converged.all()
     torch.testing.assert_close(flatten(found), expected, rtol=1e-8, atol=1e-9)
 

@@ -17,7 +17,7 @@ from opteq.analysis.branches import reconstructed_perturbation
 from opteq.couplings import Coupling, diversity, heritage, products
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.branches.popteq import POptEq
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import Structure
 from opteq.solvers import Solver, Status
 
 DOUBLE = torch.float64

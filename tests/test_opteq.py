@@ -14,7 +14,7 @@ from lazy import lazily
 from opteq import operators as op
 from opteq import penalties, regularizers
 from opteq.penalties import Penalty
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import Structure
 from opteq.problems.opteq import Block, BoundOptEq
 from opteq.states import blocks
 from oracles import SHARP, cp, dense_jacobian, relu_programme

@@ -17,8 +17,7 @@ from opteq.couplings import diversity, heritage, products
 from opteq.problems.branches.mopteq import MOptEq
 from opteq.problems.branches.parallel import Parallel
 from opteq.problems.branches.popteq import POptEq
-from opteq.problems.hidden import BoundMap, Hidden
-from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
+from opteq.problems.hidden import BoundMap, Hidden, Linearisation, Structure, SymmetricLinearisation
 from opteq.solvers import Status
 from opteq.states import State, blocks
 

@@ -19,7 +19,7 @@ from opteq.models.blocks.pyramid import Pyramid
 from opteq.models.blocks.residual import InvertedBlock
 from opteq.operators import AveragePool, Conv2d
 from opteq.problems.base import Problem
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import Structure
 from opteq.states import blocks
 
 SCALES = (1, 2, 4)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from opteq.problems.monotone import MonDEQ
-from opteq.problems.monotone_tiers import TieredMonDEQ
 from torch import Tensor
 
 from hunt.drawing import Draw
 from hunt.oracle import Equations, State, Weights, flat, unflat
 from hunt.parts import DrawnProblem, Frame, drawn_injection, injected, injected_size
+from opteq.models.comparators.monotone import MonDEQ
+from opteq.models.comparators.monotone_tiers import TieredMonDEQ
 
 
 def circular(kernel: Tensor, gain: Tensor, z: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from opteq.diagnostics.minimum import curvature_at_solution
 from opteq.equilibrium import Equilibrium
-from opteq.problems.hidden import BoundMap, Hidden
-from opteq.problems.linearisation import SymmetricLinearisation
+from opteq.problems.hidden import BoundMap, Hidden, SymmetricLinearisation
 from opteq.solvers.linear.lanczos import extreme_eigenvalues, missing_share
 from opteq.states import Layout, State, blocks, like, map_state
 

@@ -36,9 +36,7 @@ def heritage(features: Features) -> Tensor:
 def diversity(features: Features, smoothing: float = 0.0) -> Tensor:
     """``D(z_i, z_{i+1}) = sum over a != b of |M[a, b]|`` around the ring, ``(L, B)`` for L branches.
 
-    Args:
-        features: one tensor per branch.
-        smoothing: tau in ``sqrt(M^2 + tau^2)``, which replaces ``|M|``.
+    With ``smoothing`` tau, ``sqrt(M^2 + tau^2)`` replaces ``|M|``.
 
     >>> diversity((torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -4.0]])))
     tensor([[10.],

@@ -10,7 +10,8 @@ from torch import Tensor
 from opteq.penalties import Penalty
 from opteq.problems.branches.parallel import HiddenParallel
 from opteq.problems.hidden import Hidden
-from opteq.solvers.linear.lanczos import Product, extreme_eigenvalues
+from opteq.solvers.linear.base import Product
+from opteq.solvers.linear.lanczos import extreme_eigenvalues
 from opteq.states import Layout, State, any_row, blocks, like, row_norms
 
 _REFINEMENTS = 15

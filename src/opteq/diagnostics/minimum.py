@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from opteq.diagnostics.kinks import descends_beside_kink
-from opteq.problems.hidden import BoundMap, Hidden
-from opteq.problems.linearisation import SymmetricLinearisation
+from opteq.problems.hidden import BoundMap, Hidden, SymmetricLinearisation
 from opteq.solvers.linear.lanczos import Extremes, extreme_eigenvalues
 from opteq.solvers.status import Status
 from opteq.states import Layout, State, map_state

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opteq.problems.hidden import BoundMap
-from opteq.problems.linearisation import Linearisation, Product, SymmetricLinearisation
+from opteq.problems.hidden import BoundMap, Linearisation, Product, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers.linear import CG, MINRES, LinearSolver
 from opteq.states import Autocast, Layout, State, map_state, nan_samples

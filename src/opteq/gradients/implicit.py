@@ -12,9 +12,7 @@ from opteq.common.validate import positive, whole
 from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.attach import attach, refuse_hidden_batches
 from opteq.gradients.base import Gradient, Record, find_no_grad, wants_gradient
-from opteq.problems.hidden import BoundMap
-from opteq.problems.linearisation import Structure
-from opteq.solution import Report
+from opteq.problems.hidden import BoundMap, Structure
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.linear import CG, GMRES, MINRES, LinearSolver
 from opteq.states import Layout, State, blocks, like
@@ -75,10 +73,6 @@ class Implicit(Gradient):
             return blocks(solved)
 
         return attach(state, carrier, adjoint), outcome
-
-    def solve_adjoint(self, hidden: BoundMap, state: State, gradient: State) -> tuple[State, Report]:
-        """The v with ``v = g + J'v`` at ``state``, and how its solve went."""
-        return AdjointSystem(hidden, state, self._linear(hidden, state)).solve(gradient)
 
     def _linear(self, hidden: BoundMap, state: State) -> LinearSolver:
         if self.linear is not None:

@@ -12,7 +12,7 @@ from opteq.gradients.attach import attach
 from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
-from opteq.solvers.method import InverseEstimate
+from opteq.solvers.loop import InverseEstimate
 from opteq.states import Autocast, Layout, State, blocks, like, row_norms
 
 

@@ -133,7 +133,6 @@ class Gaussian(Kernel):
         return math.sqrt(slope) * gain, f"|U| |P| sqrt(L) r, {reason}"
 
     def extra_repr(self) -> str:
-        """Sharpness; patches and projection are printed as the parts that they are."""
         return f"gamma={'learned' if self.log_gamma is not None else repr(self.gamma)}"
 
 
@@ -265,9 +264,7 @@ def response(norm: float) -> float:
     That is how far an equilibrium can move for a unit change of its (projected) input, ``N = P W D^(1/2)`` being the
     operator as the active units see it and A the curvature of the patches. With w the change and ``v = N w``, pairing
     the linear system with w and splitting A by sign gives ``|w| <= sqrt(a + DIP^2 b) / (1 + a - DIP b)`` for some
-    ``a + b <= norm^2``; the largest such number is attained by ``A = diag(1, -DIP)`` and N of rank one.
-
-    It is infinite from ``norm^2 = 1 / DIP`` on, and always below the simpler ``norm / (1 - DIP norm^2)``.
+    ``a + b <= norm^2``, attained by ``A = diag(1, -DIP)`` and N of rank one; infinite from ``norm^2 = 1 / DIP`` on.
 
     >>> round(response(0.9), 4), round(response(0.3), 4)
     (0.6314, 0.2752)
@@ -309,6 +306,3 @@ def _check_gamma(gamma: float | str, learn: bool) -> float | None:
     if not 0 < gamma < math.inf:
         raise ValueError(f"Gaussian.gamma should be positive and finite; got {gamma!r}")
     return float(gamma)
-
-
-__all__ = ["DIP", "Gaussian", "GaussianSimilarity", "automatic_gamma", "response"]

@@ -167,7 +167,6 @@ class Polynomial(InnerProduct):
         return self.degree * (self.degree - 1) * t ** (self.degree - 2)
 
     def extra_repr(self) -> str:
-        """The degree."""
         return f"degree={self.degree}"
 
 

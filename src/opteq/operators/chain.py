@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
+from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm
+from opteq.operators.conv import check_image
 from opteq.operators.spectral.norms import kernel_norm
 
 
@@ -25,7 +26,7 @@ class ChainMap(LinearMap):
         self.padding = tuple(sum(w.shape[dim] // 2 for w in weights) for dim in (2, 3))
 
     def __call__(self, v: Tensor) -> Tensor:
-        _check("the chain of convolutions", v, self.weights[0].shape[1])
+        check_image("the chain of convolutions", v, self.weights[0].shape[1])
         first, *rest = self.weights
         out = F.conv2d(v, first, padding=self.padding)
         for weight in rest:
@@ -34,7 +35,7 @@ class ChainMap(LinearMap):
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The transposed convolutions in the opposite order; what falls outside the image is cut off."""
-        _check("the adjoint of the chain", u, self.weights[-1].shape[0])
+        check_image("the adjoint of the chain", u, self.weights[-1].shape[0])
         first, *rest = self.weights
         out = u
         for weight in reversed(rest):
@@ -120,7 +121,6 @@ class ConvChain(Operator):
         return largest_response(response_powers(kernel), kernel.new_ones(1, kernel.shape[0]), kernel)[0].sqrt()
 
     def extra_repr(self) -> str:
-        """Channels, size and bound."""
         return f"channels={self.channels}, kernel_size={self.kernel_size}, bound={self.bound}"
 
 
@@ -150,8 +150,3 @@ def largest_response(powers: Tensor, weights: Tensor, kernel: Tensor, grid: int 
     largest: Tensor = (weights.to(powers.dtype) @ powers).amax(dim=1)
     bound: Tensor = largest * ((1 + 1e-5) / missed)
     return bound
-
-
-def _check(who: str, v: Tensor, channels: int) -> None:
-    if v.ndim != 4 or v.shape[1] != channels:
-        raise wrong_shape(who, f"(B, {channels}, h, w)", v)

@@ -12,8 +12,6 @@ from opteq.operators.base import LinearMap, Operator, checked_bound, checked_siz
 from opteq.operators.spectral.bound import bounded
 from opteq.operators.spectral.norms import certified_norm, kernel_norm
 
-_NAMES_OF_TORCH = {"in_channels": "c", "out_channels": "m"}
-
 
 class ConvMap(LinearMap):
     """Convolution with a settled weight ``(m, c, k1, k2)``, stride 1 and zero padding that keeps the image's size."""
@@ -23,12 +21,12 @@ class ConvMap(LinearMap):
         self.padding = (weight.shape[2] // 2, weight.shape[3] // 2)
 
     def __call__(self, v: Tensor) -> Tensor:
-        _check_image("the convolution", v, self.weight.shape[1])
+        check_image("the convolution", v, self.weight.shape[1])
         return F.conv2d(v, self.weight, padding=self.padding)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """Transposed convolution with the same weight: for stride 1 and odd kernels the exact adjoint."""
-        _check_image("the adjoint of the convolution", u, self.weight.shape[0])
+        check_image("the adjoint of the convolution", u, self.weight.shape[0])
         return F.conv_transpose2d(u, self.weight, padding=self.padding)
 
 
@@ -42,12 +40,12 @@ class SeparableConvMap(LinearMap):
 
     def __call__(self, v: Tensor) -> Tensor:
         channels = self.depthwise.shape[0]
-        _check_image("the separable convolution", v, channels)
+        check_image("the separable convolution", v, channels)
         return F.conv2d(F.conv2d(v, self.depthwise, padding=self.padding, groups=channels), self.pointwise)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The two adjoints, in the opposite order."""
-        _check_image("the adjoint of the separable convolution", u, self.pointwise.shape[0])
+        check_image("the adjoint of the separable convolution", u, self.pointwise.shape[0])
         mixed = F.conv_transpose2d(u, self.pointwise)
         return F.conv_transpose2d(mixed, self.depthwise, padding=self.padding, groups=self.depthwise.shape[0])
 
@@ -55,7 +53,7 @@ class SeparableConvMap(LinearMap):
 class _Convolution(Operator):
     """What both kinds share: their sizes, and the norm that they start with."""
 
-    other_names = _NAMES_OF_TORCH
+    other_names = {"in_channels": "c", "out_channels": "m"}  # noqa: RUF012  # read by the metaclass
 
     def __init__(self, c: int, m: int, kernel_size: int | tuple[int, int], bound: float | None = None) -> None:
         super().__init__()
@@ -171,6 +169,7 @@ def _odd_pair(kernel_size: object) -> tuple[int, int]:
     return height, width
 
 
-def _check_image(who: str, v: Tensor, channels: int) -> None:
+def check_image(who: str, v: Tensor, channels: int) -> None:
+    """Raise unless ``v`` is a batch of images with so many channels."""
     if v.ndim != 4 or v.shape[1] != channels:
         raise wrong_shape(who, f"(batch, {channels}, height, width)", v)

@@ -89,7 +89,6 @@ class Blur(Operator):
             return kernel_norm(self.kernel[None, None], fine=True)
 
     def extra_repr(self) -> str:
-        """Size and boundary."""
         return f"kernel of {tuple(self.kernel.shape)}, boundary={self.boundary!r}"
 
 
@@ -209,5 +208,4 @@ class Downsample(Operator):
         return size % 2 == 1 if size % 2 != self.factor % 2 or size % 2 == 1 else size >= self.factor
 
     def extra_repr(self) -> str:
-        """The factor."""
         return f"factor={self.factor}, kernel of {tuple(self.kernel.shape)}"

@@ -38,17 +38,9 @@ __all__ = [
 ]  # fmt: skip
 
 _BY_NAME: dict[str, Callable[[], Penalty]] = {
-    "identity": Identity,
-    "relu": ReLU,
-    "leaky_relu": LeakyReLU,
-    "tanh": Tanh,
-    "sigmoid": Sigmoid,
-    "softplus": Softplus,
-    "elu": ELU,
-    "soft_threshold": SoftThreshold,
-    "hardtanh": HardTanh,
-    "softsign": Softsign,
-}
+    "identity": Identity, "relu": ReLU, "leaky_relu": LeakyReLU, "tanh": Tanh, "sigmoid": Sigmoid,
+    "softplus": Softplus, "elu": ELU, "soft_threshold": SoftThreshold, "hardtanh": HardTanh, "softsign": Softsign,
+}  # fmt: skip
 
 _NOT_MONOTONE = frozenset({"gelu", "quick_gelu", "silu", "swish", "hardswish", "mish", "sine", "sin", "cosine", "cos"})
 

@@ -111,7 +111,6 @@ class LinearActivation(nn.Module, Penalty):
         return Linearised(factor, factor_adjoint, derivative=lambda v: factor(factor_adjoint(v)))
 
     def extra_repr(self) -> str:
-        """The size, for ``print(module)``."""
         return f"n={self.n}"
 
     def _check(self, t: Tensor) -> None:

@@ -127,10 +127,7 @@ class SoftThreshold(ElementwisePenalty):
     bounded = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float):
-            raise TypeError(f"SoftThreshold.threshold should be a number; got {self.threshold!r}")
-        if not 0 <= self.threshold < math.inf:
-            raise ValueError(f"SoftThreshold.threshold should be finite and at least 0; got {self.threshold!r}")
+        _validate.not_negative(self, "threshold")
 
     @property
     def kinks(self) -> tuple[float, ...]:  # type: ignore[override]

@@ -111,7 +111,6 @@ class Potential(nn.Module, metaclass=NamedOptions):
         return per_channel(self.scale, t)
 
     def extra_repr(self) -> str:
-        """Scale and channels."""
         scale = f"scale={float(self.scale.mean()):.3g}"
         return scale if self.channels is None else f"{scale}, channels={self.channels}"
 

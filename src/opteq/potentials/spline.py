@@ -164,6 +164,5 @@ class Spline(Potential):
         return (self.mu + self.rho) / 2
 
     def extra_repr(self) -> str:
-        """Knots, range and scale."""
         own = f"knots={self.knots}, reach={self.reach:g}, rho={self.rho:g}, mu={self.mu:g}, odd={self.odd}"
         return f"{own}, {super().extra_repr()}"

@@ -11,9 +11,8 @@ from opteq.problems.certificate import Certificate
 from opteq.problems.deep.deep_opteq import DeepOptEq
 from opteq.problems.fixed_point import FixedPoint
 from opteq.problems.geq import GEQ
-from opteq.problems.hidden import BoundMap, Hidden
+from opteq.problems.hidden import BoundMap, Hidden, Structure
 from opteq.problems.inhibition import Inhibition
-from opteq.problems.linearisation import Structure
 from opteq.problems.objective import Objective
 from opteq.problems.opteq import OptEq
 from opteq.problems.variants import AffineOptEq, Splitting

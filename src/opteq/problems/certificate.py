@@ -63,10 +63,9 @@ def for_finite_weights(certify: Callable[[M], Certificate]) -> Callable[[M], Cer
             found = certify(problem)
         except OverflowError:
             return unknown(overflow)
-        if found.contraction is not None and not math.isfinite(found.contraction):
-            found = replace(found, contraction=None, reasons={**found.reasons, "contraction": overflow})
-        if found.lipschitz is not None and not math.isfinite(found.lipschitz):
-            found = replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": overflow})
+        for name in ("contraction", "lipschitz"):
+            if not math.isfinite(getattr(found, name) or 0.0):
+                found = replace(found, **{name: None}, reasons={**found.reasons, name: overflow})
         return found
 
     return certificate

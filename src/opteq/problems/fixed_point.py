@@ -9,8 +9,7 @@ import torch
 
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
-from opteq.problems.hidden import BoundMap
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import BoundMap, Structure
 from opteq.problems.written import BoundModule
 from opteq.states import State, blocks
 

@@ -14,8 +14,7 @@ from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
-from opteq.problems.hidden import Hidden
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import Hidden, Structure
 from opteq.states import State, inner, single
 
 

@@ -5,14 +5,82 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
-from opteq.problems.linearisation import Linearisation, Structure, SymmetricLinearisation
 from opteq.states import State, blocks, inner, map_state
+
+Product = Callable[[State], State]
+
+
+class Structure(Enum):
+    """What is known of ``I - J`` before a single product: it decides which linear solver is the right one."""
+
+    POSITIVE = "symmetric and positive definite after scaling: conjugate gradients"
+    SYMMETRIC = "symmetric after scaling: MINRES"
+    GENERAL = "no symmetry: GMRES"
+
+
+@dataclass(frozen=True)
+class Linearisation:
+    """The Jacobian J of a step, as products."""
+
+    product: Product
+    adjoint: Product
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The adjoint system where ``M = B C`` passes through fewer numbers, the features of OptEq for instance.
+
+    With ``u = C F w`` the system ``(I - F' M F) w = F' g`` becomes ``(I - C D B) u = C D g`` with ``v = g + B u``. It
+    is symmetric where C is a multiple of ``B'``, and has the same eigenvalues but for ones.
+
+    Attributes:
+        product: ``u -> C D B u``.
+        restrict: ``g -> C D g``.
+        expand: ``u -> B u``.
+    """
+
+    product: Product
+    restrict: Product
+    expand: Product
+
+
+@dataclass(frozen=True)
+class SymmetricLinearisation:
+    """``J = F F' M`` with M symmetric, where ``F F'`` is the derivative of the activation.
+
+    The adjoint system ``(I - M F F') v = g`` becomes the symmetric ``(I - F' M F) w = F' g`` with ``v = g + M F w``; it
+    needs no inverse of F, so units that a ReLU switched off are no trouble.
+
+    Attributes:
+        curvature: ``v -> M v``, minus the Hessian of the smooth part.
+        factor: ``w -> F w``.
+        factor_adjoint: ``v -> F' v``.
+        reduction: a smaller system with the same answer, where there is one.
+    """
+
+    curvature: Product
+    factor: Product
+    factor_adjoint: Product
+    reduction: Reduction | None = None
+
+    def product(self, v: State) -> State:
+        """``J v``."""
+        return self.factor(self.factor_adjoint(self.curvature(v)))
+
+    def adjoint(self, v: State) -> State:
+        """``J' v``."""
+        return self.curvature(self.factor(self.factor_adjoint(v)))
+
+    def scaled(self, w: State) -> State:
+        """``F' M F w``, the symmetric form of J."""
+        return self.factor_adjoint(self.curvature(self.factor(w)))
 
 
 @dataclass(frozen=True)
@@ -36,7 +104,7 @@ class BoundMap(ABC):
     """A map with its input bound, whose fixed point is sought. Weights and input terms were computed once, already."""
 
     structure: Structure = Structure.GENERAL
-    """What is known of the Jacobian; see :class:`~opteq.problems.linearisation.Structure`."""
+    """What is known of the Jacobian; see :class:`~opteq.problems.hidden.Structure`."""
 
     coupled: bool = False
     """Whether samples depend on each other, so that a batch is one system."""
@@ -120,7 +188,7 @@ class BoundMap(ABC):
 class Hidden(BoundMap):
     """``G(y) = sum f(y) + 1/2 |y|^2 + g(y)`` with its input bound, and the step ``T(y) = sigma(-grad g(y))``.
 
-    Subclasses give ``smooth``; everything else follows by autograd. Those that know closed forms override
+    Subclasses give ``smooth`` or its terms; everything else follows by autograd. Those that know closed forms override
     :meth:`preactivation` and :meth:`curvature_at`, and tests hold these against the ones here.
     """
 
@@ -135,9 +203,9 @@ class Hidden(BoundMap):
         """True unless the curvature is known to be positive, or the objective has no Hessian."""
         return self.structure is not Structure.POSITIVE and not self.jumps
 
-    @abstractmethod
     def smooth(self, y: State) -> Tensor:
-        """g, one value per sample."""
+        """g, one value per sample: the sum of :meth:`smooth_terms`."""
+        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
 
     def preactivation(self, y: State) -> State:
         """``-grad g(y)``: what the activation is applied to."""
@@ -154,8 +222,10 @@ class Hidden(BoundMap):
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The objective term by term, each one value per sample."""
-        penalties = torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
-        return {"penalty": penalties, "quadratic": inner(y, y) / 2, **self.smooth_terms(y)}
+        return {"penalty": self._penalty_of(y), "quadratic": inner(y, y) / 2, **self.smooth_terms(y)}
+
+    def _penalty_of(self, y: State) -> Tensor:
+        return torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The terms whose sum is g."""

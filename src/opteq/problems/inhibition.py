@@ -172,9 +172,6 @@ class BoundInhibition(BoundObjective):
             raise ValueError("a solver that works on features can't solve a problem with inhibition beside other terms")
         return super().feature_form()
 
-    def value(self, y: State) -> Tensor:
-        return torch.stack(list(self._smooth_parts(y).values())).sum(dim=0)
-
     def gradient(self, y: State) -> State:
         """``m y + A A'y - c``."""
         return map_state(lambda part, drive: self.m * part - drive, y, self._drive(y))

@@ -15,8 +15,7 @@ from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
-from opteq.problems.hidden import Hidden
-from opteq.problems.linearisation import Structure, SymmetricLinearisation
+from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
 from opteq.problems.written import BoundModule, checked_terms
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
@@ -188,7 +187,7 @@ class BoundObjective(Hidden):
     def linearise(self, y: State) -> SymmetricLinearisation:
         """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""
         if not self.penalised:
-            return SymmetricLinearisation(self.curvature_at(y), _same, _same)
+            return SymmetricLinearisation(self.curvature_at(y), lambda w: w, lambda v: v)
         return super().linearise(y)
 
     def _measured(self, y: State) -> tuple[State, Tensor]:
@@ -200,9 +199,6 @@ class BoundObjective(Hidden):
         with self.bound.entered():
             found = self.bound.module.terms(y, self.bound.x)
         return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
-
-    def _penalty_of(self, y: State) -> Tensor:
-        return torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
 
     def _prox(self, u: State) -> State:
         return map_state(self.penalty.prox, u) if self.penalised else u
@@ -240,7 +236,3 @@ class BoundObjective(Hidden):
         if isinstance(curvature, bool) or not isinstance(curvature, int | float) or not 0 < curvature < math.inf:
             raise ValueError(f"{name} should be a positive finite number, a tensor or None; got {curvature!r}")
         return torch.full((batch,), float(curvature), dtype=dtype, device=first.device)
-
-
-def _same(v: State) -> State:
-    return v

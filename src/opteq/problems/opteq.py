@@ -15,8 +15,7 @@ from opteq.operators import LinearMap, Operator
 from opteq.penalties import Linearised, Penalty
 from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import FeatureForm, Hidden
-from opteq.problems.linearisation import Reduction, Structure, SymmetricLinearisation
+from opteq.problems.hidden import FeatureForm, Hidden, Reduction, Structure, SymmetricLinearisation
 from opteq.problems.opteq_certificate import certify, check_prior
 from opteq.regularizers import Regularizer
 from opteq.solvers import Anderson
@@ -174,19 +173,14 @@ class BoundOptEq(Hidden):
             self.coupled = self.regularizer.couples_batch
 
     def start(self) -> Tensor:
-        """Zeros."""
         return torch.zeros_like(self.block.c)
 
     def features(self, y: State) -> Tensor:
         """``z = W'y / mu``."""
         return self.block.back(single(y))
 
-    def smooth(self, y: State) -> Tensor:
-        """``-|W'y|^2 / (2 mu) - <c, y> + mu gamma R(z)``."""
-        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
-
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
-        """Coupling, input and, where there is one, the regulariser."""
+        """``-|W'y|^2 / (2 mu)``, ``-<c, y>`` and, where there is a regulariser, ``mu gamma R(z)``."""
         z = self.features(y)
         terms = {"coupling": -self.mu * half_square(z), "input": -inner(self.block.c, y)}
         if self.regularizer is not None:

@@ -17,12 +17,10 @@ _IMPURE = {"dropout", "rand", "randn", "bernoulli", "normal", "multinomial", "ma
 class InputOnly(TorchFunctionMode):
     """While this mode is entered, operations on known tensors alone are computed once.
 
-    Known are the given tensors and the results of such operations. An operation is recognised by its function and its
-    arguments, tensors by identity, so that values come out as if nothing were kept. Operations that write to a tensor,
-    draw random numbers or see a state are left alone, but for what the engine has a faster substitute for.
-
-    Args:
-        tensors: the input, parameters and buffers.
+    Known are the given tensors (input, parameters, buffers) and the results of such operations. An operation is
+    recognised by its function and its arguments, tensors by identity: values come out as if nothing were kept.
+    Operations that write to a tensor, draw random numbers or see a state are left alone, but for what the engine has a
+    faster substitute for.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

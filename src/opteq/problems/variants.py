@@ -86,7 +86,6 @@ class BoundAffineOptEq(BoundMap):
         self.inverse = torch.linalg.inv(matrix.to(working_dtype(matrix.dtype))).to(matrix.dtype)
 
     def start(self) -> Tensor:
-        """Zeros."""
         return torch.zeros_like(self.block.back(self.block.c))
 
     def outer(self, u: State) -> Tensor:
@@ -169,7 +168,6 @@ class BoundSplitting(BoundMap):
         self.coupled = regularizer.couples_batch
 
     def start(self) -> Tensor:
-        """Zeros."""
         return torch.zeros_like(self.block.back(self.block.c))
 
     def features(self, y: State) -> Tensor:

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from opteq.operators import LinearMap, Operator, use_prepared
 from opteq.penalties import Penalty
-from opteq.problems.hidden import Hidden
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import Hidden, Structure
 from opteq.problems.reuse import InputOnly
 from opteq.states import State, blocks
 
@@ -66,10 +64,6 @@ class WrittenHidden(Hidden):
 
     def start(self) -> State:
         return self._start
-
-    def smooth(self, y: State) -> Tensor:
-        terms = list(self.smooth_terms(y).values())
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(dim=0)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The user's terms by name, or one called "smooth"."""

@@ -97,11 +97,6 @@ def working_copy(z: Tensor, *, least_dims: int = 1) -> Tensor:
     return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
 
 
-def per_sample_sum(z: Tensor) -> Tensor:
-    """The sum over everything but the batch, shape ``(B,)``."""
-    return z.flatten(1).sum(1) if z.dim() > 1 else z
-
-
 def per_sample_factor(factor: Tensor, z: Tensor) -> Tensor:
     """``factor``, shape ``(B,)``, in a shape that broadcasts against ``z``."""
     return factor.reshape(factor.shape + (1,) * (z.dim() - 1))

@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from opteq.common.validate import check_not_negative, positive
-from opteq.regularizers.base import Regularizer, batch_shares, per_sample_sum, working_copy
+from opteq.regularizers.base import Regularizer, batch_shares, working_copy
+from opteq.states import sum_over_sample
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Envelope(Regularizer):
     def value(self, z: Tensor) -> Tensor:
         features = working_copy(z)
         nearest = self.regularizer.prox(features, self.weight)
-        entries = self.weight * self.regularizer.value(nearest) + per_sample_sum((nearest - features).square()) / 2
+        entries = self.weight * self.regularizer.value(nearest) + sum_over_sample((nearest - features).square()) / 2
         return batch_shares(entries.sum(), z) if self.couples_batch else entries
 
     def gradient(self, z: Tensor) -> Tensor:

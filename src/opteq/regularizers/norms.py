@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import check_not_negative, positive
-from opteq.regularizers.base import Regularizer, check_direction, per_sample_factor, per_sample_sum, working_copy
+from opteq.regularizers.base import Regularizer, check_direction, per_sample_factor, working_copy
+from opteq.states import sum_over_sample
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Ridge(Regularizer):
     couples_batch: ClassVar[bool] = False
 
     def value(self, z: Tensor) -> Tensor:
-        return per_sample_sum(working_copy(z).square()) / 2
+        return sum_over_sample(working_copy(z).square()) / 2
 
     def gradient(self, z: Tensor) -> Tensor:
         return working_copy(z).to(z.dtype, copy=True)
@@ -68,7 +69,7 @@ class L1(Regularizer):
     couples_batch: ClassVar[bool] = False
 
     def value(self, z: Tensor) -> Tensor:
-        return per_sample_sum(working_copy(z).abs())
+        return sum_over_sample(working_copy(z).abs())
 
     def gradient(self, z: Tensor) -> Tensor:
         """``sign(z)``: the subgradient of least norm."""
@@ -138,4 +139,4 @@ class Incay(Regularizer):
         return 1 / self.eps**2
 
     def _denominator(self, features: Tensor) -> Tensor:
-        return per_sample_sum(features.square()) + 2 * self.eps
+        return sum_over_sample(features.square()) + 2 * self.eps

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq.common.validate import whole
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.method import InverseEstimate, Method, Task
+from opteq.solvers.loop import InverseEstimate, Method, Task
 from opteq.states import row_norms, zeros_a_row
 
 

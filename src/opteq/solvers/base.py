@@ -11,8 +11,18 @@ from torch import Tensor
 
 from opteq.common.options import NamedOptions
 from opteq.common.validate import not_negative, positive, share, whole
-from opteq.solvers.loop import Finish, GuardedIteration, Iteration, Loop, Process, Rule, iterate
-from opteq.solvers.method import InverseEstimate, Method, Task
+from opteq.solvers.loop import (
+    Finish,
+    GuardedIteration,
+    InverseEstimate,
+    Iteration,
+    Loop,
+    Method,
+    Process,
+    Rule,
+    Task,
+    iterate,
+)
 from opteq.solvers.status import Status
 from opteq.states import Autocast, Layout, State, blocks
 
@@ -26,10 +36,7 @@ class Outcome:
 
     Attributes:
         state: the best state found, shaped like the start.
-        residual: its relative residual, one value per sample.
-        steps: updates taken, per sample.
-        codes: a :class:`~opteq.solvers.status.Status` per sample, as integers.
-        history: residual after each step, ``(steps + 1, B)``, or a function that waits for it.
+        residual, steps, codes, history: as in :class:`Report`.
         tol: the tolerance that was applied: the one asked for, or the rounding of the map's dtype where that is larger.
         inverse: the solver's estimate of the inverse Jacobian, where it keeps one.
         features: the features of the state, where they are known already.
@@ -241,11 +248,7 @@ class Solver(metaclass=NamedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DampedSolver(Solver):
-    """A solver whose steps may be shorter than those of the map.
-
-    Args:
-        damping: share of a step that is taken; None takes what the problem recommends, else 1.
-    """
+    """A solver that takes a share ``damping`` of a step; None takes what the problem recommends, else 1."""
 
     damping: float | None = None
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from opteq.common.override import overridable
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.loop import Process, relative
-from opteq.solvers.method import Method, Task
+from opteq.solvers.loop import Method, Process, Task, relative
 from opteq.solvers.status import Status
 from opteq.states import choose_rows, row_norms
 
@@ -103,7 +102,6 @@ class AcceleratedIteration:
         self.codes: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor]:
-        """The start and its residual."""
         at = self.at
         if self.error:  # one point alone tells nothing about distances, unless it is a fixed point
             return at.point, torch.where(at.gap == 0, at.residual, at.residual.clamp_min(1.0))

@@ -1,20 +1,87 @@
 """The loop: one stopping rule, one best-so-far rule, finished samples frozen. Every solver runs in it.
 
 A solver brings what happens between two measurements of the residual, a :class:`Process`. That of most fixed-point
-solvers is a :class:`GuardedIteration`: propose, evaluate, and refuse what makes things worse.
+solvers is a :class:`GuardedIteration`: a :class:`Method` proposes, and what makes things worse is refused.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from opteq.solvers.method import Method, Task
 from opteq.solvers.status import Status
-from opteq.states import any_row, choose_rows, row_norms
+from opteq.states import Layout, any_row, choose_rows, row_norms
+
+Map = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""A map on matrices with one row per sample: its image, and a merit per row where the problem has one."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A fixed-point problem as solvers see it: matrices with one row per sample.
+
+    Attributes:
+        evaluate: the map.
+        admissible: brings proposals to where the problem makes sense.
+        start: the first point.
+        known: the map at ``start``, which had to be evaluated to learn its dtype.
+        layout: how rows are states.
+        damping: what the problem recommends: a number, or a column with one per row.
+        eps: rounding of the map.
+    """
+
+    evaluate: Map
+    admissible: Callable[[Tensor], Tensor]
+    start: Tensor
+    known: tuple[Tensor, Tensor | None]
+    layout: Layout
+    damping: float | Tensor
+    eps: float
+
+
+class InverseEstimate(ABC):
+    """An estimate of ``(I - J)^-1`` gathered on the way to the fixed point."""
+
+    @abstractmethod
+    def adjoint(self, rows: Tensor) -> Tensor:
+        """The transposed estimate applied to a matrix with one row per sample."""
+
+
+class Method(ABC):
+    """The part of a solver that differs: how the next point is proposed from what was seen."""
+
+    growth: float = 2.0
+    """How far ``|T(y) - y|`` may rise above its least value where the problem has no merit to accept proposals by."""
+
+    shortens: bool = False
+    """Whether :meth:`shorten` does anything."""
+
+    @abstractmethod
+    def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:
+        """The next point, from a point, ``image = T(point)`` and their difference ``change = image - point``.
+
+        Rows outside ``active`` are finished.
+        """
+
+    def plain(self) -> Tensor | None:
+        """Rows whose last proposal was a plain step (None: all)."""
+        return None
+
+    def restart(self, rows: Tensor) -> None:  # noqa: B027 - a method without memory has nothing to forget
+        """Forget what was seen in these rows."""
+
+    def shorten(self, rows: Tensor) -> None:  # noqa: B027 - see shortens
+        """Take steps of half the length in these rows from now on."""
+
+    def inverse(self) -> InverseEstimate | None:
+        """The estimate of ``(I - J)^-1``, where the method has one."""
+        return None
+
 
 FAR = 10.0
 """How many times the least ``|T(y) - y|`` of a row that of its answer may be, unless it has converged."""
@@ -25,15 +92,12 @@ class Process(Protocol):
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The starting point ``(R, N)`` and its relative residual ``(R,)``."""
-        ...
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """The next point and its residual; rows outside ``active`` are finished and may hold anything."""
-        ...
 
     def breakdowns(self) -> Tensor | None:
         """A status code per row: above zero where the method cannot go on. None where that never happens."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,19 +140,15 @@ class Iteration(Protocol):
 
     def begin(self) -> None:
         """Measure the start."""
-        ...
 
     def advance(self) -> None:
         """One step for all rows that are not finished."""
-        ...
 
     def unfinished(self) -> Tensor:
         """Rows that are neither converged nor broken down, ``(R,)``: true there, or 1."""
-        ...
 
     def finish(self) -> Finish:
         """Where every row stands now."""
-        ...
 
 
 class Loop:
@@ -187,7 +247,6 @@ class GuardedIteration:
         self.codes: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor]:
-        """The start and its residual."""
         self.change, self.gap, residual = self._measured(self.point, self.image)
         self.least = self.gap
         return self.point, residual

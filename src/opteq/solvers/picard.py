@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.method import Method, Task
+from opteq.solvers.loop import Method, Task
 
 
 @dataclass(frozen=True, kw_only=True)

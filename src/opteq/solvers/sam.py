@@ -11,8 +11,7 @@ from torch import Tensor
 
 from opteq.common.validate import positive, share, whole
 from opteq.solvers.base import Solver
-from opteq.solvers.loop import Process, Rule, relative
-from opteq.solvers.method import Method, Task
+from opteq.solvers.loop import Method, Process, Rule, Task, relative
 from opteq.solvers.status import Status
 from opteq.states import map_state, row_norms
 

@@ -18,7 +18,7 @@ from opteq.engine.log import note
 from opteq.engine.triton.solvers import open_linear
 from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
 from opteq.gradients.attach import refuse_hidden_batches, refuse_second_derivative
-from opteq.problems.linearisation import Product
+from opteq.problems.hidden import Product
 from opteq.solution import Report
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import Finish, Iteration, iterate

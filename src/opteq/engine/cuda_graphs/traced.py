@@ -10,8 +10,7 @@ from opteq.engine.cuda_graphs.operations import FastOperations
 from opteq.engine.flatten import Flattened
 from opteq.engine.trace import Traced
 from opteq.gradients.adjoint import adjoint_product
-from opteq.problems.hidden import BoundMap
-from opteq.problems.linearisation import Product
+from opteq.problems.hidden import BoundMap, Product
 from opteq.problems.written import BoundModule
 from opteq.states import State, blocks, like
 

@@ -15,7 +15,7 @@ from opteq.solvers.anderson import ridge
 from opteq.solvers.base import Evaluation, Solve
 from opteq.solvers.linear import CG, LinearSolver
 from opteq.solvers.linear.base import LinearSolve, usable_scale
-from opteq.solvers.method import Method
+from opteq.solvers.loop import Method
 from opteq.states import Autocast, Layout, State, blocks
 
 _MOST_COLUMNS = 8

@@ -20,7 +20,7 @@ from opteq.penalties.scaled import ScaledPenalty
 from opteq.potentials import Curve, Potential
 from opteq.potentials.base import scaled_derivative, scaled_second
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import Structure
 from opteq.problems.objective import BoundObjective, Objective
 from opteq.solvers.fista import FISTA
 from opteq.states import State, single, sum_over_sample

@@ -32,7 +32,6 @@ class Branch(nn.Module, metaclass=NamedOptions):
         self.scale = check_whole("scale", scale)
 
     def extra_repr(self) -> str:
-        """The scale."""
         return f"scale={self.scale}"
 
 

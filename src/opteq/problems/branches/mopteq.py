@@ -19,8 +19,7 @@ from opteq.problems.branches.chattering import Tensors, inclusion_residual, retu
 from opteq.problems.branches.mopteq_certificate import certify
 from opteq.problems.branches.perturbation import PerturbationChain
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import FeatureForm, Hidden
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import FeatureForm, Hidden, Structure
 from opteq.solvers import Anderson, Status
 from opteq.states import State, any_row, blocks, inner
 
@@ -181,16 +180,11 @@ class BoundMOptEq(Hidden):
         return {name: value for name, value in vars(self).items() if name not in ("problem", "perturbation", "damping")}
 
     def start(self) -> Tensors:
-        """Zeros."""
         return tuple(torch.zeros_like(c) for c in self.injections)
 
     def features(self, y: State) -> Features:
         """``z_i = W_i' y_i``."""
         return tuple(W.adjoint(part) for W, part in zip(self.maps, blocks(y), strict=True))
-
-    def smooth(self, y: State) -> Tensor:
-        """``-sum <c_i, y_i> + 1/2 sum (lambda D - H)``."""
-        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """Input, heritage (or self, without it) and, where lambda is not 0, diversity."""
@@ -303,6 +297,5 @@ class BoundMOptEq(Hidden):
         """The step and the objective, which damped steps decrease, from the same channel products."""
         fused, energy = self.coupling.fuse_and_energy(self.features(y))
         image = self._activated(fused)
-        penalty = torch.stack([self.penalty.total(part) for part in blocks(y)]).sum(dim=0)
-        merit = penalty + inner(y, y) / 2 - inner(self.injections, y) + energy
+        merit = self._penalty_of(y) + inner(y, y) / 2 - inner(self.injections, y) + energy
         return image, merit

@@ -16,8 +16,15 @@ from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import views
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import BoundMap, FeatureForm, Hidden
-from opteq.problems.linearisation import Linearisation, Product, Structure, SymmetricLinearisation
+from opteq.problems.hidden import (
+    BoundMap,
+    FeatureForm,
+    Hidden,
+    Linearisation,
+    Product,
+    Structure,
+    SymmetricLinearisation,
+)
 from opteq.states import State, blocks, like
 
 _WEAKEST_FIRST = (Structure.GENERAL, Structure.SYMMETRIC, Structure.POSITIVE)
@@ -38,8 +45,7 @@ class BoundParallel(BoundMap):
         self.coupled = any(part.coupled for part in parts)
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
-        if all(part.measured is not None for part in parts):
-            self.has_merit = True
+        self.has_merit = all(part.measured is not None for part in parts)
 
     @cached_property
     def damping(self) -> float | Tensor:  # type: ignore[override]
@@ -151,10 +157,6 @@ class HiddenParallel(BoundParallel, Hidden):
         local = super().linearise(y)
         assert isinstance(local, SymmetricLinearisation)
         return local
-
-    def smooth(self, y: State) -> Tensor:
-        """The sum of the parts' g."""
-        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The terms of g, with the part's number before the name."""

@@ -11,8 +11,7 @@ from torch import Tensor
 from opteq.common.derivatives import pullback
 from opteq.problems.base import inject
 from opteq.problems.branches.branch import Branch
-
-Tensors = tuple[Tensor, ...]
+from opteq.problems.branches.chattering import Tensors
 
 
 class PerturbationChain:

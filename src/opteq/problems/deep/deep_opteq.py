@@ -18,8 +18,7 @@ from opteq.problems.base import Problem, inject, unhooked, unknown_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.deep.feedforward import by_gram, by_slots, read_network
-from opteq.problems.hidden import BoundMap, FeatureForm
-from opteq.problems.linearisation import Linearisation
+from opteq.problems.hidden import BoundMap, FeatureForm, Linearisation
 from opteq.problems.opteq import Block, OptEq, half_square
 from opteq.problems.opteq_certificate import check_prior, prior_factors
 from opteq.regularizers import Regularizer
@@ -96,16 +95,10 @@ class DeepOptEq(Problem):
             self.alpha_logit = nn.Parameter(torch.logit(beside.new_tensor(given)))
         self._given = given
 
-    def branch(self, index: int) -> Branch:
-        """Layer ``index``."""
-        layer = self.layers[index]
-        assert isinstance(layer, Branch)
-        return layer
-
     @property
     def branches(self) -> list[Branch]:
         """All layers."""
-        return [self.branch(index) for index in range(len(self.layers))]
+        return [layer for layer in self.layers if isinstance(layer, Branch)]
 
     @property
     def alphas(self) -> Sequence[float | Tensor]:

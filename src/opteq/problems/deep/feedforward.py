@@ -17,18 +17,10 @@ from opteq.penalties import Penalty
 Layers = list[tuple[Operator, nn.Module | None]]
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.Tanh: "tanh",
-    nn.Sigmoid: "sigmoid",
-    nn.Softplus: "softplus",
-    nn.Softsign: "softsign",
-    nn.Hardtanh: "hardtanh",
-    nn.Identity: "identity",
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
-    nn.Mish: "mish",
+    nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.Softplus: "softplus", nn.Softsign: "softsign",
+    nn.Hardtanh: "hardtanh", nn.Identity: "identity", nn.GELU: "gelu", nn.SiLU: "silu", nn.Mish: "mish",
     nn.Hardswish: "hardswish",
-}
+}  # fmt: skip
 _STANDARD: tuple[tuple[type[nn.Module], str, float], ...] = (
     (nn.Softplus, "beta", 1),
     (nn.Softplus, "threshold", 20),

@@ -38,13 +38,7 @@ class LinearSolver(metaclass=NamedOptions):
             whole(self, "check_every")
 
     def solve(self, product: Product, rhs: Tensor, eps: float = 0.0) -> Finish:
-        """Solve from zero.
-
-        Args:
-            product: applies A to ``(R, N)``, every row by itself.
-            rhs: right sides ``(R, N)`` in float32 or float64.
-            eps: rounding of ``product``, below which no residual is asked for.
-        """
+        """Solve from zero for right sides ``(R, N)``; ``product`` applies A to every row, with rounding ``eps``."""
         return self.open(product, rhs, eps).run()
 
     def open(self, product: Product, rhs: Tensor, eps: float = 0.0) -> LinearSolve:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from opteq.solvers.linear.base import Product
 from opteq.states import row_norms
-
-Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
