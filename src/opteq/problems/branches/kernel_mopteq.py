@@ -13,8 +13,7 @@ from opteq.kernels.inner_product import InnerProduct
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate
-from opteq.problems.hidden import FeatureForm
-from opteq.problems.linearisation import Structure
+from opteq.problems.hidden import FeatureForm, Structure
 from opteq.states import State, blocks, inner
 
 
