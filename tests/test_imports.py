@@ -300,3 +300,14 @@ def test_a_forward_pass_goes_through_few_files() -> None:
         finally:
             sys.setprofile(None)
     assert 5 < len(passed) <= 12, sorted(passed)
+
+
+def test_the_plain_core_stays_small() -> None:
+    """From operators to gradients, with the layer, its report and its states; the goal is 12,000 lines."""
+    rooms = {
+        "operators", "penalties", "potentials", "kernels", "couplings", "regularizers", "problems", "solvers",
+        "gradients", "equilibrium", "solution", "states",
+    }  # fmt: skip
+    core = [path for path in MODULES if room(name_of(path)) in rooms]
+    assert len(core) > 50
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core) <= 12_250

@@ -113,9 +113,7 @@ class Coupling:
     def fuse(self, features: Features, signs: tuple[Tensor, ...] | None = None) -> Features:
         """``h = -grad E``, one tensor per branch.
 
-        Args:
-            features: one tensor per branch.
-            signs: matrices ``(B, C, C)`` in place of the derivative of ``|M|``: at a kink any number of [-1, 1] is one.
+        ``signs (B, C, C)`` take the place of the derivative of ``|M|``: at a kink any number of [-1, 1] is one.
         """
         if not self.ties_branches:
             return features

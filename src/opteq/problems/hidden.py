@@ -87,11 +87,7 @@ class SymmetricLinearisation:
 class FeatureForm:
     """The same fixed-point problem written for the features instead of the state.
 
-    Attributes:
-        step: one step on features.
-        start: where to begin.
-        state: the state that belongs to given features.
-        measured: the step with a merit, as :attr:`BoundMap.measured`.
+    ``state`` gives the state of features; ``measured`` the step with a merit, as :attr:`BoundMap.measured`.
     """
 
     step: Callable[[State], State]

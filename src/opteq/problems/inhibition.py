@@ -130,12 +130,8 @@ class Inhibition(AcceleratedProblem):
 class BoundInhibition(BoundObjective):
     """``F(y) = m/2 |y|^2 + 1/2 |A'y|^2 - <c, y>`` with its input bound, and closed forms of its derivatives.
 
-    Attributes:
-        injections: ``c = U x + b``.
-        A: the map from the common space.
-        m: strong convexity.
-        rest: a hidden problem whose g takes the place of ``-<c, y>``; None for none.
-        length: the step length t, ``(B,)``.
+    ``injections`` are ``c = U x + b``; g of the hidden problem ``rest``, where there is one, takes the place of
+    ``-<c, y>``; ``length`` is the step length t, ``(B,)``.
     """
 
     penalised = True

@@ -62,10 +62,9 @@ class Report:
     """How a solve went, per sample.
 
     Attributes:
-        method: what was used, in words.
+        method, steps: what was used, in words, and the steps taken ``(B,)``.
         residual: relative residual of the answer, ``(B,)``; NaN where no system was solved. Where a problem was solved
             in the smaller variable of its features, theirs, which is at least that of the state.
-        steps: steps taken, ``(B,)``.
         codes: a :class:`~opteq.solvers.status.Status` as an integer, ``(B,)``.
         tol: the tolerance that was applied.
         history: residual after every step, or a function that waits for it: :attr:`trace` reads it.

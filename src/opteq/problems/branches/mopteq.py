@@ -149,10 +149,8 @@ class MOptEq(Problem):
 class BoundMOptEq(Hidden):
     """MOptEq with its input bound. State and features are tuples with one tensor per branch.
 
-    Attributes:
-        maps: the bounded W, prepared.
-        injections: ``c_i = U_i x_i + b_i``, with perturbations where there are any.
-        perturbation: the chain of perturbations and their frozen directions, or None.
+    ``injections`` are ``c_i = U_i x_i + b_i``, with perturbations where there are any; ``perturbation`` is their chain
+    and their frozen directions, or None.
     """
 
     def __init__(

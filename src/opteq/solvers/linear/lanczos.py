@@ -21,8 +21,7 @@ class Extremes:
 
     Attributes:
         smallest, largest: the extreme Ritz values ``(R,)``: the smallest eigenvalue is at most ``smallest``.
-        lower, upper: all eigenvalues lie in ``[lower, upper]``, with probability at least ``1 - failure``.
-        failure: bound on the probability that ``lower`` or ``upper`` is wrong for a row.
+        lower, upper: all eigenvalues of a row lie in ``[lower, upper]``, with probability at least ``1 - failure``.
         direction: unit vectors ``(R, N)`` with Rayleigh quotient ``smallest``.
     """
 
