@@ -115,7 +115,7 @@ def answers(case: Case) -> dict[str, Any]:
     anderson = Anderson(tol=case.asked, max_steps=_LONG, memory=MEMORY)
     found: dict[str, dict[str, Any]] = {}
 
-    def judge(name: str, answer: Callable[[], State]) -> None:
+    def check(name: str, answer: Callable[[], State]) -> None:
         try:
             residual = case.residual(answer())
         except Exception as error:  # reported, not fatal
@@ -131,13 +131,13 @@ def answers(case: Case) -> dict[str, Any]:
         with engine.off():
             return ours(case, anderson)()
 
-    judge("anderson", often(ours(case, anderson)))
-    judge("anderson, plain path", plainly)
-    judge("picard", often(ours(case, Picard(tol=case.asked, max_steps=_LONG))))
+    check("anderson", often(ours(case, anderson)))
+    check("anderson, plain path", plainly)
+    check("picard", often(ours(case, Picard(tol=case.asked, max_steps=_LONG))))
     agree = all(entry["within"] for entry in found.values())
     if rivals.version() is not None:
         search = rival(case, rivals.Rival("anderson", max_steps=_LONG, tol=tol), wide)
-        judge("torchdeq anderson", lambda: case.state(search()))
+        check("torchdeq anderson", lambda: case.state(search()))
     return {"tol": tol, "slack": SLACK, "agree": agree, "found": found}
 
 

@@ -30,6 +30,18 @@ class Linearised:
     diagonal: Callable[[], Tensor] | None = None
 
 
+def multiplication(slope: Tensor) -> Linearised:
+    """The derivative of a prox that acts on each entry alone: multiplication by its slopes."""
+    # The square root has no derivative at a slope that underflowed to 0, and no value at one rounded below 0.
+    positive = slope > 0
+    root = torch.where(positive, torch.where(positive, slope, 1.0).sqrt(), 0.0)
+
+    def scale(v: Tensor) -> Tensor:
+        return root * v
+
+    return Linearised(factor=scale, factor_adjoint=scale, derivative=lambda v: slope * v, diagonal=lambda: slope)
+
+
 class Penalty(metaclass=NamedOptions):
     """A penalty f together with its activation ``sigma = prox_f``. Tensors have the batch first: ``(B, ...)``.
 
@@ -140,15 +152,7 @@ class ElementwisePenalty(Penalty):
 
     def linearise(self, t: Tensor) -> Linearised:
         """Multiplication by ``sqrt(sigma'(t))``, which is its own adjoint."""
-        slope = self.derivative(t)
-        # The square root has no derivative at a slope that underflowed to 0, and no value at one rounded below 0.
-        positive = slope > 0
-        root = torch.where(positive, torch.where(positive, slope, 1.0).sqrt(), 0.0)
-
-        def scale(v: Tensor) -> Tensor:
-            return root * v
-
-        return Linearised(factor=scale, factor_adjoint=scale, derivative=lambda v: slope * v, diagonal=lambda: slope)
+        return multiplication(self.derivative(t))
 
     @abstractmethod
     def _antiderivative(self, t: Tensor) -> Tensor:

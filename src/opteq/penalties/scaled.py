@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from opteq.penalties.base import ElementwisePenalty, Linearised, Penalty
+from opteq.penalties.base import ElementwisePenalty, Linearised, Penalty, multiplication
 from opteq.penalties.piecewise import HardTanh, Identity, ReLU, SoftThreshold
 
 _STEPS = 40
@@ -46,13 +46,7 @@ class ScaledPenalty:
 
     def linearise(self, u: Tensor) -> Linearised:
         """Multiplication by the square root of the prox's slope at u, its own adjoint."""
-        slope = self.derivative(u)
-        root = slope.clamp_min(0).sqrt()
-
-        def scale(v: Tensor) -> Tensor:
-            return root * v
-
-        return Linearised(scale, scale, lambda v: slope * v, lambda: slope)
+        return multiplication(self.derivative(u))
 
     def derivative(self, u: Tensor) -> Tensor:
         """The slope of the prox at u: ``s / (t + (1 - t) s)`` with s the activation's slope at the root."""

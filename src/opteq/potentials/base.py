@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
 from opteq.common.override import overridable
+from opteq.common.validate import check_positive, check_whole
 
 
 class Curve(ABC):
@@ -57,12 +58,10 @@ class Potential(nn.Module, metaclass=NamedOptions):
     def __init__(self, scale: float = 1.0, channels: int | None = None, learned: bool = False) -> None:
         super().__init__()
         name = type(self).__name__
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
-            raise ValueError(f"{name}.scale should be a positive finite number; got {scale!r}")
-        if channels is not None and (isinstance(channels, bool) or not isinstance(channels, int) or channels < 1):
-            raise ValueError(f"{name}.channels should be a positive integer or None; got {channels!r}")
-        self.channels = channels
-        log_scale = torch.full(() if channels is None else (channels,), math.log(scale))
+        self.channels = None if channels is None else check_whole(f"{name}.channels", channels)
+        log_scale = torch.full(
+            () if channels is None else (channels,), math.log(check_positive(f"{name}.scale", scale))
+        )
         if learned:
             self.log_scale = nn.Parameter(log_scale)
         else:

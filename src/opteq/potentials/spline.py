@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from opteq.common.validate import check_not_negative, check_positive, check_whole
 from opteq.potentials.base import Curve, Potential
 from opteq.potentials.classic import Huber, Student
 from opteq.states import is_channels_last
@@ -93,14 +94,9 @@ class Spline(Potential):
         learned: bool = False,
     ) -> None:
         super().__init__(scale, channels, learned)
-        if isinstance(knots, bool) or not isinstance(knots, int) or knots < 1:
-            raise ValueError(f"Spline.knots should be a positive integer; got {knots!r}")
-        for name, number, least in (("reach", reach, None), ("rho", rho, 0.0), ("mu", mu, None)):
-            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                raise ValueError(f"Spline.{name} should be a finite number; got {number!r}")
-            if number < 0 or (least is None and number == 0):
-                raise ValueError(f"Spline.{name} should be {'at least 0' if least == 0 else 'positive'}; got {number}")
-        self.knots, self.reach, self.rho, self.mu, self.odd = knots, float(reach), float(rho), float(mu), odd
+        self.knots, self.odd = check_whole("Spline.knots", knots), odd
+        self.reach, self.mu = check_positive("Spline.reach", reach), check_positive("Spline.mu", mu)
+        self.rho = check_not_negative("Spline.rho", rho)
         intervals = knots if odd else 2 * knots
         self.raw = nn.Parameter(torch.empty(channels or 1, intervals))
         self.reset_parameters()

@@ -96,8 +96,8 @@ def _figure(name: str, image: Tensor, clean: Tensor) -> Html:
     error = float((image - clean).square().mean())
     caption = name if error == 0 else f"{name}, {-10 * torch.tensor(error).log10():.2f} dB"
     pixels = (255 * image[0]).round().clamp(0, 255).to(torch.uint8)
-    picture = tag("img", src=image_data_url(pixels, WIDE), alt=f"{name} image")
-    return tag("figure", picture, tag("figcaption", caption), style="display: inline-block; margin: 4px")
+    shown = tag("img", src=image_data_url(pixels, WIDE), alt=f"{name} image")
+    return tag("figure", shown, tag("figcaption", caption), style="display: inline-block; margin: 4px")
 
 
 def _curves(run: Run) -> Html | None:

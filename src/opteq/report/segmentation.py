@@ -34,8 +34,8 @@ class SegmentationExample:
     @property
     def accuracy(self) -> float:
         """Fraction of correct pixels among those with a class."""
-        judged = self.labels != IGNORE_INDEX
-        return float((self.predicted == self.labels)[judged].double().mean()) if bool(judged.any()) else 0.0
+        labelled = self.labels != IGNORE_INDEX
+        return float((self.predicted == self.labels)[labelled].double().mean()) if bool(labelled.any()) else 0.0
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def evaluate_segmentation(model: nn.Module, images: LabelledImages, seconds: flo
             predicted = model(images.batch(indices, device)).argmax(dim=1).cpu()
             monitor.record()
             labels = images.labels[indices].long()
-            judged = labels != IGNORE_INDEX
-            cells = labels[judged] * size + predicted[judged]
+            labelled = labels != IGNORE_INDEX
+            cells = labels[labelled] * size + predicted[labelled]
             confusion += torch.bincount(cells, minlength=size * size).reshape(size, size)
             seen += len(indices)
             for place, index in enumerate(indices[: _SHOWN - len(examples)].tolist()):
@@ -98,10 +98,10 @@ def evaluate_segmentation(model: nn.Module, images: LabelledImages, seconds: flo
 
 def pixel_mistakes(found: SegmentationResult, classes: Sequence[str]) -> Html:
     """Metrics per class, and the most frequent confusions."""
-    judged = int(found.confusion.sum())
+    labelled = int(found.confusion.sum())
     of = plural(found.seen, "test image") if found.seen == found.total else f"{found.seen:,} of {found.total:,} images"
     lead = (
-        f"Over {plural(judged, 'pixel')} with a class, in {of}. Intersection over union is the number of correct "
+        f"Over {plural(labelled, 'pixel')} with a class, in {of}. Intersection over union is the number of correct "
         "pixels over the number of pixels that belong to a class or were predicted as it."
     )
     true, right = found.confusion.sum(dim=1).tolist(), found.confusion.diagonal().tolist()
@@ -113,7 +113,7 @@ def pixel_mistakes(found: SegmentationResult, classes: Sequence[str]) -> Html:
             tag("th", _swatch(place), " ", name, scope="row"),
             tag("td", percent(overlap[place])),
             tag("td", percent(right[place] / true[place] if true[place] else None)),
-            tag("td", percent(true[place] / max(judged, 1))),
+            tag("td", percent(true[place] / max(labelled, 1))),
         )
         for place, name in enumerate(classes)
     ]
