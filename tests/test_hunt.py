@@ -107,7 +107,7 @@ def test_damaged_weights_that_load_are_found(monkeypatch: pytest.MonkeyPatch) ->
     files._saved.cache_clear()
     monkeypatch.setattr(weights, "digest", lambda tensors: "none")
     try:
-        assert found_within(range(60, 120), "files")
+        assert found_within(range(200), "files")  # it ends at the first
     finally:
         files._saved.cache_clear()
 

@@ -81,8 +81,6 @@ def test_the_implicit_gradient() -> None:
 def test_it_refuses_what_it_cannot_do() -> None:
     with pytest.raises(TypeError, match=r"kernels.Sigmoid\(\); got Gaussian"):
         problem(kernels.Gaussian())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="perturbation is for MOptEq without a kernel"):
-        problem(kernels.Sigmoid(), perturbation=0.1)
     certificate = problem(kernels.Sigmoid()).certificate()
     assert (certificate.exists, certificate.unique) == (True, None)
     assert problem(kernels.Polynomial(2)).certificate().exists is None

@@ -82,6 +82,7 @@ EXTRACTED = {
 SIDES = {"geq-5m": 16, "geq-8m": 16, "geq-6m-imagenet": 64, "geq-13m-imagenet": 64, "mopteq-10m-imagenette": 32}
 SIDES |= {"mopteq-13m-imagenet": 32, "opteq-small-imagenet": 16, "opteq-middle-imagenet": 16}
 SIDES |= {"opteq-cityscapes": 16, "geq-5m-pyramid": 32, "mopteq-0.48m-pyramid": 32}
+SIDES |= {"extractor-5m": 32, "extractor-0.48m": 32}
 SLOW = {"geq-8m", "geq-13m-imagenet", "mopteq-8.1m", "mopteq-10m-imagenette", "resnet50-cifar"}
 SLOW |= {"mopteq-13m-imagenet", "geq-6m-imagenet", "opteq-cityscapes", *EXTRACTED}
 LARGE = {"resnet18", "resnet34", "resnet50", "resnet101", "wide-resnet50", "resnet-13m", "inception-v2", "hrnet-w18"}
@@ -546,8 +547,8 @@ def test_a_separable_injection_keeps_the_scale_and_knows_its_norm() -> None:
 def test_resnets_have_the_usual_layout() -> None:
     with sketched():
         assert count(opteq.models.create("resnet18-cifar")) == 11_173_962
-        assert count(opteq.create("resnet50-cifar")) == 23_520_842
-        model = opteq.create("resnet18-cifar", num_classes=100)
+        assert count(opteq.models.create("resnet50-cifar")) == 23_520_842
+        model = opteq.models.create("resnet18-cifar", num_classes=100)
         assert model.equilibrium(model.stem(torch.empty(1, 3, 32, 32))).shape == (1, 512, 4, 4)
 
 

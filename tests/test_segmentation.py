@@ -197,7 +197,7 @@ def test_large_images_have_a_bar_sooner(monkeypatch: pytest.MonkeyPatch, capfd: 
 
 def test_wrong_splits_are_refused() -> None:
     images = torch.zeros(2, 3, 4, 6, dtype=torch.uint8)
-    with pytest.raises(TypeError, match=r"int64 of shape \(N,\), or uint8 of shape \(N, H, W\); got torch.int64"):
+    with pytest.raises(TypeError, match=r"int64 of shape \(N,\), or uint8 of shape \(N, h, w\); got torch.int64"):
         Split(images, torch.zeros(2, 4, 6, dtype=torch.int64))
     with pytest.raises(ValueError, match="should be 4x6 as the images are"):
         Split(images, torch.zeros(2, 6, 4, dtype=torch.uint8))

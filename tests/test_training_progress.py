@@ -62,7 +62,7 @@ def test_numbers_are_looked_at_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_elsewhere_there_is_a_line_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     text, _ = shown(False, 0.0, monkeypatch)
     assert text == (
-        "epoch 2/3  loss 0.5000  train 75.00%  test 50.00%  1234 img/s  7.2 steps  worst residual 3.0e-04  "
+        "epoch 2/3  loss 0.5000  train 75.00%  test 50.00%  1234 img/s  7.2 steps  worst residual 3.00e-04  "
         "converged 99.5%  1.5 s\n"
     )
 

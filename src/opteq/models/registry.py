@@ -237,5 +237,5 @@ def _parameters(name: str) -> dict[str, int]:
 
 def _entry(name: str) -> Entry:
     if name not in MODELS:
-        raise unknown_name("model", name, MODELS)
+        raise unknown_name("model", name, MODELS, "opteq models")
     return MODELS[name]

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -80,6 +81,11 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     def _current(self) -> LinearMap:
         return (_prepared.get() or {}).get(self) or self.prepare()
+
+
+def only_watches(hook: Any) -> bool:
+    """Whether a hook changes nothing: torchinfo.summary writes sizes down (of a call of W, which never comes, none)."""
+    return getattr(hook, "__module__", "").partition(".")[0] == "torchinfo"
 
 
 def initial_norm(bound: float | None) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opteq import engine, penalties
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
-from opteq.operators import Operator
+from opteq.operators.base import Operator, only_watches
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
@@ -160,12 +160,7 @@ def is_hooked(module: nn.Module, backward: bool = False) -> bool:
 def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
     names = ["_forward_hooks", "_forward_pre_hooks"]
     names += ["_backward_hooks", "_backward_pre_hooks"] if backward else []
-    return [[hook for hook in getattr(module, name).values() if not _only_watches(hook)] for name in names]
-
-
-def _only_watches(hook: Any) -> bool:
-    # torchinfo.summary writes sizes down, and changes nothing: that it sees no call of W costs a line its size.
-    return getattr(hook, "__module__", "").partition(".")[0] == "torchinfo"
+    return [[hook for hook in getattr(module, name).values() if not only_watches(hook)] for name in names]
 
 
 def check_injection(U: Any) -> nn.Module | None:

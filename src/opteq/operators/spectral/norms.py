@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from opteq.operators.base import Operator
+from opteq.operators.base import Operator, only_watches
 from opteq.operators.spectral.bound import normalised, rounding, squared_supremum, unit_norm
 from opteq.operators.spectral.branch_and_bound import close_supremum
 
@@ -89,7 +89,8 @@ def module_norm(module: nn.Module) -> Tensor | None:
     >>> module_norm(nn.ReLU()) is None
     True
     """
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if not all(map(only_watches, hooks)) or "forward" in vars(module):
         return None
     if isinstance(module, Operator):
         return module.norm()

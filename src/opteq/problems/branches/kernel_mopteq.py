@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opteq.kernels.inner_product import InnerProduct
+from opteq.penalties import Penalty
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate
@@ -26,7 +27,7 @@ class KernelMOptEq(MOptEq):
     Args:
         branches: as for :class:`MOptEq`.
         kernel: k, such as :class:`opteq.kernels.Sigmoid` or :class:`opteq.kernels.Polynomial`.
-        options: of :class:`MOptEq`, except for perturbations.
+        diversity, activation, smoothing, heritage: as for :class:`MOptEq`.
 
     >>> import torch, opteq
     >>> branches = [opteq.Branch(opteq.operators.Dense(4, 6, bound=0.7), torch.nn.Linear(3, 6)) for _ in range(3)]
@@ -35,14 +36,20 @@ class KernelMOptEq(MOptEq):
     [(2, 4), (2, 4), (2, 4)]
     """
 
-    def __init__(self, branches: Sequence[Branch], kernel: InnerProduct, **options: Any) -> None:
-        super().__init__(branches, **options)
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        kernel: InnerProduct,
+        diversity: float = 0.0,
+        activation: str | Penalty = "relu",
+        smoothing: float = 0.0,
+        heritage: bool = True,
+    ) -> None:
+        super().__init__(branches, diversity, 0.0, activation, smoothing, heritage)
         if not isinstance(kernel, InnerProduct):
             raise TypeError(
                 f"kernel should be one of an inner product, such as kernels.Sigmoid(); got {kernel!r}. GEQ takes others"
             )
-        if self.perturbation:
-            raise ValueError(f"perturbation is for MOptEq without a kernel; got {self.perturbation}")
         self.kernel = kernel
 
     def bind(self, x: State) -> BoundKernelMOptEq:
