@@ -274,7 +274,7 @@ SMALL = {
 }
 
 
-# Gradients of these two are held against finite differences, and those of MDEQ are its other sizes'.
+# The gradient of tiered monDEQ has a test of its own, and MDEQ of one scale is MDEQ with one part.
 SLOW = {"mondeq-1m", "mdeq-single-18m-imagenet"}
 
 
