@@ -184,8 +184,10 @@ class Solved:
         eps, accurate = float(torch.finfo(self.dtype).eps), torch.finfo(self.dtype).eps < 1e-6
         gap, image = (found.tolist() for found in residual(equations, w, self.x, self.y))
         norms, entries = flat(self.y).norm(dim=1).tolist(), math.sqrt(flat(self.y).shape[1])
+        # The least numbers of float16 are 6e-8 apart, however small they are.
+        spacing = float(torch.finfo(self.dtype).smallest_normal) * eps
         noise = [
-            16 * eps * (size + norm + 1e-300) * entries * stretch
+            16 * (eps * (size + norm + 1e-300) + spacing) * entries * stretch
             for size, norm, stretch in zip(self.size, norms, self.stretch, strict=True)
         ]
         rate = equations.contraction(w)
