@@ -69,15 +69,9 @@ def evaluate_robustness(
         corruption_files: folder with the published files of CIFAR-10-C or CIFAR-100-C, which are read in place of
             generating corrupted images; classes have to be in the order of its labels.
     """
-    given = {"only": only or None, "reference": reference, "corruption-files": corruption_files}
-    for name, value in given.items():
-        if not corruptions and value is not None:
-            raise UserError(f"--{name} belongs to --corruptions; add that")
-    if images is not None and images < 1:
-        raise UserError(f"--images should be at least 1; got {images}")
+    belonging = {"only": only or None, "reference": reference, "corruption-files": corruption_files}
+    _check_options({} if corruptions else belonging, images, attack_steps)
     epsilon = _radius(attack)
-    if attack_steps is not None and attack_steps < 1:
-        raise UserError(f"--attack-steps should be at least 1; got {attack_steps}")
     opened = open_run(run, tol, max_steps, device, precision, root)
     if opened.dataset.test.dense:
         raise UserError(
@@ -106,6 +100,16 @@ def evaluate_robustness(
         record["curves"] = measure_curves(opened, split, epsilon, attack_steps or 20, say)
     _write(opened, record)
     return record
+
+
+def _check_options(idle: dict[str, Any], images: int | None, attack_steps: int | None) -> None:
+    """Refuse options that would have no effect, and numbers out of range."""
+    for name, value in idle.items():
+        if value is not None:
+            raise UserError(f"--{name} belongs to --corruptions; add that")
+    for name, count in (("images", images), ("attack-steps", attack_steps)):
+        if count is not None and count < 1:
+            raise UserError(f"--{name} should be at least 1; got {count}")
 
 
 def _write(opened: OpenedRun, record: dict[str, Any]) -> None:
