@@ -99,7 +99,7 @@ def test_one_step_is_trained_and_kept(images: Path, tmp_path: Path) -> None:
     [
         ("train.border=10", "border = 10 leaves nothing of patch = 20"),
         ("model.kernel_size=4", "kernel_size = 4 should be odd"),
-        ("model.depth=3", "model.depth is of the network that guides a prior"),
+        ("model.depth=4", "model.depth is of the network that guides a prior"),
         ("train.bfloat16=true", "train.bfloat16 is for the network that guides a prior"),
         ("noise.least=60", "least = 60 should be less than most = 55"),
         ("train.epochs=3", "unknown key 'train.epochs'"),

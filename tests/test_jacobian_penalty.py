@@ -74,6 +74,21 @@ def test_the_radius_is_that_of_the_dense_jacobian() -> None:
         )
 
 
+def test_closed_forms_have_the_gradient_of_the_step() -> None:
+    torch.manual_seed(0)
+    branches = [opteq.Branch(op.Dense(3, 3 + i, bound=1.5), nn.Linear(4, 3 + i)) for i in range(2)]
+    problem = opteq.MOptEq(branches, activation="leaky_relu").double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    hidden = problem(x)
+    assert hidden.quadratic
+    state = tuple(torch.randn_like(part) for part in hidden.start())
+    weights = [branch.W.weight for branch in problem.each()]
+    found = torch.autograd.grad(squared_radius(hidden, state).sum(), weights, retain_graph=True)
+    hidden.quadratic = False  # by the derivative of the step's own derivative
+    expected = torch.autograd.grad(squared_radius(hidden, state).sum(), weights)
+    torch.testing.assert_close(found, expected)
+
+
 def test_below_the_limit_nothing_is_added() -> None:
     torch.manual_seed(0)
     model = models.create("mopteq-193k", channels=4, hidden=[3, 3], scales=[1, 2], diversity=0.0)

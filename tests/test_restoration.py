@@ -250,7 +250,9 @@ def test_folders_are_read_and_cropped(folders):
 
 def guided(**options) -> Denoiser:
     torch.manual_seed(0)
-    model = Denoiser(DenoiserConfig(channels=(1, 2, 6), kernel_size=3, margin=0.05, guide=4, depth=2, **options))
+    model = Denoiser(
+        DenoiserConfig(channels=(1, 2, 6), kernel_size=3, margin=0.05, guide=4, depth=2, repeats=2, **options)
+    )
     for parameter in model.prior.guide.parameters():
         parameter.data.normal_(std=0.5)
     return model.double()

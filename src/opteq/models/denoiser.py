@@ -40,8 +40,9 @@ class DenoiserConfig:
         least, most, degree: noise levels, see :class:`~opteq.models.restoration.noise_levels.NoiseLevels`.
         margin: strong convexity of the energy.
         steepest: largest curvature of the prior.
-        guide, depth: channels and blocks of the :class:`~opteq.models.restoration.guide.Guide` that sets the prior's
-            terms from the given image; ``guide=0`` for a prior that is the same everywhere.
+        guide, depth, repeats: channels, blocks and their repetitions in the
+            :class:`~opteq.models.restoration.guide.Guide` that sets the prior's terms from the given image; ``guide=0``
+            for a prior that is the same everywhere.
         steps: 0 for the minimiser of the energy; else exactly so many plain steps towards it.
     """
 
@@ -57,7 +58,8 @@ class DenoiserConfig:
     margin: float = 0.01
     steepest: float | None = 50.0
     guide: int = 0
-    depth: int = 24
+    depth: int = 3
+    repeats: int = 4
     steps: int = 0
 
 
@@ -86,7 +88,7 @@ class Denoiser(nn.Module):
         levels = NoiseLevels(width, config.least, config.most, config.degree)
         with torch.no_grad():  # potentials bend at about twice the noise of a response
             levels.log_scale[0] = (2 * filters.prepare().composed().flatten(1).norm(dim=1)).log()
-        guide = Guide(width, config.guide, config.depth) if config.guide else None
+        guide = Guide(width, config.guide, config.depth, config.repeats) if config.guide else None
         self.prior = FilterPrior(filters, potential, levels, config.margin, guide, config.steepest)
         if config.steps:
             solver, gradient = Picard(tol=0, max_steps=config.steps), Unrolled(config.steps)
@@ -153,7 +155,7 @@ _CHECKS: dict[str, Check] = {
     "channels": wholes(1), "kernel_size": whole(1, 63), "knots": whole(2), "reach": number(), "rho": _ANY,
     "mu": number(), "least": number(), "most": number(), "degree": whole(0, 64),
     "margin": number(0.0, 1.0, open_below=False), "steepest": optional(number()), "guide": whole(0),
-    "depth": whole(1, 1000), "steps": whole(0),
+    "depth": whole(1, 1000), "repeats": whole(1, 1000), "steps": whole(0),
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         begin = None if start is None else like(start, tuple(tensors[count:]))
         # In the caller's precision: a capture may happen inside a region without autocast.
         with autocast.entered():
-            return _ForwardSolve(traces.problem(tensors[:count]), solver, begin, same_steps, hidden.fuse)
+            return _ForwardSolve(traces.problem(tensors[:count]), solver, begin, same_steps)
 
     key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.fuse)
     with autocast.off():
@@ -165,9 +165,9 @@ class _Facts:
 class _ForwardSolve:
     """A forward solve under way, to be captured."""
 
-    def __init__(self, hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool, fuse: bool) -> None:
+    def __init__(self, hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> None:
         self.hidden = hidden
-        operations = FastOperations(fuse=fuse)
+        operations = FastOperations()
         with operations:
             self.formulation = Formulation.of(hidden, solver, same_steps)
             self.solve: Solve = open_fixed_point(hidden, solver, self.formulation, start)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from opteq.common.override import plain
 from opteq.engine.fuse import fused
+from opteq.engine.triton.launch import has_triton
 from opteq.engine.triton.operations import gaussian, resample, spline
 from opteq.kernels.gaussian import bend, weigh
 from opteq.operators.resample import pool, spread
@@ -34,18 +35,17 @@ class FastOperations(TorchFunctionMode):
 
     Args:
         kernels: whether Triton kernels are among them, which can't be traced.
-        fuse: compile what a solver does between two evaluations of a map.
     """
 
-    def __init__(self, kernels: bool = True, fuse: bool = False) -> None:
+    def __init__(self, kernels: bool = True) -> None:
         super().__init__()
         self._flipped: dict[int, tuple[Tensor, Tensor]] = {}
         self._table: dict[Callable[..., Any], Callable[..., Any]] = {torch.conv_transpose2d: self._convolve_flipped}
         if kernels:
             self._table |= {pool: resample.pooled, spread: resample.spread, weigh: gaussian.weigh, bend: gaussian.bend}
             self._table |= {scaled_derivative: spline.scaled_derivative, scaled_second: spline.scaled_second}
-        if fuse:
-            self._table |= {function: partial(fused, plain(function)) for function in (fista.propose, fista.accept)}
+            # What accelerated steps do between two evaluations of the map is some forty operations on a few numbers.
+            self._table |= {function: partial(_compiled, plain(function)) for function in (fista.propose, fista.accept)}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,6 +70,10 @@ class FastOperations(TorchFunctionMode):
             flipped = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
             self._flipped[id(weight)] = weight, flipped
         return torch.conv2d(u, self._flipped[id(weight)][1], padding=same)
+
+
+def _compiled(function: Callable[..., Any], *given: Any) -> Any:
+    return fused(function, *given) if given[0].is_cuda and has_triton() else None
 
 
 class WithOperations:

@@ -20,8 +20,8 @@ class Guide(nn.Module, metaclass=NamedOptions):
     Args:
         channels: number of filters of the prior.
         width: channels of the network, which works at half the resolution.
-        depth: residual blocks, each a depthwise and two pointwise convolutions.
-        kernel_size: odd size of the depthwise convolutions.
+        depth: residual blocks of two convolutions each.
+        repeats: how often the sequence of blocks is applied, with the same weights.
 
     Attributes:
         compute_dtype: dtype of its convolutions, such as ``torch.bfloat16``; None for that of the image.
@@ -31,14 +31,12 @@ class Guide(nn.Module, metaclass=NamedOptions):
     (torch.Size([2, 8, 21, 30]), 0.0)
     """
 
-    def __init__(self, channels: int, width: int = 64, depth: int = 24, kernel_size: int = 5) -> None:
+    def __init__(self, channels: int, width: int = 96, depth: int = 3, repeats: int = 4) -> None:
         super().__init__()
-        if kernel_size % 2 == 0:
-            raise ValueError(f"Guide.kernel_size should be odd; got {kernel_size}")
-        self.channels = channels
+        self.channels, self.repeats = channels, repeats
         self.compute_dtype: torch.dtype | None = None
         self.inward = nn.Conv2d(5, width, 3, padding=1)
-        self.blocks = nn.Sequential(*[_Block(width, kernel_size) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[_Block(width) for _ in range(depth)])
         self.outward = nn.Conv2d(width, 2 * 4 * channels, 1)
         with torch.no_grad():  # it begins with equal weights of 0.8, and expects no response
             nn.init.zeros_(self.outward.weight)
@@ -58,23 +56,25 @@ class Guide(nn.Module, metaclass=NamedOptions):
         dtype, device = self.compute_dtype, image.device.type
         # Weights are cast anew in every call: a cache would outlive a captured graph.
         with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False):
-            found = self.outward(self.blocks(self.inward(torch.cat([quarters, level + 2], dim=1))))
+            hidden = self.inward(torch.cat([quarters, level + 2], dim=1))
+            for _ in range(self.repeats):
+                hidden = self.blocks(hidden)
+            found = self.outward(hidden)
         found = F.pixel_shuffle(found.to(image.dtype), 2)[..., :h, :w]
         weight, expected = found[:, : self.channels], found[:, self.channels :]
         return torch.sigmoid(weight), expected.contiguous()
 
 
 class _Block(nn.Module):
-    """``v + B gelu(A D v)``: D depthwise, A and B pointwise, with twice the channels between them."""
+    """``v + B gelu(A v)`` with convolutions A and B."""
 
-    def __init__(self, width: int, kernel_size: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.depthwise = nn.Conv2d(width, width, kernel_size, padding=kernel_size // 2, groups=width)
-        self.inward = nn.Conv2d(width, 2 * width, 1)
-        self.outward = nn.Conv2d(2 * width, width, 1)
+        self.inward = nn.Conv2d(width, width, 3, padding=1)
+        self.outward = nn.Conv2d(width, width, 3, padding=1)
         nn.init.zeros_(self.outward.weight)  # the network begins as the identity
         nn.init.zeros_(self.outward.bias)  # type: ignore[arg-type]
 
     def forward(self, v: Tensor) -> Tensor:
-        changed: Tensor = v + self.outward(F.gelu(self.inward(self.depthwise(v))))
+        changed: Tensor = v + self.outward(F.gelu(self.inward(v)))
         return changed

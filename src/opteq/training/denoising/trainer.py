@@ -116,6 +116,7 @@ class DenoisingTrainer:
         )
         images = torch.stack([image[0] for image in read_grey(image_folder(recipe) / "train")])
         self.crops = Crops(images.to(device).float() / 255, recipe.train.patch)
+        self._capture_guide()
         self.generator = torch.Generator(device).manual_seed(recipe.train.seed)
         self.step = 0
         self.history: list[Line] = []
@@ -190,6 +191,14 @@ class DenoisingTrainer:
         self._counted, self.history, self._before = values["counted"], values["history"], values["seconds"]
         self.step = checkpoint.step
 
+    def _capture_guide(self) -> None:
+        """On a GPU, forward and backward of the guide as one captured graph each: all its batches have one shape."""
+        guide, options = self.model.prior.guide, self.recipe.train
+        if guide is None or self.device.type != "cuda":
+            return
+        image = torch.rand(options.batch_size, 1, options.patch, options.patch, device=self.device)
+        torch.cuda.make_graphed_callables(guide, (image, image.new_full((options.batch_size,), 0.1)))
+
     def _set_rates(self) -> None:
         """A short rise, then a cosine down to a hundredth."""
         options = self.recipe.train
@@ -224,4 +233,5 @@ def built(recipe: DenoisingRecipe, device: torch.device) -> Denoiser:
     model = Denoiser(recipe.model.config(), solver, Implicit(linear=linear), on_failure="ignore").to(device)
     if options.bfloat16 and model.prior.guide is not None:
         model.prior.guide.compute_dtype = torch.bfloat16
+        model.prior.guide.to(memory_format=torch.channels_last)
     return model

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from opteq.common.derivatives import pullback
 from opteq.common.errors import UserError
 from opteq.models import equilibria
-from opteq.problems.hidden import BoundMap
+from opteq.problems.hidden import BoundMap, Hidden, Product
 from opteq.states import State, blocks, inner, like, map_state
 
 
@@ -42,13 +42,22 @@ def squared_radius(hidden: BoundMap, state: State, iterations: int = 6) -> Tenso
         iterations: products with ``J'`` before the last one.
     """
     at = map_state(Tensor.detach, state)
-    pull = pullback(hidden.step, at)[1]
     direction = _unit(at)
     with torch.no_grad():
+        adjoint = hidden.linearise(at).adjoint
         for _ in range(iterations):
-            direction = _unit(pull(direction))
-    pulled: State = pull(direction)
+            direction = _unit(adjoint(direction))
+    pulled = _taped_adjoint(hidden, at)(direction)
     return inner(pulled, pulled)
+
+
+def _taped_adjoint(hidden: BoundMap, at: State) -> Product:
+    """``v -> J'v``, which autograd differentiates by the weights."""
+    # The Hessian of a quadratic and the slopes of a piecewise linear sigma do not move with the state: there the closed
+    # form has the same derivative, and costs no derivative of a derivative.
+    if isinstance(hidden, Hidden) and hidden.quadratic and hidden.penalty.distance_to_kink(torch.zeros(1)) is not None:
+        return hidden.linearise(at).adjoint
+    return pullback(hidden.step, at)[1]
 
 
 def _unit(v: State) -> State:

@@ -25,7 +25,8 @@ class PriorSection(Section):
     margin: Share = 0.01
     steepest: Positive = 50.0
     guide: Annotated[int, Field(ge=0)] = 0
-    depth: Count = 24
+    depth: Count = 3
+    repeats: Count = 4
     steps: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
@@ -38,7 +39,8 @@ class PriorSection(Section):
         """What the model is made of."""
         return DenoiserConfig(
             channels=(1, 4, 8, self.width), kernel_size=self.kernel_size, knots=self.knots, rho=self.rho, mu=self.mu,
-            margin=self.margin, steepest=self.steepest, guide=self.guide, depth=self.depth, steps=self.steps,
+            margin=self.margin, steepest=self.steepest, guide=self.guide, depth=self.depth, repeats=self.repeats,
+            steps=self.steps,
         )  # fmt: skip
 
 
@@ -123,8 +125,9 @@ class DenoisingRecipe(Section):
     def _options_have_an_effect(self) -> DenoisingRecipe:
         if not self.model.guide and self.train.bfloat16:
             raise ValueError("train.bfloat16 is for the network that guides a prior, and model.guide is 0")
-        if not self.model.guide and self.model.depth != PriorSection().depth:
-            raise ValueError("model.depth is of the network that guides a prior, and model.guide is 0")
+        for name in ("depth", "repeats") if not self.model.guide else ():
+            if getattr(self.model, name) != getattr(PriorSection(), name):
+                raise ValueError(f"model.{name} is of the network that guides a prior, and model.guide is 0")
         if self.model.steps:
             names = ("tol", "max_steps", "gradient_tol", "gradient_steps")
             self.train.refuse_idle(names, f"with model.steps = {self.model.steps}, a fixed number of steps")
