@@ -391,3 +391,14 @@ def test_checkpoints_and_vmap_go_around_an_objective():
         torch.testing.assert_close(one, other)
     mapped = torch.func.vmap(lambda image: layer.solve(image[None]).state[0])(x.detach())
     torch.testing.assert_close(mapped, found.detach(), rtol=1e-8, atol=1e-8)
+
+
+def test_an_objective_without_a_lower_bound_ends_soon():
+    class Falling(opteq.Objective):
+        def terms(self, y, x):
+            return {"concave": -2 * (y - x).square().sum(1)}
+
+    solution = opteq.Equilibrium(Falling(), on_failure="ignore").solve(torch.ones(2, 3))
+    assert set(solution.status) == {opteq.Status.NON_FINITE}
+    assert int(solution.steps.max()) < 200
+    assert "lower bound" in solution.status[0].message

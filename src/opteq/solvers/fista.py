@@ -116,7 +116,7 @@ class AcceleratedIteration:
         return self.at.point, self._estimated_error() if self.error else self.at.residual
 
     def breakdowns(self) -> Tensor | None:
-        """Rows where even the shortest step is not finite."""
+        """Rows where even the shortest step is not finite, and those whose objective has no lower bound."""
         return self.codes
 
     def _estimated_error(self) -> Tensor:
@@ -179,7 +179,10 @@ def accept(
     ratio = (far / turned.clamp_min(torch.finfo(turned.dtype).tiny)).clamp(1.0, 1e12)
     # A move along a stiff direction says little about the distance along others: memory fades slowly.
     ratio = torch.maximum(ratio, 0.9 * at.amplified)
-    codes = torch.where(active & ~finite & plain & (share < 1e-12), int(Status.NON_FINITE), 0)
+    lost = ~finite & plain & (share < 1e-12)
+    if merit is not None:  # an objective without a lower bound overflows, before the state does
+        lost = lost | (merit == -torch.inf)
+    codes = torch.where(active & lost, int(Status.NON_FINITE), 0)
     accepted = Point(
         point=choose_rows(taken, proposal, at.point),
         # A row that was taken back goes on from where it stood, with a plain step.

@@ -37,8 +37,8 @@ _MESSAGES = {
     ),
     Status.NON_FINITE: (
         "an iterate overflowed or was NaN, so the best finite one is kept, or NaN where there is none. Check that the "
-        "inputs are finite; give the operators a bound, or use opteq.FISTA(), Anderson, a damping below 1 or a larger "
-        "curvature"
+        "inputs are finite, and that the objective has a lower bound; give the operators a bound, or use opteq.FISTA(), "
+        "Anderson, a damping below 1 or a larger curvature"
     ),
     Status.INDEFINITE: (
         "conjugate gradients met a direction of non-positive curvature: the system is not positive definite, "
