@@ -223,8 +223,8 @@ def command(run: Path, format: str, steps: int | None, out: Path | None, console
     solved = "no equilibria"
     if equilibria(model):
         solved = (
-            f"{found.steps} plain steps leave a relative residual of {found.residual:.1e} (the model's own solver "
-            f"stops at {found.tol:.0e})"
+            f"after {found.steps} plain step{'s' * (found.steps > 1)} the relative residual is {found.residual:.1e} "
+            f"(the model's own solver stops at {found.tol:.0e})"
         )
     console.print(
         f"{found.path}: {solved}; on {SAMPLES} random images its logits differ from the model's by at most "
