@@ -7,12 +7,14 @@ site in the same browser cannot use it. Images are limited in pixels before they
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import inspect
 import io
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +93,7 @@ def make_app(session: Session) -> Starlette:
         Route("/api/solve", _asked(session.answer), methods=["POST"]),
     ]
     if isinstance(session, ClassifierSession):
-        routes.append(Route("/api/certificate", _asked(session.certify), methods=["POST"]))
+        routes.append(Route("/api/certificate", _asked(session.certify, queued=True), methods=["POST"]))
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)])
 
 
@@ -108,8 +110,12 @@ def _file(name: str, kind: str) -> Any:
     return serve
 
 
-def _asked(answer: Callable[..., Any]) -> Any:
-    """A handler of POST requests with an image and the other parameters of ``answer``."""
+def _asked(answer: Callable[..., Any], queued: bool = False) -> Any:
+    """A handler of POST requests with an image and the other parameters of ``answer``.
+
+    Where they are queued, one that a page has given up while it waited is passed over: its question has changed.
+    """
+    turn = asyncio.Lock() if queued else nullcontext()
     known = sorted(set(inspect.signature(answer).parameters) - {"image"})
 
     async def handle(request: Request) -> Response:
@@ -119,7 +125,10 @@ def _asked(answer: Callable[..., Any]) -> Any:
             unknown = sorted(set(asked) - set(known))
             if unknown:
                 raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
-            found = await run_in_threadpool(answer, image, **asked)
+            async with turn:
+                if queued and await request.is_disconnected():
+                    return _refusal("the question was given up", 499)
+                found = await run_in_threadpool(answer, image, **asked)
         except _TooLargeError as error:
             return _refusal(str(error), 413)
         except ValueError as error:
