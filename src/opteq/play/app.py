@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from opteq.common.errors import UserError, needs_extra
 from opteq.common.files import look_into
 from opteq.data.readers.decode import open_image
+from opteq.models.denoiser import Denoiser, holds_denoiser
 from opteq.models.pretrained import released_folder
 from opteq.play.classifier import ClassifierSession
 from opteq.play.denoiser import DenoiserSession
@@ -67,14 +68,8 @@ def open_session(run: Path) -> Session:
     """The session for the folder of a run or a saved model, or for weights of the package by their name."""
     run = released_folder(run)
     look_into(run)
-    try:
-        denoiser = "denoiser" in json.loads((run / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        denoiser = False
     name = run.resolve().name
-    if denoiser:
-        from opteq.models.denoiser import Denoiser
-
+    if holds_denoiser(run):
         return DenoiserSession(Denoiser.load(run, on_failure="ignore"), name)
     from opteq.inference.predict import load
 
