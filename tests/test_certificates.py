@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -325,6 +326,18 @@ def test_every_answer_has_a_reason(case: Case) -> None:
     assert "unknown" in str(certificate) or None not in [getattr(certificate, name) for name in FIELDS]
 
 
+GREEK = "alpha|beta|epsilon|gamma|lambda|mu|phi|psi|rho|sigma|tau|zeta"
+EXPLAINED_IN_PLACE = {"a", "c", "f", "r", "t", "u", "z"}  # "c = U x + b", "a map f(z, x)"; the first is an article
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_symbols_in_reasons_are_defined(case: Case) -> None:
+    certificate = case.problem().certificate()
+    reasons = " ".join(certificate.reasons.values()).replace('gamma="auto"', "")
+    used = set(re.findall(rf"(?<!')\b(?:[A-Za-z]|{GREEK})\b", reasons))
+    assert used - EXPLAINED_IN_PLACE == set(certificate.symbols())
+
+
 def test_it_reads_well() -> None:
     certificate = opteq.OptEq(operator(torch.full((1, 1), 0.5, dtype=torch.float64)), mu=0.5).certificate()
     lines = str(certificate).splitlines()
@@ -333,6 +346,8 @@ def test_it_reads_well() -> None:
         "unique       True     a contraction of a complete space has exactly one fixed point (Banach)",
         "contraction  0.5      L |W|^2 / mu with |W| <= 0.5 and L = 1, the activation's slope",
         "lipschitz    2        |U| L |W| / mu / (1 - L |W|^2 / mu), since sigma is a convex function's gradient",
+        "where L: the largest slope of the activation; W: the linear map of the equilibrium; U: the map of the input; "
+        "mu: the number that divides the coupling; sigma: the activation",
     ]
     unknown = opteq.OptEq(operator(torch.full((1, 1), 2.0, dtype=torch.float64))).certificate()
     assert str(unknown).splitlines()[1] == (

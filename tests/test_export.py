@@ -14,9 +14,11 @@ import opteq
 from cli_cases import call, refused
 from opteq import models
 from opteq.common.errors import UserError
-from opteq.inference import export as exporting
+from opteq.inference import formats
 from opteq.inference.export import export
-from opteq.inference.fixed_steps import Exportable, enough_steps
+from opteq.inference.fixed_steps import Exportable, ExportableDenoiser, enough_steps, enough_steps_to_denoise
+from opteq.inference.formats import ENDINGS, Signature
+from opteq.models.denoiser import Denoiser, DenoiserConfig
 
 BRANCHES: dict[str, Any] = {"channels": 4, "hidden": [4, 6], "scales": [1, 2], "bound": 0.9}
 MODELS: dict[str, dict[str, Any]] = {
@@ -25,6 +27,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mopteq-193k": {**BRANCHES, "diversity": 0.01},
     "geq-5m": {**BRANCHES, "patch": 2, "split": 2, "projection": 3, "stem_depth": 0},
 }
+
+
+SIGNATURE = Signature(("pixels",), "logits", ({0: torch.export.Dim("batch", min=1)},))
 
 
 def make(name: str = "opteq-digits") -> models.Classifier:
@@ -91,13 +96,14 @@ def test_files_give_the_same_logits(format: str, name: str, tmp_path: Path) -> N
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
     model = make(name)
-    found = export(model, tmp_path / f"m{exporting.ENDINGS[format]}", format, steps=3)
+    found = export(model, tmp_path / f"m{ENDINGS[format]}", format, steps=3)
     assert [path.name for path in tmp_path.iterdir()] == [found.path.name]  # no draft is left
     assert found.any_batch
     assert found.agreement == 1
     assert 0 < found.residual < 0.5
     expected = Exportable(model, 3)(pixels(5))
-    torch.testing.assert_close(exporting._run(format, found.path, pixels(5)), expected, rtol=1e-4, atol=1e-4)
+    given = formats.run(format, found.path, (pixels(5),), SIGNATURE)
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
     if format == "onnx":
         import onnx
 
@@ -108,9 +114,8 @@ def test_files_give_the_same_logits(format: str, name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["opteq-162k", "mopteq-193k", "geq-5m"])
 def test_every_family_is_exported_for_any_batch_and_compiles_as_one_graph(name: str) -> None:
     fixed = Exportable(make(name), 2)
-    batch = exporting._shapes(any_batch=True)
     with torch.no_grad():
-        program = torch.export.export(fixed, (pixels(2),), dynamic_shapes=batch, strict=False).module()
+        program = torch.export.export(fixed, (pixels(2),), dynamic_shapes=SIGNATURE.free, strict=False).module()
         expected = fixed(pixels(5))
         torch.testing.assert_close(program(pixels(5)), expected)
         torch.testing.assert_close(program(pixels(1)), expected[:1])
@@ -119,7 +124,7 @@ def test_every_family_is_exported_for_any_batch_and_compiles_as_one_graph(name: 
 
 def test_what_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
-    monkeypatch.setattr(exporting, "_run", lambda format, path, x: Exportable(model, 6)(x) + 1)
+    monkeypatch.setattr(formats, "run", lambda format, path, given, signature: Exportable(model, 6)(*given) + 1)
     with pytest.raises(UserError, match="gives other logits"):
         export(model, tmp_path / "m.ts", "torchscript", steps=6)
     assert list(tmp_path.iterdir()) == []
@@ -155,7 +160,7 @@ def test_the_command_says_what_the_steps_cost(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     result = call("export", tmp_path, "--format", "torchscript", "--steps", "5")
     assert result.exit_code == 0, result.output
-    assert "5 plain steps leave a relative residual of" in result.stdout
+    assert "after 5 plain steps the relative residual is" in result.stdout
     assert (tmp_path / "model.ts").exists()
     refused(call("export", tmp_path, "--format", "onnyx"), "did you mean 'onnx'")
     refused(call("export", tmp_path, "--format", "exported", "--out", tmp_path / "no" / "m.pt2"), "there is no folder")
@@ -176,3 +181,63 @@ def test_steps_of_a_model_without_equilibria_are_refused(tmp_path: Path) -> None
     result = call("export", tmp_path, "--format", "torchscript", "--steps", "5")
     assert result.exit_code == 2
     assert "--steps has no effect: resnet18-cifar has no equilibria" in result.output
+
+
+def denoiser(**options: Any) -> Denoiser:
+    torch.manual_seed(0)
+    return Denoiser(DenoiserConfig(channels=(1, 2, 4), kernel_size=3, **options)).eval()
+
+
+def noisy(count: int = 3, height: int = 20, width: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.rand(count, 1, height, width, generator=generator), torch.linspace(0.05, 0.2, count)
+
+
+def test_a_denoiser_takes_steps_with_momentum() -> None:
+    model, (x, sigma) = denoiser(), noisy()
+    with torch.no_grad():
+        hidden = model.layer.problem(x=(x, sigma))
+        before = hidden.step(hidden.start())
+        state = hidden.step(before)
+        state, before = hidden.step(state + (state - before) / 4), state
+        state = hidden.step(state + 2 / 5 * (state - before))
+        torch.testing.assert_close(ExportableDenoiser(model, 4)(x, sigma), state)
+    plain = denoiser(steps=3)
+    assert enough_steps_to_denoise(plain, x, sigma) == 3
+    with torch.no_grad():
+        torch.testing.assert_close(ExportableDenoiser(plain, 3)(x, sigma), plain(x, sigma))
+
+
+def test_enough_steps_reach_the_minimiser_of_the_energy() -> None:
+    model, (x, sigma) = denoiser(), noisy()
+    steps = enough_steps_to_denoise(model, x, sigma, tol=1e-5)
+    fixed = ExportableDenoiser(model, steps)
+    assert float(fixed.residual(x, sigma).max()) <= 1.01e-5
+    assert float(ExportableDenoiser(model, steps // 2).residual(x, sigma).max()) > 1e-5
+    model.layer.solver = opteq.FISTA(tol=1e-6, max_steps=2000)
+    with torch.no_grad():
+        torch.testing.assert_close(fixed(x, sigma), model(x, sigma), rtol=0, atol=1e-3)
+    with pytest.raises(UserError, match="2 steps do not reach the residual 1e-05; give a number of them with --steps"):
+        enough_steps_to_denoise(model, x, sigma, tol=1e-5, most=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "format", ["torchscript", *(pytest.param(format, marks=pytest.mark.slow) for format in ("exported", "onnx"))]
+)
+def test_a_denoiser_is_exported_for_images_of_any_size(format: str, tmp_path: Path) -> None:
+    if format == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    model = denoiser()
+    model.save(tmp_path / "run")
+    result = call("export", tmp_path / "run", "--format", format, "--steps", "3")
+    assert result.exit_code == 0, result.output
+    assert "after 3 steps the relative residual is" in result.stdout
+    assert "grey images of any size" in result.stdout
+    given = noisy(5, 31, 18)
+    signature = Signature(("pixels", "sigma"), "denoised", ())
+    found = formats.run(format, tmp_path / "run" / f"model{ENDINGS[format]}", given, signature)
+    torch.testing.assert_close(found, ExportableDenoiser(model, 3)(*given), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="image_shape has no effect"):
+        export(model, tmp_path / "m.ts", "torchscript", image_shape=(1, 8, 8))

@@ -102,6 +102,20 @@ def test_names_are_filtered() -> None:
     assert models.list("no such*") == []
 
 
+def test_a_model_is_registered_by_its_function_s_name() -> None:
+    @models.register_model
+    def my_linear(in_channels: int, num_classes: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """A linear classifier."""
+        return nn.Flatten(), nn.Identity(), nn.Linear(4 * in_channels, num_classes)
+
+    try:
+        assert models.create("my_linear", 3, 1)(torch.zeros(2, 1, 2, 2)).shape == (2, 3)
+        assert models.describe("my_linear").summary == "A linear classifier."
+    finally:
+        models.unregister_model("my_linear")
+    assert isinstance(my_linear(1, 3), tuple)
+
+
 def test_a_registered_model_is_one_like_the_others(tmp_path: Path) -> None:
     @models.register_model("my-net", summary="mine")
     def my_net(in_channels: int, num_classes: int, width: int = 4, bound: float = 0.9) -> tuple[nn.Module, ...]:

@@ -168,6 +168,52 @@ def test_two_tabs_do_not_disturb_each_other(client: TestClient) -> None:
     assert together == alone
 
 
+def test_answers_do_not_wait_for_certificates_and_those_given_up_are_passed_over(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    session = open_session(run)
+    assert isinstance(session, ClassifierSession)
+    begun, release, asked = threading.Event(), threading.Event(), list[float]()
+
+    def certify(image: Any, tol: float) -> dict[str, float]:
+        asked.append(tol)
+        begun.set()
+        with session._certified_lock:
+            release.wait(30)
+        return {"tol": tol}
+
+    monkeypatch.setattr(session, "certify", certify)
+    server = uvicorn.Server(uvicorn.Config(make_app(session), log_level="error"))
+    listening = bound_socket(0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    port = listening.getsockname()[1]
+
+    def post(path: str, **options: float) -> socket.socket:
+        body = json.dumps({"image": url_of(digit()), **options}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        connected = socket.create_connection(("127.0.0.1", port), 30)
+        connected.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        return connected
+
+    try:
+        first = post("/api/certificate", tol=0.1)
+        assert begun.wait(30)
+        given_up, last = post("/api/certificate", tol=0.2), post("/api/certificate", tol=0.3)
+        given_up.close()
+        with post("/api/solve") as answered:
+            assert answered.recv(100).startswith(b"HTTP/1.1 200")  # while the first certificate is being computed
+        release.set()
+        for one in (first, last):
+            with one:
+                assert one.recv(100).startswith(b"HTTP/1.1 200")
+        assert asked == [0.1, 0.3]
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

@@ -220,7 +220,7 @@ def export(
     ],
     format: Annotated[str, typer.Option(help="onnx, torchscript or exported (torch.export).")] = "onnx",
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Plain steps of every equilibrium; enough for its tolerance by default.")
+        int | None, typer.Option(min=1, help="Steps of every equilibrium; enough for its tolerance by default.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The file; RUN/model.onnx, .ts or .pt2 by default.")] = None,
 ) -> None:

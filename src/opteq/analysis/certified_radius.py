@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opteq.analysis.local import local_certificate
+from opteq.analysis.local import LocalCertificate, local_certificate
 from opteq.analysis.terms import evaluating
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
@@ -74,13 +74,16 @@ class CertifiedClassifier:
             self.equilibrium = self.layer.problem.certificate().lipschitz
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, steps: int = 60, failure: float = 1e-3) -> CertifiedRadius:
+    def __call__(
+        self, x: Tensor, steps: int = 60, failure: float = 1e-3, local: LocalCertificate | None = None
+    ) -> CertifiedRadius:
         """The radii of images ``(B, C, h, w)``, normalised as the model takes them.
 
         Args:
             x: the images.
             steps: Lanczos steps of the certificate at the point.
             failure: probability that its bounds fail for an image.
+            local: that certificate, where it is known already.
         """
         model, layer = self.model, self.layer
         with evaluating(model):
@@ -97,10 +100,11 @@ class CertifiedClassifier:
             if self.equilibrium is not None:
                 radius = distance / max(self.equilibrium, 1e-300) / self.stem
                 return CertifiedRadius(radius, predicted, "weights", 1.0)
-            try:
-                local = local_certificate(layer, given, steps, failure)
-            except ValueError as error:
-                raise UserError(str(error)) from error
+            if local is None:
+                try:
+                    local = local_certificate(layer, given, steps, failure)
+                except ValueError as error:
+                    raise UserError(str(error)) from error
             if local.radius is None:
                 raise UserError(
                     "the Lipschitz constant of the equilibrium is known neither from the weights nor in a ball around "

@@ -1,4 +1,4 @@
-"""``opteq export``: inference with a fixed number of plain steps, as ONNX, TorchScript or an exported program."""
+"""``opteq export``: inference with a fixed number of steps, as ONNX, TorchScript or an exported program."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from opteq.common.errors import MissingExtraError, UserError, needs_extra, unknown_name
+from opteq.common.errors import MissingExtraError, UserError, unknown_name
 from opteq.common.files import plain_errors
-from opteq.inference.fixed_steps import Exportable, enough_steps
+from opteq.inference import formats
+from opteq.inference.fixed_steps import Exportable, ExportableDenoiser, enough_steps, enough_steps_to_denoise
+from opteq.inference.formats import ENDINGS, Inputs, Signature
 from opteq.inference.predict import load
 from opteq.models.classifier import Classifier, equilibria
+from opteq.models.denoiser import Denoiser, holds_denoiser
+from opteq.models.pretrained import released_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-ENDINGS = {"onnx": ".onnx", "torchscript": ".ts", "exported": ".pt2"}
 SAMPLES = 8
 """Random images that the file is checked on."""
 
 CLOSE = 1e-3
-"""Largest difference of logits between the file and the same steps in PyTorch, relative to the largest logit."""
+"""Largest difference between the file's output and that of the same steps in PyTorch, relative to the largest entry."""
+
+_BATCH = torch.export.Dim("batch", min=1)
+_SIDES = {2: torch.export.Dim("height", min=16, max=2**14), 3: torch.export.Dim("width", min=16, max=2**14)}
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,11 @@ class Exported:
 
     Attributes:
         path: the file.
-        steps: plain steps of every equilibrium layer.
+        steps: steps of every equilibrium layer.
         residual: the largest relative residual after them.
         tol: the largest tolerance of the model's own solvers.
-        difference: the largest difference of logits to the model with its own solver.
-        agreement: share of images with the same predicted class.
+        difference: the largest difference of logits, or of a denoiser's pixels, to the model with its own solver.
+        agreement: share of images with the same predicted class; None for a denoiser.
         any_batch: whether the file takes batches of any size; else one image at a time, where torch's exporter can't
             trace the model otherwise.
     """
@@ -52,19 +57,37 @@ class Exported:
     residual: float
     tol: float
     difference: float
-    agreement: float
+    agreement: float | None
     any_batch: bool
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """A module to write, with random inputs, what it gives for them, and what the model itself does."""
+
+    name: str
+    module: nn.Module
+    signature: Signature
+    inputs: Inputs
+    output: Tensor
+    own: Tensor
+    residual: float
+    others: tuple[Inputs, ...]
+    """Inputs of other shapes that the file has to take, too."""
+
+
 def export(
-    model: Classifier,
+    model: Classifier | Denoiser,
     path: str | Path,
     format: str,
     steps: int | None = None,
     image_shape: tuple[int, int, int] | None = None,
     seed: int = 0,
 ) -> Exported:
-    """Write a classifier for images ``(B, channels, h, w)`` with pixels in 0..1 to ``path``.
+    """Write a classifier or a denoiser with a fixed number of steps to ``path``.
+
+    A classifier's file takes images ``(B, channels, h, w)`` with pixels in 0..1 and gives logits. A denoiser's takes
+    grey images ``(B, 1, h, w)`` of any size and noise levels ``(B,)`` in the same scale, and gives images.
 
     The file is loaded again and compared with the same steps in PyTorch before it takes its place; nothing is written
     where they differ.
@@ -73,8 +96,9 @@ def export(
         model: on the CPU.
         path: the file.
         format: ``onnx``, ``torchscript`` or ``exported`` (:func:`torch.export.load`).
-        steps: plain steps; by default as many as bring random images within the model's tolerance.
-        image_shape: channels, height and width; by default those of training.
+        steps: plain steps, for a denoiser steps with momentum; by default as many as bring random images within the
+            model's tolerance, for a denoiser within 1e-4.
+        image_shape: channels, height and width of a classifier's images; by default those of training.
         seed: of the random images.
     """
     if format not in ENDINGS:
@@ -82,131 +106,106 @@ def export(
     path = Path(path)
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}")
-    shape = image_shape or model.config["extra"].get("image_shape")
-    if shape is None:
-        raise UserError(
-            "the model was saved without the size of its images: give image_shape=(channels, height, width)"
-        )
-    pixels = torch.rand(SAMPLES, *shape, generator=torch.Generator().manual_seed(seed))
-    pixels = pixels.to(next(model.parameters()).dtype)
-    steps = enough_steps(model, pixels) if steps is None else steps
-    made = Exportable(model, steps)
-    with torch.no_grad():
-        logits = made(pixels)
-        residual = float(made.residual(pixels).max())
-        mode = model.training
-        own = model.eval()((pixels - made.mean) / made.std)
-        model.train(mode)
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, Denoiser):
+        if image_shape is not None:
+            raise UserError("image_shape has no effect: an exported denoiser takes images of any size")
+        subject, steps = _denoiser(model, steps, generator)
+        tol = model.layer.solver.tol
+    else:
+        subject, steps = _classifier(model, steps, image_shape, generator)
+        tol = max((layer.solver.tol for _, layer in equilibria(model)), default=0.0)
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         draft = Path(folder) / f"model{ENDINGS[format]}"  # torch.export looks at the ending
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporters' own notes to developers
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is not installed
-            any_batch = _write(format, made, pixels, draft)
-            for chunk, expected in zip(*(t.split(SAMPLES if any_batch else 1) for t in (pixels, logits)), strict=True):
-                _compare(_run(format, draft, chunk), expected, format)
+            any_batch = _write(format, subject, draft)
+            size = SAMPLES if any_batch else 1
+            for first in range(0, SAMPLES, size):
+                part = slice(first, first + size)
+                found = formats.run(format, draft, tuple(one[part] for one in subject.inputs), subject.signature)
+                _compare(found, subject.output[part], format, subject)
         with plain_errors(f"writing {path}", "choose another place"):
             os.replace(draft, path)
-    return Exported(
-        path,
-        steps,
-        residual,
-        max((layer.solver.tol for _, layer in equilibria(model)), default=0.0),
-        float((logits - own).abs().max()),
-        float((logits.argmax(1) == own.argmax(1)).float().mean()),
-        any_batch,
-    )
-
-
-def _write(format: str, made: Exportable, pixels: Tensor, path: Path) -> bool:
-    """Write the file; False where it takes one image at a time."""
-    write = _WRITERS[format]
-    try:
-        write(made, pixels[:2], path, True)
-        _run(format, path, pixels[:1])
-        _run(format, path, pixels[:3])
-        return True
-    except MissingExtraError:
-        raise
-    except Exception:  # every exporter has classes of its own
-        try:
-            write(made, pixels[:1], path, False)
-        except Exception as error:
-            name, said = made.model.config["name"], str(error).strip().partition("\n")[0]
-            raise UserError(f"{name} can't be written as {format}: {said}") from error
-    return False
-
-
-def _write_onnx(made: Exportable, example: Tensor, path: Path, any_batch: bool) -> None:
-    with needs_extra("export"):
-        import onnx
-        from onnxscript import opset18 as ops  # type: ignore[import-untyped,unused-ignore]
-
-    def hypot(a: Any, b: Any) -> Any:
-        return ops.Sqrt(ops.Add(ops.Mul(a, a), ops.Mul(b, b)))
-
-    program = torch.onnx.export(
-        made,
-        (example,),
-        dynamo=True,
-        dynamic_shapes=_shapes(any_batch),
-        input_names=["pixels"],
-        output_names=["logits"],
-        verbose=False,
-        custom_translation_table={torch.ops.prims.hypot.default: hypot},  # ONNX has none; branches' diversity needs it
-    )
-    assert program is not None
-    program.save(str(path), external_data=False)
-    classes = made.model.config["extra"].get("classes")
-    if classes:
-        stored = onnx.load(str(path))
-        onnx.helper.set_model_props(stored, {"classes": json.dumps(classes)})
-        onnx.save(stored, str(path))
-
-
-def _write_torchscript(made: Exportable, example: Tensor, path: Path, _any_batch: bool) -> None:
-    with torch.no_grad():
-        traced = torch.jit.trace(made, example, check_trace=False)  # type: ignore[no-untyped-call]
-    torch.jit.save(traced, str(path))
-
-
-def _write_exported(made: Exportable, example: Tensor, path: Path, any_batch: bool) -> None:
-    with torch.no_grad():
-        program = torch.export.export(made, (example,), dynamic_shapes=_shapes(any_batch), strict=False)
-    torch.export.save(program, str(path))
-
-
-def _shapes(any_batch: bool) -> Any:
-    return ({0: torch.export.Dim("batch", min=1)},) if any_batch else None
-
-
-_WRITERS: dict[str, Callable[[Exportable, Tensor, Path, bool], None]] = {
-    "onnx": _write_onnx,
-    "torchscript": _write_torchscript,
-    "exported": _write_exported,
-}
+    difference = float((subject.output - subject.own).abs().max())
+    agreement = None
+    if isinstance(model, Classifier):
+        agreement = float((subject.output.argmax(1) == subject.own.argmax(1)).float().mean())
+    return Exported(path, steps, subject.residual, tol, difference, agreement, any_batch)
 
 
 @torch.no_grad()
-def _run(format: str, path: Path, pixels: Tensor) -> Tensor:
-    """The logits that the file gives."""
-    if format == "onnx":
-        with needs_extra("export"):
-            import onnxruntime  # type: ignore[import-untyped,unused-ignore]
-
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        return torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
-    loaded: Any = torch.jit.load(str(path)) if format == "torchscript" else torch.export.load(str(path)).module()  # type: ignore[no-untyped-call]
-    logits: Tensor = loaded(pixels)
-    return logits
-
-
-def _compare(found: Tensor, expected: Tensor, format: str) -> None:
-    scale = float(expected.abs().max().clamp_min(1.0))
-    difference = float((found - expected).abs().max())
-    if found.shape != expected.shape or not difference <= CLOSE * scale:
+def _classifier(
+    model: Classifier, steps: int | None, image_shape: tuple[int, int, int] | None, generator: torch.Generator
+) -> tuple[_Subject, int]:
+    shape = image_shape or model.config["extra"].get("image_shape")
+    if shape is None:
         raise UserError(
-            f"the {format} file gives other logits than the model does with the same steps (they differ by "
+            "the model was saved without the size of its images: give image_shape=(channels, height, width)"
+        )
+    pixels = torch.rand(SAMPLES, *shape, generator=generator).to(next(model.parameters()).dtype)
+    steps = enough_steps(model, pixels) if steps is None else steps
+    made = Exportable(model, steps)
+    mode = model.training
+    own = model.eval()((pixels - made.mean) / made.std)
+    model.train(mode)
+    classes = model.config["extra"].get("classes")
+    known = {"classes": json.dumps(classes)} if classes else {}
+    signature = Signature(("pixels",), "logits", ({0: _BATCH},), known)
+    others = ((pixels[:1],), (pixels[:3],))
+    residual = float(made.residual(pixels).max())
+    return _Subject(model.config["name"], made, signature, (pixels,), made(pixels), own, residual, others), steps
+
+
+@torch.no_grad()
+def _denoiser(model: Denoiser, steps: int | None, generator: torch.Generator) -> tuple[_Subject, int]:
+    low, high = model.config.least, model.config.most
+    like = next(model.prior.parameters())
+    sigma = (low + (high - low) * torch.rand(SAMPLES, generator=generator)).to(like)
+    coarse = torch.rand(SAMPLES, 1, 6, 6, generator=generator)
+    clean = nn.functional.interpolate(coarse, (40, 48), mode="bicubic").to(like)
+    noisy = clean + sigma[:, None, None, None] * torch.randn(clean.shape, generator=generator).to(like)
+    steps = enough_steps_to_denoise(model, noisy, sigma) if steps is None else steps
+    made = ExportableDenoiser(model, steps)
+    signature = Signature(("pixels", "sigma"), "denoised", ({0: _BATCH, **_SIDES}, {0: _BATCH}))
+    others = ((noisy[:1], sigma[:1]), (noisy[:3, :, :36, :33], sigma[:3]))
+    residual = float(made.residual(noisy, sigma).max())
+    output, own = made(noisy, sigma), model(noisy, sigma)
+    return _Subject("the denoiser", made, signature, (noisy, sigma), output, own, residual, others), steps
+
+
+def _write(format: str, subject: _Subject, path: Path) -> bool:
+    """Write the file; False where it takes one image at a time."""
+    try:
+        formats.write(format, subject.module, tuple(one[:2] for one in subject.inputs), path, subject.signature)
+        for other in subject.others:
+            formats.run(format, path, other, subject.signature)
+        return True
+    except MissingExtraError:
+        raise
+    except Exception as error:  # every exporter has classes of its own
+        if isinstance(subject.module, ExportableDenoiser):  # a file for one size of images would be of no use
+            raise _unwritten(subject, format, error) from error
+    try:
+        formats.write(format, subject.module, tuple(one[:1] for one in subject.inputs), path, subject.signature, False)
+    except Exception as error:
+        raise _unwritten(subject, format, error) from error
+    return False
+
+
+def _unwritten(subject: _Subject, format: str, error: Exception) -> UserError:
+    said = str(error).strip().partition("\n")[0]
+    return UserError(f"{subject.name} can't be written as {format}: {said}")
+
+
+def _compare(found: Tensor, expected: Tensor, format: str, subject: _Subject) -> None:
+    scale = float(expected.abs().max().clamp_min(1.0))
+    difference = float((found - expected).abs().max()) if found.shape == expected.shape else torch.inf
+    if not difference <= CLOSE * scale:
+        what = "logits" if subject.signature.output == "logits" else "images"
+        raise UserError(
+            f"the {format} file gives other {what} than the model does with the same steps (they differ by "
             f"{difference:.1e}), so it was not written"
         )
 
@@ -215,20 +214,27 @@ def command(run: Path, format: str, steps: int | None, out: Path | None, console
     """What ``opteq export`` does."""
     if format not in ENDINGS:
         raise unknown_name("format", format, ENDINGS)
-    model = load(run, "cpu")
-    if steps is not None and not equilibria(model):
-        raise UserError(f"--steps has no effect: {model.config['name']} has no equilibria")
     default = run / f"model{ENDINGS[format]}" if run.is_dir() else Path(f"{run.name}{ENDINGS[format]}")
-    found = export(model, out or default, format, steps)  # weights of the package are exported into this folder
+    path = out or default  # weights of the package are exported into this folder
+    if holds_denoiser(released_folder(run)):
+        found = export(Denoiser.load(run, on_failure="ignore"), path, format, steps)
+        told = f"its pixels differ from the model's by at most {found.difference:.1e}. It takes noisy pixels in 0..1 of"
+        told += " grey images of any size, and their noise levels in the same scale"
+        kind, solves = "step", True
+    else:
+        model = load(run, "cpu")
+        if steps is not None and not equilibria(model):
+            raise UserError(f"--steps has no effect: {model.config['name']} has no equilibria")
+        found = export(model, path, format, steps)
+        told = f"its logits differ from the model's by at most {found.difference:.1e} and {found.agreement:.0%} of the "
+        told += f"predictions agree. It takes pixels in 0..1{'' if found.any_batch else ', one image at a time'}"
+        kind, solves = "plain step", bool(equilibria(model))
     solved = "no equilibria"
-    if equilibria(model):
+    if solves:
         solved = (
-            f"{found.steps} plain steps leave a relative residual of {found.residual:.1e} (the model's own solver "
-            f"stops at {found.tol:.0e})"
+            f"after {found.steps} {kind}{'s' * (found.steps > 1)} the relative residual is {found.residual:.1e} "
+            f"(the model's own solver stops at {found.tol:.0e})"
         )
     console.print(
-        f"{found.path}: {solved}; on {SAMPLES} random images its logits differ from the model's by at most "
-        f"{found.difference:.1e} and {found.agreement:.0%} of the predictions agree. It takes pixels in 0..1"
-        + ("." if found.any_batch else ", one image at a time."),
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{found.path}: {solved}; on {SAMPLES} random images {told}.", markup=False, highlight=False, soft_wrap=True
+    )

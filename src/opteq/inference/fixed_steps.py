@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.models.classifier import Classifier
+from opteq.models.denoiser import Denoiser
 from opteq.models.prediction import Preprocessing
 from opteq.operators import Operator
 from opteq.problems import Problem
+from opteq.problems.hidden import BoundMap
 from opteq.solvers import Picard
 from opteq.states import State, blocks, inner, like
 
@@ -27,14 +29,16 @@ class FixedSteps(nn.Module):
     Args:
         problem: of the layer; its operators are frozen in place.
         steps: K.
+        momentum: take step k from ``y_k + k / (k + 3) (y_k - y_{k-1})``, as FISTA without restarts does.
     """
 
-    def __init__(self, problem: Problem, steps: int) -> None:
+    def __init__(self, problem: Problem, steps: int, momentum: bool = False) -> None:
         super().__init__()
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise UserError(f"the number of steps should be a whole number of at least 1; got {steps!r}")
         self.problem = problem
         self.steps = steps
+        self.momentum = momentum
         self.residual: Tensor | None = None
         """Relative residual of the last call's answer, ``(B,)``, where ``measure`` is set: one more step."""
         self.measure = False
@@ -45,13 +49,11 @@ class FixedSteps(nn.Module):
     def forward(self, x: State) -> State:
         """The features after K steps."""
         hidden = self.problem.bind(x)
-        y, damping = hidden.start(), hidden.damping
-        for _ in range(self.steps):
-            y = _mixed(y, hidden.step(y), damping)
+        y = ahead = hidden.start()
+        for k in range(self.steps):
+            y, ahead = _step(hidden, y, ahead, k if self.momentum else 0)
         if self.measure:
-            image = hidden.step(y)
-            change = like(y, tuple(a - b for a, b in zip(blocks(image), blocks(y), strict=True)))
-            self.residual = (inner(change, change) / inner(image, image).clamp_min(1e-30)).sqrt()
+            self.residual = _residual(hidden, y)
         return hidden.features(y)
 
 
@@ -99,6 +101,56 @@ class Exportable(nn.Module):
         return torch.stack(found).amax(dim=0) if found else pixels.new_zeros(len(pixels))
 
 
+class ExportableDenoiser(nn.Module):
+    """A denoiser by a fixed number of steps, for grey images of any size. The model itself is left as it is.
+
+    Args:
+        model: whose energy is minimised.
+        steps: with momentum; plain ones where the model itself takes a fixed number of them.
+
+    >>> import opteq.models
+    >>> model = opteq.models.Denoiser.load("denoiser-convex")
+    >>> ExportableDenoiser(model, steps=3)(torch.rand(2, 1, 16, 20), torch.tensor([0.1, 0.05])).shape
+    torch.Size([2, 1, 16, 20])
+    """
+
+    def __init__(self, model: Denoiser, steps: int) -> None:
+        super().__init__()
+        copied = copy.deepcopy(model).eval().requires_grad_(False)
+        self.layer = FixedSteps(copied.layer.problem, steps, momentum=not model.config.steps)
+
+    def forward(self, pixels: Tensor, sigma: Tensor) -> Tensor:
+        """Images ``(B, 1, h, w)`` for noisy ones and noise levels ``(B,)``."""
+        image = self.layer((pixels, sigma))
+        assert isinstance(image, Tensor)
+        return image
+
+    @torch.no_grad()
+    def residual(self, pixels: Tensor, sigma: Tensor) -> Tensor:
+        """The relative residual after the steps, ``(B,)``."""
+        self.layer.measure = True
+        try:
+            self(pixels, sigma)
+            assert self.layer.residual is not None
+            return self.layer.residual
+        finally:
+            self.layer.measure, self.layer.residual = False, None
+
+
+@torch.no_grad()
+def enough_steps_to_denoise(model: Denoiser, pixels: Tensor, sigma: Tensor, tol: float = 1e-4, most: int = 500) -> int:
+    """The number of steps that minimise the energy of these images to a relative residual; as trained where fixed."""
+    if model.config.steps:
+        return model.config.steps
+    hidden = model.layer.problem.bind((pixels, sigma))
+    y = ahead = hidden.start()
+    for k in range(most):
+        y, ahead = _step(hidden, y, ahead, k)
+        if bool((_residual(hidden, y) <= tol).all()):
+            return k + 1
+    raise UserError(f"{most} steps do not reach the residual {tol:g}; give a number of them with --steps")
+
+
 @torch.no_grad()
 def enough_steps(model: Classifier, pixels: Tensor, most: int = 500) -> int:
     """The number of plain steps that bring every layer within its own tolerance for these images."""
@@ -142,6 +194,22 @@ def _freeze(operator: Operator) -> None:
         return prepared
 
     operator.__dict__["prepare"] = prepare
+
+
+def _step(hidden: BoundMap, y: State, ahead: State, k: int) -> tuple[State, State]:
+    """The step from ``ahead``, and where the next one is taken: further along by ``k / (k + 3)``."""
+    image = _mixed(ahead, hidden.step(ahead), hidden.damping)
+    if k == 0:
+        return image, image
+    pairs = zip(blocks(image), blocks(y), strict=True)
+    return image, like(image, tuple(a + k / (k + 3) * (a - b) for a, b in pairs))
+
+
+def _residual(hidden: BoundMap, y: State) -> Tensor:
+    """``|T(y) - y| / |T(y)|``, per sample."""
+    image = hidden.step(y)
+    change = like(y, tuple(a - b for a, b in zip(blocks(image), blocks(y), strict=True)))
+    return (inner(change, change) / inner(image, image).clamp_min(1e-30)).sqrt()
 
 
 def _mixed(y: State, image: State, damping: float | Tensor) -> State:

@@ -150,6 +150,14 @@ class Denoiser(nn.Module):
         return model
 
 
+def holds_denoiser(folder: Path) -> bool:
+    """Whether the configuration in a folder is that of a denoiser."""
+    try:
+        return "denoiser" in json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
 _ANY = number(open_below=False)
 _CHECKS: dict[str, Check] = {
     "channels": wholes(1), "kernel_size": whole(1, 63), "knots": whole(2), "reach": number(), "rho": _ANY,

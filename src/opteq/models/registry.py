@@ -65,11 +65,20 @@ def names(filter: str = "*") -> list[str]:
     return [name for name in MODELS if fnmatch(name, filter)]
 
 
-def register_model(name: str, summary: str = "", family: str = "custom") -> Callable[[Builder], Builder]:
+@overload
+def register_model(name: Builder) -> Builder: ...
+
+
+@overload
+def register_model(name: str, summary: str = ..., family: str = ...) -> Callable[[Builder], Builder]: ...
+
+
+def register_model(name: str | Callable[..., Any], summary: str = "", family: str = "custom") -> Callable[..., Any]:
     """A decorator: enter a model of your own under ``name``, for :func:`create`, recipes and :func:`from_pretrained`.
 
-    The function takes ``in_channels`` and ``num_classes`` and returns stem, equilibrium and head. Its other parameters
-    have defaults and are the model's options.
+    Without parentheses, ``@register_model``, it takes the function's name. The function takes ``in_channels`` and
+    ``num_classes`` and returns stem, equilibrium and head. Its other parameters have defaults and are the model's
+    options.
 
     >>> from torch import nn
     >>> @register_model("my-linear", summary="a linear classifier")
@@ -79,6 +88,8 @@ def register_model(name: str, summary: str = "", family: str = "custom") -> Call
     torch.Size([2, 3])
     >>> unregister_model("my-linear")
     """
+    if callable(name):
+        return register_model(name.__name__)(name)
     if name in MODELS:
         raise UserError(f"there is a model {name!r} already; choose another name, or unregister_model it first")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):

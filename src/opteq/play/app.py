@@ -7,12 +7,14 @@ site in the same browser cannot use it. Images are limited in pixels before they
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import inspect
 import io
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from opteq.common.errors import UserError, needs_extra
 from opteq.common.files import look_into
 from opteq.data.readers.decode import open_image
+from opteq.models.denoiser import Denoiser, holds_denoiser
 from opteq.models.pretrained import released_folder
 from opteq.play.classifier import ClassifierSession
 from opteq.play.denoiser import DenoiserSession
@@ -65,14 +68,8 @@ def open_session(run: Path) -> Session:
     """The session for the folder of a run or a saved model, or for weights of the package by their name."""
     run = released_folder(run)
     look_into(run)
-    try:
-        denoiser = "denoiser" in json.loads((run / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        denoiser = False
     name = run.resolve().name
-    if denoiser:
-        from opteq.models.denoiser import Denoiser
-
+    if holds_denoiser(run):
         return DenoiserSession(Denoiser.load(run, on_failure="ignore"), name)
     from opteq.inference.predict import load
 
@@ -91,7 +88,7 @@ def make_app(session: Session) -> Starlette:
         Route("/api/solve", _asked(session.answer), methods=["POST"]),
     ]
     if isinstance(session, ClassifierSession):
-        routes.append(Route("/api/certificate", _asked(session.certify), methods=["POST"]))
+        routes.append(Route("/api/certificate", _asked(session.certify, queued=True), methods=["POST"]))
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)])
 
 
@@ -108,8 +105,12 @@ def _file(name: str, kind: str) -> Any:
     return serve
 
 
-def _asked(answer: Callable[..., Any]) -> Any:
-    """A handler of POST requests with an image and the other parameters of ``answer``."""
+def _asked(answer: Callable[..., Any], queued: bool = False) -> Any:
+    """A handler of POST requests with an image and the other parameters of ``answer``.
+
+    Where they are queued, one that a page has given up while it waited is passed over: its question has changed.
+    """
+    turn = asyncio.Lock() if queued else nullcontext()
     known = sorted(set(inspect.signature(answer).parameters) - {"image"})
 
     async def handle(request: Request) -> Response:
@@ -119,7 +120,10 @@ def _asked(answer: Callable[..., Any]) -> Any:
             unknown = sorted(set(asked) - set(known))
             if unknown:
                 raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
-            found = await run_in_threadpool(answer, image, **asked)
+            async with turn:
+                if queued and await request.is_disconnected():
+                    return _refusal("the question was given up", 499)
+                found = await run_in_threadpool(answer, image, **asked)
         except _TooLargeError as error:
             return _refusal(str(error), 413)
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from opteq.analysis.certified_radius import CertifiedClassifier
 from opteq.analysis.evidence import class_evidence
-from opteq.analysis.local import local_certificate
+from opteq.analysis.local import LocalCertificate, local_certificate
 from opteq.analysis.rescaled import rescaled, scalable_terms
-from opteq.common.errors import ConvergenceWarning, UserError, unknown_name
+from opteq.common.errors import UserError, unknown_name
 from opteq.equilibrium import Equilibrium
-from opteq.models import Classifier
+from opteq.models import Classifier, equilibria
 from opteq.models.prediction import ImageLike, Preprocessing
 from opteq.play.plain_values import certificate_of, finite
 from opteq.play.steps import plain_steps
@@ -39,19 +39,22 @@ RIVALS = 5
 
 
 class ClassifierSession:
-    """A classifier behind the page. Requests are answered one at a time: terms are scaled in the model itself.
+    """A classifier behind the page.
+
+    Terms are scaled in the model itself, so a copy of it answers one request at a time. Certificates take longer, and
+    have a copy of their own: answers do not wait for them.
 
     Args:
-        model: on the CPU, in evaluation mode.
+        model: on the CPU; it is left as it is.
         name: of the run.
     """
 
     def __init__(self, model: Classifier, name: str) -> None:
-        self.model = model.eval()
+        self.model, self._certified = _for_the_page(model), _for_the_page(model)
         self.name = name
         self.preprocessing = Preprocessing.of(model.config)
-        self._lock = Lock()
-        self.layer = model.equilibrium if isinstance(model.equilibrium, Equilibrium) else None
+        self._lock, self._certified_lock = Lock(), Lock()
+        self.layer = _single_layer(self.model)
         self._certificate = None if self.layer is None else certificate_of(self.layer.problem)
         self._terms = self._read_terms()
 
@@ -131,13 +134,13 @@ class ClassifierSession:
         See :func:`~opteq.analysis.local_certificate` and :class:`~opteq.analysis.CertifiedClassifier`.
         """
         factors = self._checked(tol, factors or {})
-        layer = self.layer
+        layer = _single_layer(self._certified)
         if layer is None:
             return {"error": "this model has no single equilibrium layer"}
-        with self._lock, _changed(layer, min(tol or CERTIFIED_TOL, CERTIFIED_TOL), factors):
+        with self._certified_lock, _changed(layer, min(tol or CERTIFIED_TOL, CERTIFIED_TOL), factors):
             pixels = self.preprocessing.pixels(image)
             with torch.no_grad():
-                given = self.model.stem(self._input(pixels))
+                given = self._certified.stem(self._input(pixels))
             try:
                 found = local_certificate(layer, given, CERTIFIED_STEPS)
             except ValueError as error:
@@ -152,10 +155,10 @@ class ClassifierSession:
                 "radius": None if found.radius is None else float(found.radius[0]),
                 "norm": float(norm[0]),
                 "probability": found.probability,
-                **self._distances(pixels),
+                **self._distances(pixels, found),
             })  # fmt: skip
 
-    def _distances(self, pixels: Tensor) -> dict[str, Any]:
+    def _distances(self, pixels: Tensor, local: LocalCertificate) -> dict[str, Any]:
         """How far the image may move, for pixels in 0..1 (Euclidean norm), before another class is predicted.
 
         ``proved``: nearer than that there is no such image. ``estimated``: where the nearest would be if logits were
@@ -164,12 +167,12 @@ class ClassifierSession:
         proved, unproved = None, None
         x, std = self._input(pixels), self.preprocessing.std
         try:
-            proved = float(CertifiedClassifier(self.model, std)(x).radius[0])
+            proved = float(CertifiedClassifier(self._certified, std)(x, local=local).radius[0])
         except UserError as error:
             unproved = str(error)
         at = (x * x.new_tensor(std)[:, None, None]).requires_grad_()  # in the units of pixels in 0..1
         with torch.enable_grad():
-            logits = self.model(at / x.new_tensor(std)[:, None, None])[0]
+            logits = self._certified(at / x.new_tensor(std)[:, None, None])[0]
             best, *others = logits.topk(min(RIVALS + 1, len(logits))).indices.tolist()
             leads = [logits[best] - logits[other] for other in others]
             slopes = [torch.autograd.grad(lead, at, retain_graph=True)[0].norm() for lead in leads]
@@ -203,19 +206,29 @@ class ClassifierSession:
             return scalable_terms(self.layer.problem(self.model.stem(blank.to(next(self.model.parameters()).dtype))))
 
 
+def _for_the_page(model: Classifier) -> Classifier:
+    """A copy in evaluation mode; the page says whether it converged, so no layer warns."""
+    copied = copy.deepcopy(model).eval()
+    for _, layer in equilibria(copied):
+        layer.on_failure = "ignore"
+    return copied
+
+
+def _single_layer(model: Classifier) -> Equilibrium | None:
+    return model.equilibrium if isinstance(model.equilibrium, Equilibrium) else None
+
+
 @contextmanager
 def _changed(layer: Equilibrium | None, tol: float | None, factors: Mapping[str, float]) -> Iterator[None]:
     """Inside, a layer has another tolerance and its terms are scaled."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        if layer is None:
+    if layer is None:
+        yield
+        return
+    solver = layer.solver
+    try:
+        if tol is not None:
+            layer.solver = replace(solver, tol=tol, max_steps=max(solver.max_steps, 200))
+        with rescaled(layer, factors) if factors else nullcontext():
             yield
-            return
-        solver = layer.solver
-        try:
-            if tol is not None:
-                layer.solver = replace(solver, tol=tol, max_steps=max(solver.max_steps, 200))
-            with rescaled(layer, factors) if factors else nullcontext():
-                yield
-        finally:
-            layer.solver = solver
+    finally:
+        layer.solver = solver

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from opteq.problems import Problem
-from opteq.report.html.numbers import with_symbols
+from opteq.report.html.numbers import with_symbols, written
 
 
 def finite(value: Any) -> Any:
@@ -30,4 +30,5 @@ def certificate_of(problem: Problem) -> Any:
         "contraction": certificate.contraction,
         "lipschitz": certificate.lipschitz,
         "reasons": {name: with_symbols(reason) for name, reason in certificate.reasons.items()},
+        "symbols": written(certificate.symbols()),
     })  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opteq.report.charts.images import heatmap, image_data_url, signed_map
-from opteq.report.charts.waterfall import style_of, waterfall
+from opteq.report.charts.waterfall import signed, style_of, waterfall
 from opteq.report.examples import Example, WhatIf
 from opteq.report.html.markup import Html, join, scroller, tag
 from opteq.report.html.numbers import decimal, percent
@@ -119,7 +119,8 @@ def _what_if(example: Example, classes: Sequence[str]) -> Html | None:
     head = tag("tr", tag("th", "term", scope="col"), *heads)
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="numbers")
     lead = f"{classes[example.predicted]} over {classes[example.evidence.rival]}"
-    told = f"The class and the lead of {lead} in logits, solved again with one term scaled; none: no equilibrium found."
+    told = f"The lead of {lead} in logits, solved again with one term scaled, and the class where it is another one"
+    told += "; none: no equilibrium found." if not all(one.converged for one in example.what_if) else "."
     note = tag("p", told, class_="note")
     title = "What if a term were off, halved or doubled?"
     return tag("details", tag("summary", title), scroller(table, title), note)
@@ -128,8 +129,10 @@ def _what_if(example: Example, classes: Sequence[str]) -> Html | None:
 def _cell(answer: WhatIf, predicted: int, classes: Sequence[str]) -> Html:
     if not answer.converged:
         return tag("td", "none", class_="aside")
-    changed = "against" if answer.predicted != predicted else None
-    return tag("td", tag("span", classes[answer.predicted], class_=changed), f" {decimal(answer.difference)}")
+    other = None
+    if answer.predicted != predicted:
+        other = tag("span", f"{classes[answer.predicted]}:", class_="against")
+    return tag("td", other, " " if other else None, signed(answer.difference))
 
 
 def appendix(run: Run) -> Html:

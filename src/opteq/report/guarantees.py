@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from opteq.problems.certificate import Certificate
 from opteq.report.html.markup import Html, join, tag
-from opteq.report.html.numbers import decimal, percent, with_symbols
+from opteq.report.html.numbers import decimal, percent, with_symbols, written
 from opteq.report.sections import section
 
 _PART = re.compile(r"(?:^|\. |; )part (\d+): ")
@@ -21,13 +21,16 @@ def guarantees(certificates: Sequence[tuple[str, Certificate | str]], certified:
         certified: share of the test images whose equilibria are certified, by the weights or at the point.
     """
     lead = "Computed from the current weights: it holds for every input."
-    blocks = []
+    blocks, meanings = [], dict[str, str]()
     for layer, certificate in certificates:
         title = tag("h3", tag("code", layer)) if len(certificates) > 1 else None
         if isinstance(certificate, str):
             blocks.append(join(title, tag("p", f"No certificate could be computed: {certificate}", class_="note")))
         else:
             blocks.append(join(title, tag("ul", *_statements(certificate), class_="certificate")))
+            meanings |= certificate.symbols()
+    if meanings:
+        blocks.append(tag("p", f"Here {written(meanings)}.", class_="note"))
     if certified is not None:
         words = f"Of the test images, {percent(certified)} converged to certified equilibria, by the weights or"
         blocks.append(tag("p", f"{words} at the point (see analysis.local_certificate)."))

@@ -92,7 +92,7 @@ def read_run(folder: Path) -> Run:
         recipe=recipe,
         recipe_text=recipe_text,
         environment=_read_json(folder / "environment.json", notes),
-        config=_read_json(folder / "config.json", notes),
+        config=_read_json(folder / "config.json", notes if (folder / "model.safetensors").exists() else []),
         epochs=_read_metrics(folder / "metrics.jsonl", notes),
         notes=notes,
         certified=_certified(folder / "evaluation.json"),

@@ -68,9 +68,8 @@ def locate(source: str | Path) -> tuple[Path, Path]:
         raise UserError(f"{folder} is a file; give the folder that holds {CONFIG} and {WEIGHTS}")
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
         names = ", ".join(one.name for one in released())
-        otherwise = (
-            f", no weights of that name in the package ({names}), and no name on the hub, which reads owner/name"
-        )
+        hub = ", and no name on the hub, which reads owner/name" if isinstance(source, str) else ""
+        otherwise = f"{',' if hub else ' and'} no weights of that name in the package ({names}){hub}"
         raise UserError(f"there is no folder {source}{_nearest(folder) or otherwise}")
     if folder.parent.is_dir():
         # Who keeps models in runs/ and misspells one should not wait for the hub to say that it has no such owner.

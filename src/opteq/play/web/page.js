@@ -4,7 +4,7 @@
   const { $, element, number } = show;
   const canvas = $("canvas");
   const pen = canvas.getContext("2d", { willReadFrequently: true });
-  const state = { model: null, image: null, rival: null, controls: {}, asked: 0, timer: 0, busy: false };
+  const state = { model: null, image: null, rival: null, controls: {}, asked: 0, timer: 0, busy: false, certifying: null };
 
   function fail(message) {
     $("error").textContent = message;
@@ -18,6 +18,7 @@
     state.image = null;
     state.rival = null;
     state.asked += 1; // an answer that is on its way belongs to what was cleared
+    state.certifying?.abort();
     $("answer").replaceChildren(element("p", { class: "note" }, "Draw something first."));
     $("solve").replaceChildren();
     $("point").replaceChildren();
@@ -116,6 +117,7 @@
   async function send() {
     if (!state.image || !state.model) return;
     const turn = ++state.asked;
+    state.certifying?.abort(); // the server passes over a question that was given up
     if (state.busy) return; // the question on its way asks again when it comes back: they never pile up
     state.busy = true;
     const answer = await post("/api/solve", { ...options(), ...(state.rival === null ? {} : { rival: state.rival }) });
@@ -127,14 +129,15 @@
     show.classified(state.model, answer, (rival) => { state.rival = rival; ask(); });
     if (!answer.steps.length) return;
     $("point").replaceChildren(element("p", { class: "note" }, "At this image: computing …"));
-    const found = await post("/api/certificate", options());
+    state.certifying = new AbortController();
+    const found = await post("/api/certificate", options(), state.certifying.signal);
     if (found && turn === state.asked) show.point(found);
   }
-  async function post(address, asked) {
+  async function post(address, asked, signal) {
     const turn = state.asked;
     try {
       const body = JSON.stringify({ image: state.image, ...asked });
-      const response = await fetch(address, { method: "POST", headers: { "Content-Type": "application/json" }, body });
+      const response = await fetch(address, { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
       const answer = await response.json();
       if (response.ok) return answer;
       if (turn === state.asked) fail(answer.error || "The server refused the request.");

@@ -115,7 +115,7 @@ const show = (() => {
     slider.addEventListener("input", look);
     const how = answer.solve;
     target.replaceChildren(
-      element("p", { class: "note" }, `${how.method}: ${how.status}, ${how.steps} steps, residual ${number(how.residual)}, tolerance ${number(how.tol)}. Below: plain steps.`),
+      element("p", { class: "note" }, `${how.method}: ${how.status}, ${how.steps} steps, residual ${number(how.residual)}, tolerance ${number(how.tol)}. The slider shows plain steps, y ← T(y).`),
       element("div", { class: "control" }, element("label", { for: "step" }, "plain step"), slider, label),
       view,
     );
@@ -144,6 +144,7 @@ const show = (() => {
       element("dl", {}, ...rows.flatMap(([key, name]) => [
         element("dt", {}, `${name}: ${word(found[key])}`), element("dd", {}, found.reasons[key] || ""),
       ])),
+      found.symbols ? element("p", { class: "note" }, `Here ${found.symbols}.`) : "",
     );
   }
 

@@ -51,11 +51,11 @@ def waterfall(shares: Mapping[str, float], total: str, about: str) -> Html:
     rows = []
     for index, (name, share) in enumerate(shares.items()):
         ends = sorted((axis(levels[index]), axis(levels[index + 1])))
-        rows.append(_row(name, _signed(share), index, ends, "for" if share >= 0 else "against"))
+        rows.append(_row(name, signed(share), index, ends, "for" if share >= 0 else "against"))
         rows.append(_thread(axis(levels[index + 1]), index))
-    rows.append(_row(total, _signed(levels[-1]), len(shares), sorted((axis(0.0), axis(levels[-1]))), "total"))
+    rows.append(_row(total, signed(levels[-1]), len(shares), sorted((axis(0.0), axis(levels[-1]))), "total"))
     zero, height = axis(0.0), _TOP * 2 + _ROW * (len(shares) + 1)
-    words = "; ".join(f"{name} {_signed(share)}" for name, share in shares.items())
+    words = "; ".join(f"{name} {signed(share)}" for name, share in shares.items())
     return tag(
         "svg",
         tag("line", x1=zero, x2=zero, y1=_TOP, y2=height - _TOP, class_="zero"),
@@ -64,11 +64,12 @@ def waterfall(shares: Mapping[str, float], total: str, about: str) -> Html:
         class_="chart waterfall",
         role="img",
         tabindex="0",
-        aria_label=f"{about}: {words}; together {_signed(levels[-1])}.",
+        aria_label=f"{about}: {words}; together {signed(levels[-1])}.",
     )
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A number with its sign, plus included."""
     return f"+{decimal(value)}" if value > 0 else decimal(value)
 
 
@@ -94,7 +95,7 @@ def _thread(x: float, row: int) -> Html:
 
 
 def terms_table(start: Mapping[str, float], end: Mapping[str, float]) -> Html:
-    """The values of the terms as a table."""
+    """The values of the terms as a table, without those that are zero at both ends, such as the penalty of ReLU."""
     rows = [
         tag(
             "tr",
@@ -103,6 +104,7 @@ def terms_table(start: Mapping[str, float], end: Mapping[str, float]) -> Html:
             tag("td", decimal(end[name], 4)),
         )
         for name in end
+        if start[name] or end[name]
     ]
     total = tag(
         "tr",

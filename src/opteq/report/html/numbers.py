@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 _SIGNS = (
     ("<=", "≤"),
@@ -133,7 +134,21 @@ def with_symbols(reason: str) -> str:
     >>> with_symbols("phi + gamma R is convex, times |I - gamma hess R| <= 2")
     'φ + γ R is convex, times |I − γ ∇²R| ≤ 2.'
     """
-    for plain, sign in _SIGNS:
-        reason = re.sub(plain, sign, reason)
+    reason = _signs(reason)
     first = reason[:1].upper() if reason[:1].isascii() else reason[:1]  # a capital Greek letter is another symbol
     return f"{first}{reason[1:].rstrip('.')}." if reason else ""
+
+
+def written(meanings: Mapping[str, str]) -> str:
+    """What symbols mean, in one sentence.
+
+    >>> written({"L": "the largest slope of the activation", "mu": "the number that divides the coupling"})
+    'L is the largest slope of the activation; μ is the number that divides the coupling'
+    """
+    return "; ".join(f"{_signs(symbol)} is {meaning}" for symbol, meaning in meanings.items())
+
+
+def _signs(text: str) -> str:
+    for plain, sign in _SIGNS:
+        text = re.sub(plain, sign, text)
+    return text
