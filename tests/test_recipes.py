@@ -112,7 +112,7 @@ def test_the_papers_smaller_tables() -> None:
 def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
     """And in the optimiser of networks that SGD at this rate can't train, and in the guard of MDEQ."""
     same = [load_recipe(name) for name in recipes() if name.startswith(("cifar10-jpeg-", "tiny100-"))]
-    assert len(same) == 18 + 7
+    assert len(same) == 22 + 11
     rest = []
     for recipe in same:
         assert (recipe.data.name == "folder-superclasses") == ("superclasses" in recipe.name)

@@ -115,10 +115,11 @@ def draw_steps(axes: Any, found: Named) -> None:
 
 
 def draw_certified(axes: Any, found: Named) -> None:
-    """Certified accuracy against the radius, on a logarithmic axis."""
+    """Certified accuracy against the radius, on a logarithmic axis that ends where nothing is certified."""
+    last = max(sum(value > 0 for value in one["certified"]["accuracy"]) for _, one in found)
     for (title, one), color in zip(found, COLORS, strict=False):
         curve = one["certified"]
-        pairs = list(zip(curve["radii"], curve["accuracy"], strict=True))[1:]
+        pairs = list(zip(curve["radii"], curve["accuracy"], strict=True))[1 : max(last + 1, 3)]
         axes.plot(
             [r for r, _ in pairs], [100 * a for _, a in pairs], marker="o", markersize=3, color=color, label=title
         )
@@ -132,18 +133,25 @@ def draw_record(folder: Path) -> Path | None:
     """``robustness.png`` and ``.svg`` of all that was measured of one run; None where nothing was."""
     record, title = read_record(folder), folder.resolve().name
     bars, curves = record.get("corruptions"), record.get("curves")
-    drawers: list[Any] = [] if bars is None else [lambda axes: draw_corruptions(axes, [(title, bars)])]
+    drawers: list[tuple[str, Any]] = []
+    if bars is not None:
+        drawers.append(
+            ("corruptions: mean (bars) and severities (dots)", lambda a: draw_corruptions(a, [(title, bars)]))
+        )
     if curves is not None:
-        drawers += [lambda axes: draw_radius(axes, [(title, curves)]), lambda axes: draw_steps(axes, [(title, curves)])]
+        drawers.append(("attacks by radius", lambda axes: draw_radius(axes, [(title, curves)])))
+        drawers.append(("attacks by steps", lambda axes: draw_steps(axes, [(title, curves)])))
         if "accuracy" in curves["certified"]:
-            drawers.append(lambda axes: draw_certified(axes, [(title, curves)]))
+            drawers.append(("certified: no attack succeeds", lambda axes: draw_certified(axes, [(title, curves)])))
     if not drawers:
         return None
     columns = min(2, len(drawers))
     rows = -(-len(drawers) // columns)
     figure, axes = panels(rows, columns, (5.4, 5.2 if bars is not None else 3.8))
-    for draw, one in zip(drawers, axes.flat, strict=False):
+    for (heading, draw), one in zip(drawers, axes.flat, strict=False):
         draw(one)
+        one.set_title(heading, fontsize="medium")
+    figure.suptitle(title)
     for one in axes.flat[len(drawers) :]:
         one.set_axis_off()
     return save(figure, folder, "robustness")[0]

@@ -57,7 +57,7 @@ def measure_curves(
             for name, attack in (("pgd", PGD(radius, count)), ("apgd", APGD(radius, count))):
                 found[name].append(opened.counts(split, attack).accuracy)
             last = f"PGD {found['pgd'][-1]:.1%}, APGD {found['apgd'][-1]:.1%}"
-            say(f"attack of {255 * radius:.3g}/255 in {count} steps: accuracy under {last}")
+            say(f"attack of {255 * radius:.3g}/255, steps {count}: accuracy under {last}")
         return found
 
     radii = [share * epsilon for share in SHARES if share * epsilon <= 1]

@@ -78,7 +78,7 @@ def evaluate_robustness(
             f"{opened.path} was trained for segmentation: corruptions and attack curves need a classifier of images"
         )
     published = None if corruption_files is None else PublishedCorruptions(corruption_files)
-    rows = _rows(len(opened.dataset.test), images)
+    rows = chosen_rows(len(opened.dataset.test), images)
     split = opened.dataset.test
     if rows is not None:
         split = Split(split.images[rows], split.labels[rows])
@@ -128,7 +128,7 @@ def _radius(attack: float | str | None) -> float:
     return float(epsilon)
 
 
-def _rows(total: int, count: int | None) -> Tensor | None:
+def chosen_rows(total: int, count: int | None) -> Tensor | None:
     """Images drawn at random, the same ones every time: data sets may lie in the order of their classes."""
     if count is None or count >= total:
         return None
