@@ -22,8 +22,8 @@ from opteq.states import blocks, map_state
 
 FAMILIES = [
     families.opteq_layer, families.opteq_layer, families.deep_layers, families.branches, families.branches,
-    families.similarity, own.bowl, own.pair, own.least, own.robust, own.wells, own.restoration, feedback.inhibition,
-    feedback.inhibited, feedback.free_map, monotone.monotone,
+    families.kernel_branches, families.similarity, own.bowl, own.pair, own.least, own.robust, own.wells,
+    own.restoration, feedback.inhibition, feedback.inhibited, feedback.free_map, monotone.monotone,
 ]  # fmt: skip
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
 

@@ -132,18 +132,37 @@ def _write(format: str, made: Exportable, pixels: Tensor, path: Path) -> bool:
         try:
             write(made, pixels[:1], path, False)
         except Exception as error:
-            name, said = made.model.config["name"], str(error).strip().partition("\n")[0]
-            raise UserError(f"{name} can't be written as {format}: {said}") from error
+            raise UserError(f"{made.model.config['name']} can't be written as {format}: {_reason(error)}") from error
     return False
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error that began it: exporters wrap it in advice to their developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Operations that ONNX lacks: the diversity of branches needs hypot, the Gaussian kernel's own gamma a median."""
+    with needs_extra("export"):
+        from onnxscript import opset18 as ops  # type: ignore[import-untyped,unused-ignore]
+
+    def hypot(a: Any, b: Any) -> Any:
+        return ops.Sqrt(ops.Add(ops.Mul(a, a), ops.Mul(b, b)))
+
+    def median(x: Any, dim: int, keepdim: bool = False) -> Any:
+        half = ops.Div(ops.Add(ops.Shape(x, start=dim, end=dim + 1), 1), 2)  # the lower one of two, as in torch
+        values, indices = ops.TopK(x, half, axis=dim, largest=0)
+        chosen = [ops.Gather(part, ops.Sub(half, 1), axis=dim) for part in (values, indices)]
+        return tuple(chosen if keepdim else [ops.Squeeze(part, [dim]) for part in chosen])
+
+    return {torch.ops.prims.hypot.default: hypot, torch.ops.aten.median.dim: median}
 
 
 def _write_onnx(made: Exportable, example: Tensor, path: Path, any_batch: bool) -> None:
     with needs_extra("export"):
         import onnx
-        from onnxscript import opset18 as ops  # type: ignore[import-untyped,unused-ignore]
-
-    def hypot(a: Any, b: Any) -> Any:
-        return ops.Sqrt(ops.Add(ops.Mul(a, a), ops.Mul(b, b)))
 
     program = torch.onnx.export(
         made,
@@ -153,7 +172,7 @@ def _write_onnx(made: Exportable, example: Tensor, path: Path, any_batch: bool) 
         input_names=["pixels"],
         output_names=["logits"],
         verbose=False,
-        custom_translation_table={torch.ops.prims.hypot.default: hypot},  # ONNX has none; branches' diversity needs it
+        custom_translation_table=_translations(),
     )
     assert program is not None
     program.save(str(path), external_data=False)
