@@ -11,6 +11,7 @@ from torch import Tensor
 import opteq
 from all_cases import CASES
 from cases import Case, by_name
+from opteq.gradients import Gradient
 from opteq.solvers import Status
 from opteq.states import blocks
 
@@ -54,6 +55,27 @@ def test_a_scaler_of_gradients_sees_it() -> None:
     layer = opteq.Equilibrium(opteq.DeepOptEq([(W, U)], alpha=0.8), on_failure="ignore")
     (layer(torch.randn(2, 3)).sum() * float("nan")).backward()
     assert all(not torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [opteq.Implicit(), opteq.OneStep(), opteq.Phantom(3), opteq.Shine()],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_unit_that_is_off_does_not_swallow_a_gradient(gradient: Gradient) -> None:
+    """ReLU's derivative is zero there, and torch's own backward pass takes zero times NaN for zero."""
+    torch.manual_seed(0)
+    problem = opteq.GEQ(opteq.operators.Dense(8, 4, bound=0.9), torch.nn.Linear(3, 8), opteq.kernels.Linear())
+    layer = opteq.Equilibrium(problem.double(), opteq.Broyden(tol=1e-8), gradient, on_failure="ignore")
+    x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    z = layer(x)
+    sent = torch.ones_like(z)
+    off = int((z[1] == 0).nonzero()[0])
+    sent[1, off] = torch.nan
+    z.backward(sent)
+    assert x.grad is not None
+    assert not torch.isfinite(x.grad[1]).any()
+    assert torch.isfinite(x.grad[[0, 2]]).all()
 
 
 SOLVERS = {
