@@ -70,12 +70,26 @@ def test_a_unit_that_is_off_does_not_swallow_a_gradient(gradient: Gradient) -> N
     x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     z = layer(x)
     sent = torch.ones_like(z)
-    off = int((z[1] == 0).nonzero()[0])
-    sent[1, off] = torch.nan
+    row, unit = (z == 0).nonzero()[0].tolist()
+    sent[row, unit] = torch.nan
     z.backward(sent)
     assert x.grad is not None
-    assert not torch.isfinite(x.grad[1]).any()
-    assert torch.isfinite(x.grad[[0, 2]]).all()
+    assert (~torch.isfinite(x.grad)).all(dim=1).tolist() == [index == row for index in range(3)]
+
+
+def test_features_that_are_cut_off_do_not_swallow_a_gradient() -> None:
+    """A prior's soft threshold comes after the equilibrium of a Splitting."""
+    torch.manual_seed(0)
+    problem = opteq.OptEq(opteq.operators.Dense(8, 6, bound=0.7), torch.nn.Linear(3, 6))
+    layer = opteq.Equilibrium(opteq.Splitting(problem, opteq.regularizers.L1(), 0.5).double(), on_failure="ignore")
+    x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    z = layer(x)
+    sent = torch.ones_like(z)
+    row, unit = (z == 0).nonzero()[0].tolist()
+    sent[row, unit] = torch.nan
+    z.backward(sent)
+    assert x.grad is not None
+    assert (~torch.isfinite(x.grad)).all(dim=1).tolist() == [index == row for index in range(3)]
 
 
 SOLVERS = {
