@@ -12,6 +12,7 @@ import opteq
 from all_cases import CASES
 from cases import Case, by_name
 from opteq.gradients import Gradient
+from opteq.models.comparators.monotone import MonDEQ
 from opteq.solvers import Status
 from opteq.states import blocks
 
@@ -78,18 +79,18 @@ def test_a_unit_that_is_off_does_not_swallow_a_gradient(gradient: Gradient) -> N
 
 
 def test_features_that_are_cut_off_do_not_swallow_a_gradient() -> None:
-    """A prior's soft threshold comes after the equilibrium of a Splitting."""
+    """The ReLU of Peaceman-Rachford splitting comes after its state."""
     torch.manual_seed(0)
-    problem = opteq.OptEq(opteq.operators.Dense(8, 6, bound=0.7), torch.nn.Linear(3, 6))
-    layer = opteq.Equilibrium(opteq.Splitting(problem, opteq.regularizers.L1(), 0.5).double(), on_failure="ignore")
-    x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    problem = MonDEQ(3, torch.nn.Conv2d(1, 3, 3, padding=1), 3, 0.5, "peaceman-rachford").double()
+    layer = opteq.Equilibrium(problem, on_failure="ignore")
+    x = torch.randn(3, 1, 4, 4, dtype=torch.float64, requires_grad=True)
     z = layer(x)
     sent = torch.ones_like(z)
-    row, unit = (z == 0).nonzero()[0].tolist()
-    sent[row, unit] = torch.nan
+    place = (z == 0).nonzero()[0].tolist()
+    sent[tuple(place)] = torch.nan
     z.backward(sent)
     assert x.grad is not None
-    assert (~torch.isfinite(x.grad)).all(dim=1).tolist() == [index == row for index in range(3)]
+    assert (~torch.isfinite(x.grad)).flatten(1).all(dim=1).tolist() == [index == place[0] for index in range(3)]
 
 
 SOLVERS = {
