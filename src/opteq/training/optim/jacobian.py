@@ -43,7 +43,8 @@ def squared_radius(hidden: BoundMap, state: State, iterations: int = 6) -> Tenso
     """
     at = map_state(Tensor.detach, state)
     pull = pullback(hidden.step, at)[1]
-    direction = _unit(at)
+    still = inner(at, at) == 0  # a state of zeros has no direction: any one will do
+    direction = _unit(map_state(lambda part: part + still.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), at))
     with torch.no_grad():
         for _ in range(iterations):
             direction = _unit(pull(direction))
@@ -52,8 +53,14 @@ def squared_radius(hidden: BoundMap, state: State, iterations: int = 6) -> Tenso
 
 
 def _unit(v: State) -> State:
-    length = inner(v, v).sqrt().clamp_min(1e-20)
-    return map_state(lambda part: part / length.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), v)
+    """``v / |v|``, by way of its largest entry: squares of what float16 and float32 hold may not fit. Zero stays."""
+    largest = torch.stack([part.abs().unsqueeze(-1).flatten(1).amax(dim=1) for part in blocks(v)]).amax(dim=0)
+    v = _divided(v, torch.where(largest > 0, largest, 1.0))
+    return _divided(v, inner(v, v).sqrt().clamp_min(1))
+
+
+def _divided(v: State, numbers: Tensor) -> State:
+    return map_state(lambda part: part / numbers.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), v)
 
 
 class JacobianPenalty:
