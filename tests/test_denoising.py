@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -19,27 +18,16 @@ from opteq.common.errors import UserError
 from opteq.models.denoiser import Denoiser
 from opteq.training.denoising.quality import psnr, ssim
 from opteq.training.recipe.files import to_toml
-
-SMALL = (
-    "model.width=4", "model.knots=4", "train.batch_size=2", "train.patch=20", "train.log_steps=2",
-    "train.checkpoint_steps=2", "train.device=cpu", "train.threads=1", "test.sets=['set12']", "test.sigmas=[25]",
-)  # fmt: skip
+from training_cases import TINY_DENOISER, make_grey_images
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("images")
-    generator = np.random.default_rng(0)
-    for folder in ("train", "set12"):
-        (root / folder).mkdir()
-        for number in range(3):
-            coarse = generator.integers(0, 255, (4, 4), dtype=np.uint8)
-            Image.fromarray(coarse).resize((24, 24)).save(root / folder / f"{number}.png")
-    return root
+    return make_grey_images(tmp_path_factory.mktemp("images"))
 
 
 def recipe(images: Path, steps: int, *more: str) -> training.AnyRecipe:
-    overrides = [*SMALL, f"data.root={images}", f"train.steps={steps}", *more]
+    overrides = [*TINY_DENOISER, f"data.root={images}", f"train.steps={steps}", *more]
     return training.load_any_recipe("denoiser-weak", overrides)
 
 
@@ -66,7 +54,9 @@ def test_a_run_that_is_killed_ends_with_the_same_weights(images: Path, tmp_path:
 
 def test_the_program_trains_evaluates_and_reports(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = [part for override in (*SMALL, f"data.root={images}", "train.steps=2") for part in ("--set", override)]
+    settings = [
+        part for override in (*TINY_DENOISER, f"data.root={images}", "train.steps=2") for part in ("--set", override)
+    ]
     done = CliRunner().invoke(app, ["train", "denoiser-convex", "--out", str(out), *settings])
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(app, ["evaluate", str(out), "--device", "cpu"])
@@ -113,7 +103,7 @@ def test_mistakes_are_named(images: Path, override: str, message: str) -> None:
 
 def test_missing_images_and_other_tasks_are_named(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.root is missing: the folder that holds train, set12"):
-        training.train_denoiser(training.load_any_recipe("denoiser-weak", SMALL), tmp_path / "a")
+        training.train_denoiser(training.load_any_recipe("denoiser-weak", TINY_DENOISER), tmp_path / "a")
     with pytest.raises(UserError, match="there is no folder"):
         training.train_denoiser(recipe(tmp_path, 1), tmp_path / "b")
     with pytest.raises(UserError, match="trains a denoiser"):

@@ -111,6 +111,42 @@ def test_files_give_the_same_logits(format: str, name: str, tmp_path: Path) -> N
         assert json.loads(stored.metadata_props[0].value) == ["a", "b", "c", "d"]
 
 
+class Lacking(nn.Module):
+    """Operations that ONNX does not have."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        kept = x.median(dim=2, keepdim=True)
+        return torch.hypot(x, x + 1), x.median(dim=1).values, kept.values, kept.indices
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # the exporter's own
+def test_operations_that_onnx_lacks(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    x, batch = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)), torch.export.Dim("batch")
+    program = torch.onnx.export(
+        Lacking().eval(), (x,), dynamo=True, verbose=False, custom_translation_table=formats._translations(),
+        dynamic_shapes=({0: batch},),
+    )  # fmt: skip
+    program.save(str(tmp_path / "m.onnx"), external_data=False)
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: x[:2].numpy()})
+    for got, expected in zip(found, Lacking()(x[:2]), strict=True):
+        torch.testing.assert_close(torch.from_numpy(got), expected)
+
+
+def test_a_model_that_no_exporter_knows_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        try:
+            raise ValueError("No ONNX function found for aten.median\nmore")
+        except ValueError as error:
+            raise RuntimeError("\x1b[96mThis is step 3/3\x1b[0m. Next steps:\n- debug") from error
+
+    monkeypatch.setitem(formats._WRITERS, "onnx", refuse)
+    with pytest.raises(UserError, match=r"can't be written as onnx: No ONNX function found for aten.median$"):
+        export(make(), tmp_path / "m.onnx", "onnx", steps=2)
+
+
 @pytest.mark.parametrize("name", ["opteq-162k", "mopteq-193k", "geq-5m"])
 def test_every_family_is_exported_for_any_batch_and_compiles_as_one_graph(name: str) -> None:
     fixed = Exportable(make(name), 2)

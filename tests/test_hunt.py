@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import opteq
-from hunt import files, oracle, problems
+import opteq.models
+from hunt import exports, files, oracle, problems
 from hunt.__main__ import main
-from hunt.drawing import FailureError
+from hunt.drawing import Draw, FailureError
 from hunt.run import KINDS, PATHS, Case, Tally, total
+from opteq.inference import export as exporting
 from opteq.models.pretrained import weights
 from opteq.problems.certificate import Certificate
 from opteq.states import map_state
@@ -112,6 +114,17 @@ def test_damaged_weights_that_load_are_found(monkeypatch: pytest.MonkeyPatch) ->
         files._saved.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_an_exported_file_with_other_logits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opteq.models.create("opteq-digits", num_classes=3, channels=3, hidden=[4]).eval()
+    exports.exported(Draw("exported"), model, tmp_path, "torchscript")
+    run = exporting._run
+    monkeypatch.setattr(exporting, "_compare", lambda *_: None)
+    monkeypatch.setattr(exporting, "_run", lambda *given: run(*given) + 0.1)
+    with pytest.raises(FailureError, match="its logits are off"):
+        exports.exported(Draw("exported"), model, tmp_path, "torchscript")
+
+
 def test_the_oracle_agrees_with_closed_forms() -> None:
     """OptEq with W = 1/2 and c = 1: y = 1 / (1 - w^2) = 4/3; its derivatives by c and w are 4/3 and 16/9."""
     w = {"W.weight": torch.tensor([[0.5]], dtype=torch.float64)}
@@ -175,8 +188,10 @@ def test_a_failure_is_reported_with_what_reproduces_it(
 
 @pytest.mark.slow
 def test_trainings_survive_kills(tmp_path: Path) -> None:
-    assert main(["--kills", "3", "--folder", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "kills-seed0-0.json").read_text())["kills"] >= 3
+    assert main(["--kills", "6", "--folder", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "kills-seed0-0.json").read_text())
+    assert found["kills"] >= 6
+    assert found["runs"] >= 2  # of a classifier and of a denoiser
 
 
 @pytest.mark.slow

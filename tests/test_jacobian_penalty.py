@@ -89,6 +89,20 @@ def test_closed_forms_have_the_gradient_of_the_step() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_the_radius_at_states_without_a_norm(dtype: torch.dtype) -> None:
+    """At zero there is no direction; squares of the last state overflow, those of the tiny one underflow."""
+    W = op.Dense(5, 5, bound=None)
+    W.weight.data = 1.3 * torch.eye(5)
+    hidden = opteq.OptEq(W, activation="leaky_relu").to(dtype)(torch.zeros(4, 5, dtype=dtype))
+    limits = torch.finfo(dtype)
+    state = torch.tensor([0.0, 1.0, limits.tiny, limits.max / 2], dtype=dtype)[:, None].expand(4, 5)
+    found = squared_radius(hidden, state.clone())
+    # The slope at exactly zero is that of the negative side.
+    expected = torch.tensor([0.01, 1, 1, 1], dtype=torch.float64) * 1.3**2
+    torch.testing.assert_close(found.detach().double().sqrt(), expected, rtol=2e-3, atol=0)
+
+
 def test_below_the_limit_nothing_is_added() -> None:
     torch.manual_seed(0)
     model = models.create("mopteq-193k", channels=4, hidden=[3, 3], scales=[1, 2], diversity=0.0)

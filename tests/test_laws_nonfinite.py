@@ -11,6 +11,8 @@ from torch import Tensor
 import opteq
 from all_cases import CASES
 from cases import Case, by_name
+from opteq.gradients import Gradient
+from opteq.models.comparators.monotone import MonDEQ
 from opteq.solvers import Status
 from opteq.states import blocks
 
@@ -54,6 +56,41 @@ def test_a_scaler_of_gradients_sees_it() -> None:
     layer = opteq.Equilibrium(opteq.DeepOptEq([(W, U)], alpha=0.8), on_failure="ignore")
     (layer(torch.randn(2, 3)).sum() * float("nan")).backward()
     assert all(not torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [opteq.Implicit(), opteq.OneStep(), opteq.Phantom(3), opteq.Shine()],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_unit_that_is_off_does_not_swallow_a_gradient(gradient: Gradient) -> None:
+    """ReLU's derivative is zero there, and torch's own backward pass takes zero times NaN for zero."""
+    torch.manual_seed(0)
+    problem = opteq.GEQ(opteq.operators.Dense(8, 4, bound=0.9), torch.nn.Linear(3, 8), opteq.kernels.Linear())
+    layer = opteq.Equilibrium(problem.double(), opteq.Broyden(tol=1e-8), gradient, on_failure="ignore")
+    x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    z = layer(x)
+    sent = torch.ones_like(z)
+    row, unit = (z == 0).nonzero()[0].tolist()
+    sent[row, unit] = torch.nan
+    z.backward(sent)
+    assert x.grad is not None
+    assert (~torch.isfinite(x.grad)).all(dim=1).tolist() == [index == row for index in range(3)]
+
+
+def test_features_that_are_cut_off_do_not_swallow_a_gradient() -> None:
+    """The ReLU of Peaceman-Rachford splitting comes after its state."""
+    torch.manual_seed(0)
+    problem = MonDEQ(3, torch.nn.Conv2d(1, 3, 3, padding=1), 3, 0.5, "peaceman-rachford").double()
+    layer = opteq.Equilibrium(problem, on_failure="ignore")
+    x = torch.randn(3, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    z = layer(x)
+    sent = torch.ones_like(z)
+    place = (z == 0).nonzero()[0].tolist()
+    sent[tuple(place)] = torch.nan
+    z.backward(sent)
+    assert x.grad is not None
+    assert (~torch.isfinite(x.grad)).flatten(1).all(dim=1).tolist() == [index == place[0] for index in range(3)]
 
 
 SOLVERS = {

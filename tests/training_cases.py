@@ -40,6 +40,19 @@ TINY = [
     "train.device=cpu",
 ]
 
+TINY_DENOISER = [
+    "model.width=4",
+    "model.knots=4",
+    "train.batch_size=2",
+    "train.patch=20",
+    "train.log_steps=2",
+    "train.checkpoint_steps=2",
+    "train.device=cpu",
+    "train.threads=1",
+    "test.sets=['set12']",
+    "test.sigmas=[25]",
+]
+
 
 def make_images(root: Path, train: int = 20, test: int = 5) -> Path:
     """An image folder with two classes of 8x8 images, bright above or bright below."""
@@ -105,6 +118,30 @@ def train_here(root: str, out: str, more: list[str], resume: bool = True) -> Non
             os._exit(128 + error.signal)
         except TrainingStopped:
             os._exit(3)
+
+
+def make_grey_images(root: Path) -> Path:
+    """Three small images to train a denoiser with, and three to test it."""
+    random = np.random.default_rng(0)
+    for folder in ("train", "set12"):
+        (root / folder).mkdir(parents=True)
+        for number in range(3):
+            coarse = random.integers(0, 255, (4, 4), dtype=np.uint8)
+            Image.fromarray(coarse).resize((24, 24)).save(root / folder / f"{number}.png")
+    return root
+
+
+def train_denoiser_here(root: str, out: str, more: list[str]) -> None:
+    """A whole run of a small denoiser on :func:`make_grey_images`; quiet, with one thread."""
+    import torch
+    from rich.console import Console
+
+    from opteq import training
+
+    torch.set_num_threads(1)
+    recipe = training.load_any_recipe("denoiser-weak", [*TINY_DENOISER, f"data.root={root}", *more])
+    with open(os.devnull, "w") as nowhere:
+        training.train_denoiser(recipe, out, resume=True, console=Console(file=nowhere))
 
 
 def train_and_die(root: str, out: str, more: list[str], event: int, number: int = signal.SIGKILL) -> None:

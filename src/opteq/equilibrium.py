@@ -21,8 +21,9 @@ from opteq.diagnostics.convergence_monitor import ConvergenceMonitor, FailureChe
 from opteq.diagnostics.minimum import judged_minimum
 from opteq.diagnostics.objective_trace import trace_terms
 from opteq.gradients import Gradient, Implicit
+from opteq.gradients.attach import attach
 from opteq.problems.base import Problem
-from opteq.problems.hidden import BoundMap
+from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
 from opteq.states import Layout, State, any_row, apart, blocks, map_state, nan_rows
@@ -211,6 +212,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if self.observer is not None:
             self.observer(hidden, state)
         features = hidden.features(state) if outcome.features is None else outcome.features
+        if not isinstance(hidden, Hidden):  # others may have features that are cut off, and lose a NaN on its way back
+            features = attach(features, features)
         # Without a finite step there is no state to speak of: that of the start would pass for an answer.
         lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
         features, state = nan_rows(features, lost), nan_rows(state, lost)

@@ -1,8 +1,9 @@
-"""The families of the library with their equations: OptEq, Deep OptEq, POptEq, MOptEq and GEQ."""
+"""The families of the library with their equations: OptEq, Deep OptEq, POptEq, MOptEq (with kernels, too) and GEQ."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,13 +85,19 @@ def deep_layers(draw: Draw) -> DrawnProblem:
     return DrawnProblem(name, problem, equations, shape, minimises=False)
 
 
-def branches(draw: Draw) -> DrawnProblem:
-    """POptEq, or MOptEq: with heritage, with a smoothed diversity, with both or without heritage."""
+def kernel_branches(draw: Draw) -> DrawnProblem:
+    """MOptEq that sees the input through a kernel of an inner product."""
+    return branches(draw, draw.one_of(["linear", "sigmoid", "polynomial"]))
+
+
+def branches(draw: Draw, kind: str = "") -> DrawnProblem:
+    """POptEq, or MOptEq: with heritage, with a smoothed diversity, with both or without heritage; or with a kernel."""
+    degree = draw.whole(2, 3) if kind else 0
     frame = Frame.drawn(draw)
     count = draw.whole(1, 3)
     scales = [draw.one_of([1, 2]) if frame.images else 1 for _ in range(count)]
     sizes = [tuple(side // scale for side in frame.size) for scale in scales]
-    tied = draw.chance(0.7)
+    tied = bool(kind) or draw.chance(0.7)
     heritage = draw.chance(0.7)
     diversity = draw.one_of([0.0, 0.02, 0.1]) if tied else 0.0
     smoothing = draw.number(0.3, 3.0)
@@ -120,14 +127,18 @@ def branches(draw: Draw) -> DrawnProblem:
 
     def inside(w: Weights, x: Tensor, y: State) -> State:
         z = [oracle.backward(w[f"branches.{i}.W.weight"], part) for i, part in enumerate(y)]
+        shares = [injected(w, f"branches.{i}.", oracle.pooled(x, scale)) for i, scale in enumerate(scales)]
+        if kind:
+            shares = [_by_kernel(kind, degree, c, part) for c, part in zip(shares, y, strict=True)]
         return tuple(
-            oracle.forward(w[f"branches.{i}.W.weight"], h) + injected(w, f"branches.{i}.", oracle.pooled(x, scale))
-            for i, (h, scale) in enumerate(zip(fused(z), scales, strict=True))
+            oracle.forward(w[f"branches.{i}.W.weight"], h) + c
+            for i, (h, c) in enumerate(zip(fused(z), shares, strict=True))
         )
 
     def contraction(w: Weights) -> float | None:
         norms = [oracle.norm(w[f"branches.{i}.W.weight"], size) for i, size in enumerate(sizes)]
-        return None if diversity and frame.features > 1 else frame.slope * max(norms) ** 2
+        known = kind in ("", "linear") and not (diversity and frame.features > 1)
+        return frame.slope * max(norms) ** 2 if known else None
 
     equations = Equations(
         inside,
@@ -140,11 +151,15 @@ def branches(draw: Draw) -> DrawnProblem:
             injected_size(w, f"branches.{i}.", oracle.pooled(x.abs(), scale)) for i, scale in enumerate(scales)
         ),
     )
+    options: dict[str, Any] = {"activation": frame.activation, "smoothing": smoothing if diversity else 0.0}
     if tied:
-        problem = opteq.MOptEq(
-            parts, diversity, activation=frame.activation, smoothing=smoothing if diversity else 0.0, heritage=heritage
+        problem = (
+            opteq.problems.KernelMOptEq(parts, _kernel(kind, degree), diversity, heritage=heritage, **options)
+            if kind
+            else opteq.MOptEq(parts, diversity, heritage=heritage, **options)
         )
-        name = f"mopteq diversity={diversity} smoothing={smoothing:.3g} heritage={heritage}"
+        given = f"kernel-mopteq {kind} degree={degree}" if kind else "mopteq"
+        name = f"{given} diversity={diversity} smoothing={smoothing:.3g} heritage={heritage}"
     else:
         problem, name = opteq.POptEq(parts, frame.activation), "popteq"
     return DrawnProblem(f"{name} {frame.activation} scales={scales}", problem, equations, (frame.inputs, *frame.size))
@@ -161,17 +176,12 @@ def similarity(draw: Draw) -> DrawnProblem:
 
     def inside(w: Weights, x: Tensor, y: State) -> State:
         weight, c, state = w["W.weight"], injected(w, "", x), y[0]
-        ones = (1,) * (state.ndim - 1)
         if kind == "gaussian":
             r = c - oracle.forward(weight, state)
             e = torch.exp(-gamma * r.square().reshape(len(r), -1).sum(1))
-            return (oracle.backward(weight, e.reshape(-1, *ones) * r),)
+            return (oracle.backward(weight, e.reshape(-1, *[1] * (r.ndim - 1)) * r),)
         around = oracle.backward(weight, oracle.forward(weight, state))
-        if kind == "linear":
-            return (around + c,)
-        t = (c * state).reshape(len(c), -1).sum(1)
-        slope = 1 - torch.tanh(t).square() if kind == "sigmoid" else degree * t ** (degree - 1)
-        return (around + slope.reshape(-1, *ones) * c,)
+        return (around + _by_kernel(kind, degree, c, state),)
 
     def contraction(w: Weights) -> float | None:
         if kind not in ("linear", "gaussian"):
@@ -187,12 +197,22 @@ def similarity(draw: Draw) -> DrawnProblem:
         contraction,
         lambda w, x: injected_size(w, "", x),
     )
-    made = {
-        "linear": kernels.Linear,
-        "gaussian": lambda: kernels.Gaussian(gamma),
-        "sigmoid": kernels.Sigmoid,
-        "polynomial": lambda: kernels.Polynomial(degree),
-    }
-    problem = opteq.GEQ(W, U, made[kind](), frame.activation)
+    kernel = kernels.Gaussian(gamma) if kind == "gaussian" else _kernel(kind, degree)
+    problem = opteq.GEQ(W, U, kernel, frame.activation)
     name = f"geq {kind} gamma={gamma:.3g} degree={degree} {frame.activation}"
     return DrawnProblem(name, problem, equations, (frame.inputs, *frame.size))
+
+
+def _kernel(kind: str, degree: int) -> kernels.InnerProduct:
+    """A kernel k of the inner product of the input's share and the state."""
+    made = {"linear": kernels.Linear, "sigmoid": kernels.Sigmoid, "polynomial": lambda: kernels.Polynomial(degree)}
+    return made[kind]()
+
+
+def _by_kernel(kind: str, degree: int, c: Tensor, state: Tensor) -> Tensor:
+    """``k'(<c, y>) c``."""
+    if kind == "linear":
+        return c
+    t = (c * state).reshape(len(c), -1).sum(1)
+    slope = 1 - torch.tanh(t).square() if kind == "sigmoid" else degree * t ** (degree - 1)
+    return slope.reshape(-1, *[1] * (c.ndim - 1)) * c

@@ -17,6 +17,7 @@ from torch import Tensor
 import opteq.models
 from hunt.damage import damaged, mutated, refused_in_a_line
 from hunt.drawing import Draw, require
+from hunt.exports import exported
 from opteq.models.denoiser import Denoiser, DenoiserConfig
 
 _MODELS = {
@@ -33,6 +34,8 @@ def hunt(draw: Draw) -> str:
     kind = draw.one_of(
         [hunt_weights, hunt_weights, hunt_config, hunt_checkpoint, hunt_archive, hunt_denoiser, hunt_image]
     )
+    if draw.chance(0.01):  # one takes some ten seconds
+        kind = hunt_export
     with tempfile.TemporaryDirectory() as folder:
         kind(draw, Path(folder))
     return kind.__name__.removeprefix("hunt_")
@@ -151,6 +154,16 @@ def hunt_image(draw: Draw, folder: Path) -> None:
                 require(0 <= prediction.confidence <= 1, f"a confidence of {prediction.confidence}: {what}")
         with refused_in_a_line(f"a {kind} image with {what}, to be restored"):
             require(bool(read_image(path).isfinite().all()), f"pixels that are not finite: {what}")
+
+
+def hunt_export(draw: Draw, folder: Path) -> None:
+    """An exported model."""
+    from opteq.inference.export import ENDINGS
+
+    name = draw.one_of(list(_MODELS))
+    for file, content in zip(("config.json", "model.safetensors"), _saved(name), strict=False):
+        (folder / file).write_bytes(content)
+    exported(draw, opteq.models.from_pretrained(folder), folder, draw.one_of(list(ENDINGS)))
 
 
 @functools.cache

@@ -60,8 +60,7 @@ def hunt(draw: Draw) -> str:
         return "unsolved"
     assert x.grad is not None
     if bad is not None:
-        on_tape = isinstance(gradient, opteq.Unrolled | opteq.OneStep)
-        return _check_not_finite(drawn, x.grad, bad, on_tape, about)
+        return _check_not_finite(drawn, x.grad, bad, plain, about)
     if any(status not in (Status.CONVERGED, Status.APPROXIMATE) for status in solution.backward.status):
         return "unsolved"
     # What is left of a gradient after k plain steps is of the order of k times that power of the rate.

@@ -22,9 +22,11 @@ from opteq.states import blocks, map_state
 
 FAMILIES = [
     families.opteq_layer, families.opteq_layer, families.deep_layers, families.branches, families.branches,
-    families.similarity, own.bowl, own.pair, own.least, own.robust, own.wells, own.restoration, feedback.inhibition,
-    feedback.inhibited, feedback.free_map, monotone.monotone,
+    families.kernel_branches, families.similarity, own.bowl, own.pair, own.least, own.robust, own.wells,
+    own.restoration, feedback.inhibition, feedback.inhibited, feedback.free_map, monotone.monotone,
 ]  # fmt: skip
+_BENT = 1e-3
+"""The change of a Jacobian's entries over a push that is short enough."""
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -282,14 +284,26 @@ class Solved:
         equations, w = self.drawn.equations, self.weights
         y = flat(self._state([row]))
         generator = torch.Generator().manual_seed(row)
-        size = 1e-5 * max(float(y.norm()), self.size[row], 1e-30)
-        pushed = y + size * torch.nn.functional.normalize(
-            torch.randn(pushes, y.shape[1], generator=generator, dtype=y.dtype)
-        )
+        directions = torch.nn.functional.normalize(torch.randn(pushes, y.shape[1], generator=generator, dtype=y.dtype))
         x = self.x[row : row + 1].expand(pushes, *self.x.shape[1:])
-        pushed = flat(equations.step(w, x, unflat(pushed, equations.shapes)))  # into the domain of the penalty
+
+        def pushed_by(size: float) -> Tensor:
+            return flat(equations.step(w, x, unflat(y + size * directions, equations.shapes)))  # into the domain
+
+        def slopes_at(rows: Tensor) -> Tensor:
+            return jacobian(equations, w, x, unflat(rows, equations.shapes))
+
+        # The curvature of a cubic changes within a short way: pushes are shorter than that.
+        size = 1e-5 * max(float(y.norm()), self.size[row], 1e-30)
+        while True:
+            pushed = pushed_by(size)
+            slopes = slopes_at(pushed)
+            if float((slopes - slopes_at(pushed_by(size / 2))).abs().max()) <= _BENT:
+                break
+            size /= 10
+            if size <= 1e-12 * float(y.norm()) or size < 1e-60:
+                return True  # rounding is all that is left
         before = (pushed - y).norm(dim=1).clamp_min(size)
-        slopes = jacobian(equations, w, x, unflat(pushed, equations.shapes))
         length = 1 / (1 + float(torch.linalg.matrix_norm(slopes, 2).max()))
         rows, inputs = torch.cat([pushed, y]), torch.cat([x, x[:1]])
         for _ in range(steps):

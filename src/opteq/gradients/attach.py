@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.states import State, blocks, like
+from opteq.states import State, blocks, like, nan_samples
 
 Adjoint = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
@@ -24,7 +24,8 @@ def attach(
     Args:
         value: what is returned.
         carrier: whose tape the gradient goes to.
-        adjoint: changes the incoming gradient on the way; the result can then not be differentiated twice.
+        adjoint: changes the incoming gradient on the way; the result can then not be differentiated twice. Without one,
+            a sample whose gradient is not finite gets NaN throughout: a unit that is off would drop a single one.
         notice: called when the backward pass comes by.
     """
     values, carriers = blocks(value), blocks(carrier)
@@ -56,6 +57,8 @@ class _Attach(torch.autograd.Function):
             gradients = solved
             if torch.is_grad_enabled():  # a second derivative may be asked for
                 gradients = refuse_second_derivative(solved, carriers)
+        else:
+            gradients = blocks(nan_samples(gradients))
         cast = [g.to(carrier.dtype) for g, carrier in zip(gradients, carriers, strict=True)]
         return (None, None, None, *[None] * ctx.count, *cast)
 

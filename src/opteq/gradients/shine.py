@@ -13,7 +13,7 @@ from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wa
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.loop import InverseEstimate
-from opteq.states import Autocast, Layout, State, blocks, like, row_norms
+from opteq.states import Autocast, Layout, State, blocks, like, nan_samples, row_norms
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Shine(Gradient):
 
         def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             with autocast.off():
-                solved = self._estimate(inverse, layout.pack(like(state, gradients)))
+                solved = self._estimate(inverse, layout.pack(nan_samples(like(state, gradients), layout.coupled)))
             return blocks(layout.unpack(solved))
 
         return attach(state, carrier, adjoint, notice=lambda: record(report)), outcome
 
     def _estimate(self, inverse: InverseEstimate, gradient: Tensor) -> Tensor:
         estimate = inverse.adjoint(gradient)
-        believed = row_norms(estimate) <= self.limit * row_norms(gradient)  # false for NaN
+        believed = row_norms(estimate) <= self.limit * row_norms(gradient)  # false for NaN, which both are
         return torch.where(believed[:, None], estimate, gradient)

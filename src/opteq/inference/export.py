@@ -194,8 +194,10 @@ def _write(format: str, subject: _Subject, path: Path) -> bool:
     return False
 
 
-def _unwritten(subject: _Subject, format: str, error: Exception) -> UserError:
-    said = str(error).strip().partition("\n")[0]
+def _unwritten(subject: _Subject, format: str, error: BaseException) -> UserError:
+    while error.__cause__ is not None:  # exporters wrap the error that began it in advice to their developers
+        error = error.__cause__
+    said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
     return UserError(f"{subject.name} can't be written as {format}: {said}")
 
 

@@ -39,13 +39,26 @@ def write(format: str, made: nn.Module, example: Inputs, path: Path, signature: 
     _WRITERS[format](made, example, path, signature, tuple(map(dict, signature.free)) if free else None)
 
 
-def _write_onnx(made: nn.Module, example: Inputs, path: Path, signature: Signature, free: Any) -> None:
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Operations that ONNX lacks: the diversity of branches needs hypot, the Gaussian kernel's own gamma a median."""
     with needs_extra("export"):
-        import onnx
         from onnxscript import opset18 as ops  # type: ignore[import-untyped,unused-ignore]
 
     def hypot(a: Any, b: Any) -> Any:
         return ops.Sqrt(ops.Add(ops.Mul(a, a), ops.Mul(b, b)))
+
+    def median(x: Any, dim: int, keepdim: bool = False) -> Any:
+        half = ops.Div(ops.Add(ops.Shape(x, start=dim, end=dim + 1), 1), 2)  # the lower one of two, as in torch
+        values, indices = ops.TopK(x, half, axis=dim, largest=0)
+        chosen = [ops.Gather(part, ops.Sub(half, 1), axis=dim) for part in (values, indices)]
+        return tuple(chosen if keepdim else [ops.Squeeze(part, [dim]) for part in chosen])
+
+    return {torch.ops.prims.hypot.default: hypot, torch.ops.aten.median.dim: median}
+
+
+def _write_onnx(made: nn.Module, example: Inputs, path: Path, signature: Signature, free: Any) -> None:
+    with needs_extra("export"):
+        import onnx
 
     program = torch.onnx.export(
         made,
@@ -55,7 +68,7 @@ def _write_onnx(made: nn.Module, example: Inputs, path: Path, signature: Signatu
         input_names=list(signature.inputs),
         output_names=[signature.output],
         verbose=False,
-        custom_translation_table={torch.ops.prims.hypot.default: hypot},  # ONNX has none; branches' diversity needs it
+        custom_translation_table=_translations(),
     )
     assert program is not None
     program.save(str(path), external_data=False)

@@ -37,7 +37,7 @@ _MESSAGES = {
     ),
     Status.NON_FINITE: (
         "an iterate overflowed or was NaN, so the best finite one is kept, or NaN where there is none. Check that the "
-        "inputs are finite, and that the objective has a lower bound; give the operators a bound, or use opteq.FISTA(), "
+        "inputs are finite, and the objective has a lower bound; give the operators a bound, or use opteq.FISTA(), "
         "Anderson, a damping below 1 or a larger curvature"
     ),
     Status.INDEFINITE: (

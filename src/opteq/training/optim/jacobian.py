@@ -42,12 +42,13 @@ def squared_radius(hidden: BoundMap, state: State, iterations: int = 6) -> Tenso
         iterations: products with ``J'`` before the last one.
     """
     at = map_state(Tensor.detach, state)
-    direction = _unit(at)
+    still = inner(at, at) == 0  # a state of zeros has no direction: any one will do
+    direction = map_state(lambda part: part + still.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), at)
     with torch.no_grad():
         adjoint = hidden.linearise(at).adjoint
         for _ in range(iterations):
-            direction = _unit(adjoint(direction))
-    pulled = _taped_adjoint(hidden, at)(direction)
+            direction = adjoint(_divided_by_largest(direction))
+    pulled = _taped_adjoint(hidden, at)(_unit(direction))
     return inner(pulled, pulled)
 
 
@@ -61,8 +62,18 @@ def _taped_adjoint(hidden: BoundMap, at: State) -> Product:
 
 
 def _unit(v: State) -> State:
-    length = inner(v, v).sqrt().clamp_min(1e-20)
-    return map_state(lambda part: part / length.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), v)
+    """``v / |v|``, by way of its largest entry: squares of what float16 and float32 hold may not fit. Zero stays."""
+    v = _divided_by_largest(v)
+    return _divided(v, inner(v, v).sqrt().clamp_min(1))
+
+
+def _divided_by_largest(v: State) -> State:
+    largest = torch.stack([part.abs().unsqueeze(-1).flatten(1).amax(dim=1) for part in blocks(v)]).amax(dim=0)
+    return _divided(v, torch.where(largest > 0, largest, 1.0))
+
+
+def _divided(v: State, numbers: Tensor) -> State:
+    return map_state(lambda part: part / numbers.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), v)
 
 
 class JacobianPenalty:
