@@ -54,6 +54,24 @@ def test_noise_falls_and_tiles_change_little(model, photo):
     assert whole.image.diff(dim=2).abs().mean() < image.diff(dim=2).abs().mean()
 
 
+def test_tiles_see_as_far_as_a_guide_does():
+    torch.manual_seed(0)
+    trained = Denoiser(DenoiserConfig(channels=(1, 2, 4), kernel_size=3, rho=0.0, mu=2.0, guide=3, depth=3, repeats=4))
+    guide = trained.prior.guide
+    for weight in guide.parameters():
+        weight.data = 0.3 * torch.randn(weight.shape)
+    image = torch.rand(1, 1, 121, 121, requires_grad=True)
+    _, expected = guide(image, torch.tensor([0.1]))
+    (slope,) = torch.autograd.grad(expected[..., 60, 60].sum(), image)
+    seen = slope[0, 0].nonzero()
+    far = int((seen - 60).abs().max())
+    assert far <= guide.reach < far + 3
+    whole, parts = (restore(image[0].detach(), trained, Damage(sigma=15), tile=tile) for tile in (512, 64))
+    assert (whole.image - parts.image).abs().max() < 2e-3
+    with pytest.raises(UserError, match="need a prior that is the same everywhere, such as denoiser-convex"):
+        restore(image[0].detach(), trained, Damage(sigma=15, blur=1.0))
+
+
 def test_refusals_name_what_is_wrong(model, photo):
     refused(call("restore", photo / "none.png", "x.png", "--model", model), "no image")
     refused(call("restore", photo / "in.png", "x.png", "--model", photo), "no denoiser")

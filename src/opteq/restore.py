@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 OVERLAP = 32
-"""Pixels that a tile sees of its neighbours; a multiple of every factor of ``--scale``."""
+"""Pixels that a tile sees of its neighbours, at least; a multiple of every factor of ``--scale``."""
 
 _SCALES = (1, 2, 4)
 
@@ -55,6 +55,11 @@ class Damage:
             raise UserError(f"--scale should be one of {', '.join(map(str, _SCALES))}; got {self.scale}")
         if sum([self.blur > 0, self.mask is not None, self.scale > 1]) > 1:
             raise UserError("one of --blur, --mask and --scale can be undone at a time")
+
+    @property
+    def noise_only(self) -> bool:
+        """Whether there is nothing but noise."""
+        return self.blur == 0 and self.mask is None and self.scale == 1
 
 
 @dataclass(frozen=True)
@@ -97,10 +102,16 @@ def restore(
     """
     if damage.mask is not None and damage.mask.shape != image.shape[1:]:
         raise UserError(f"the mask has {tuple(damage.mask.shape)} pixels, the image {tuple(image.shape[1:])}")
-    factor = damage.scale
+    guide, factor = model.prior.guide, damage.scale
+    if guide is not None and not damage.noise_only:
+        raise UserError(
+            "the network that guides this model's prior was trained on images with noise alone; --blur, --mask and "
+            "--scale need a prior that is the same everywhere, such as denoiser-convex"
+        )
+    overlap = OVERLAP if guide is None else max(OVERLAP, guide.reach)
     height, width = (factor * size for size in image.shape[1:])
     answer = image.new_zeros(image.shape[0], height, width)
-    tiles = list(_tiles(height, width, tile))
+    tiles = list(_tiles(height, width, tile, overlap))
     converged, worst, most = 0.0, 0.0, 0
     for done, (outer, inner, place) in enumerate(tiles):
         seen = tuple(slice(part.start // factor, part.stop // factor) for part in outer)
@@ -147,13 +158,13 @@ def _solved(
 Window = tuple[slice, ...]
 
 
-def _tiles(height: int, width: int, tile: int) -> Iterator[tuple[Window, Window, Window]]:
+def _tiles(height: int, width: int, tile: int, overlap: int) -> Iterator[tuple[Window, Window, Window]]:
     """What a tile sees, which part of that counts, and where it goes."""
     for top in range(0, height, tile):
         for left in range(0, width, tile):
             place = (slice(top, min(top + tile, height)), slice(left, min(left + tile, width)))
             sizes = zip(place, (height, width), strict=True)
-            outer = tuple(slice(max(p.start - OVERLAP, 0), min(p.stop + OVERLAP, size)) for p, size in sizes)
+            outer = tuple(slice(max(p.start - overlap, 0), min(p.stop + overlap, size)) for p, size in sizes)
             inner = tuple(slice(p.start - o.start, p.stop - o.start) for p, o in zip(place, outer, strict=True))
             yield outer, inner, place
 

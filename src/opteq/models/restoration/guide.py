@@ -44,6 +44,11 @@ class Guide(nn.Module, metaclass=NamedOptions):
             assert bias is not None
             bias.zero_()[: 4 * channels] = math.log(4)
 
+    @property
+    def reach(self) -> int:
+        """How far away a pixel may be that an answer depends on, to the next even number."""
+        return 2 * (1 + 2 * len(self.blocks) * self.repeats + 1)
+
     def forward(self, image: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and expected responses ``(B, C, h, w)`` of images ``(B, 1, h, w)`` with noise levels ``(B,)``.
 
