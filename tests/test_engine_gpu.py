@@ -86,6 +86,42 @@ def test_both_paths_agree_and_see_new_weights(kind: str) -> None:
             assert (flat(layer(x)) - moved[0]).norm() < 1e-5 * moved[0].norm()
 
 
+class Rough(opteq.Objective):
+    """``1/2 |y - x|^2 + 10 |differences of y|^2``: some 200 steps forward, and 70 backward."""
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        rough = (y[:, 1:] - y[:, :-1]).square().sum(1)
+        return {"data": 0.5 * (y - x).square().sum(1), "rough": 10 * rough}
+
+
+@pytest.mark.parametrize("most", [400, 40])
+def test_an_objective_with_default_steps_is_captured(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps are allowed than a graph holds; where they are needed, the plain path goes on."""
+    from opteq.engine.cuda_graphs import backend
+
+    monkeypatch.setattr(backend, "_MOST_STEPS", most)
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(Rough(), opteq.FISTA(measure="error", tol=1e-7, max_steps=10_000))
+    x, cotangent = torch.randn(2, 4, 400, dtype=torch.float64, device="cuda")
+    x.requires_grad_()
+    eye = torch.eye(400, dtype=torch.float64, device="cuda")
+    differences = eye[1:] - eye[:-1]
+    exact = torch.linalg.inv(eye + 20 * differences.T @ differences)
+    for _ in range(3):
+        solution = layer.solve(x)
+        assert bool(solution.converged.all())
+        assert 100 < int(solution.steps.max()) < 400
+        assert (solution.features - x @ exact).norm() < 1e-5 * (x @ exact).norm()
+        assert len(solution.report.trace) == int(solution.steps.max()) + 1
+        (found,) = torch.autograd.grad(solution.features, x, cotangent)
+        assert solution.backward is not None
+        assert 40 < int(solution.backward.steps.max()) < 400
+        assert (found - cotangent @ exact).norm() < 1e-8 * found.norm()
+    reasons = opteq.engine.report(layer, x)
+    assert reasons.count("captured CUDA graph") == (2 if most == 400 else 0)
+    assert reasons.count("samples needed more") == (0 if most == 400 else 2)
+
+
 def test_a_number_of_a_users_module_is_seen() -> None:
     problem, x = made("written")
     layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6, max_steps=100))

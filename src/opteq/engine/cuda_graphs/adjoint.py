@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
 from opteq.gradients.attach import refuse_hidden_batches, refuse_second_derivative
 from opteq.problems.hidden import Product
 from opteq.solution import Report
+from opteq.solvers import Status
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import Finish, Iteration, iterate
-from opteq.states import Autocast, Layout, State, blocks, like, map_state, nan_samples
+from opteq.states import Autocast, Layout, State, any_row, blocks, like, map_state, nan_samples
 
 Gradients = list[Tensor | None]
 
@@ -47,12 +48,16 @@ class AdjointByGraph:
         linear: solves the adjoint system.
         coupled: whether samples depend on each other.
         fuse: whether a user's functions are compiled.
+        most: how many steps a graph may hold. A system that needs more, and is allowed more, is solved again plainly.
     """
 
-    def __init__(self, flat: Flattened, state: State, linear: LinearSolver, coupled: bool, fuse: bool) -> None:
+    def __init__(
+        self, flat: Flattened, state: State, linear: LinearSolver, coupled: bool, fuse: bool, most: int
+    ) -> None:
         self.flat = flat
         self.state = state
         self.linear = linear
+        self.captured = replace(linear, max_steps=min(linear.max_steps, most))
         self.fuse = fuse
         self.traces = Traces(flat, fuse)
         self.layout = Layout.of(state, coupled)
@@ -66,24 +71,27 @@ class AdjointByGraph:
         incoming = [part for one in arrived if one is not None for part in blocks(one)]
         inputs = [*self.flat.tensors, *blocks(self.state), *incoming]
 
-        def open_solve(tensors: list[Tensor]) -> _BackwardSolve:
+        def open_solve(tensors: list[Tensor], linear: LinearSolver = self.captured) -> _BackwardSolve:
             state = like(self.state, tuple(tensors[held : held + states]))
             rest = iter(tensors[held + states :])
             given = [None if one is None else like(one, tuple(next(rest) for _ in blocks(one))) for one in arrived]
-            return _BackwardSolve(self, tensors[:held], state, Cotangents(*given))
+            return _BackwardSolve(self, linear, tensors[:held], state, Cotangents(*given))
 
         forms = tuple(None if one is None else len(blocks(one)) for one in arrived)
         key = ("adjoint", self.flat.structure, self.flat.wanted, self.linear, self.autocast, forms, self.fuse)
         with self.autocast.off(), torch.no_grad():
             answer = cache.run(key, inputs, open_solve)
+            note("backward", answer if isinstance(answer, str) else None)
+            if not isinstance(answer, str) and self.captured != self.linear:
+                codes = answer[0][-2]
+                if any_row(codes == int(Status.MAX_STEPS)):
+                    answer = f"{self.captured.max_steps} steps are captured, and samples needed more"
+                    note("backward", answer)
             if isinstance(answer, str):
-                note("backward", answer)
-                solve = open_solve(inputs)
+                solve = open_solve(inputs, self.linear)
                 iterate(solve.iteration)
                 tensors: list[Any] = solve.tensors(solve.iteration.finish())
                 answer = tensors, solve.facts
-            else:
-                note("backward", None)
         (*found, residual, steps, codes, history), places = answer
         assert isinstance(places, tuple)
         known = dict(zip(places, found, strict=True))
@@ -102,7 +110,14 @@ class AdjointByGraph:
 class _BackwardSolve:
     """An adjoint solve under way, to be captured: its linear solve, and what becomes of the answer."""
 
-    def __init__(self, adjoint: AdjointByGraph, held: Sequence[Tensor], state: State, cotangents: Cotangents) -> None:
+    def __init__(
+        self,
+        adjoint: AdjointByGraph,
+        linear: LinearSolver,
+        held: Sequence[Tensor],
+        state: State,
+        cotangents: Cotangents,
+    ) -> None:
         self.adjoint = adjoint
         self.state = state
         self.leaves = [
@@ -115,15 +130,13 @@ class _BackwardSolve:
             gradient = nan_samples(gradient, adjoint.layout.coupled)
             with adjoint.autocast.entered():
                 local = adjoint.flat.with_tensors(held).linearise(state)
-            check_symmetry(local, adjoint.linear)
+            check_symmetry(local, linear)
             system = symmetrised(local, gradient, adjoint.apply)
             self.recover = system.recover
             self.layout = Layout.of(system.rhs, adjoint.layout.coupled)
             with adjoint.autocast.entered():
                 product = adjoint.traces.product(list(held), state, system.product, system.rhs)
-            self.solve = open_linear(
-                adjoint.linear, lambda v: adjoint.apply(product, v), system.rhs, self.layout, adjoint.eps
-            )
+            self.solve = open_linear(linear, lambda v: adjoint.apply(product, v), system.rhs, self.layout, adjoint.eps)
         self.iteration: Iteration = WithOperations(self.solve.iteration, operations)
 
     def tensors(self, finish: Finish) -> list[Tensor]:

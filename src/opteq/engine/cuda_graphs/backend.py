@@ -17,31 +17,30 @@ from opteq.engine.cuda_graphs.traced import Traces
 from opteq.engine.flatten import NotFlattenableError, flatten
 from opteq.engine.log import note
 from opteq.engine.triton.solvers import open_fixed_point
-from opteq.gradients.base import Formulation
+from opteq.gradients.base import Formulation, find
 from opteq.operators import Conv2d, Dense, SeparableConv2d
 from opteq.operators.spectral.bound import known_scales
 from opteq.problems.hidden import BoundMap
 from opteq.solution import Report
-from opteq.solvers import Outcome, Solver
+from opteq.solvers import SAM, Outcome, Solver, Status
 from opteq.solvers.base import Solve
 from opteq.solvers.linear import GMRES, LinearSolver
 from opteq.solvers.loop import Finish, Iteration
-from opteq.states import Autocast, State, blocks, like
+from opteq.states import Autocast, State, any_row, blocks, like, map_state
 
 _MOST_STEPS = 400
-"""A graph holds every step that a solve may take."""
+"""A graph holds every step that a solve may take. Where more are allowed, and needed, the others run plainly."""
 
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
     """The equilibrium of a bound problem by a captured graph; None where the plain path should find it."""
+    if solver.max_steps > _MOST_STEPS:
+        return _solve_in_two(hidden, solver, start, same_steps)
     try:
         flat = flatten(hidden)
         hash(solver)
     except (NotFlattenableError, TypeError) as error:
         note("forward", str(error))
-        return None
-    if solver.max_steps > _MOST_STEPS:
-        note("forward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {solver.max_steps}")
         return None
     count = len(flat.tensors)
     inputs = [*flat.tensors, *([] if start is None else blocks(start))]
@@ -74,15 +73,36 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
     )  # fmt: skip
 
 
+def _solve_in_two(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
+    """A captured solve of as many steps as a graph holds, continued plainly where samples need more."""
+    if solver.tol == 0 or isinstance(solver, SAM):  # every step counts, and the last one is the answer
+        note("forward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {solver.max_steps}")
+        return None
+    first = solve(hidden, replace(solver, max_steps=_MOST_STEPS), start, same_steps)
+    if first is None:
+        return None
+    unfinished = first.codes == int(Status.MAX_STEPS)
+    if not any_row(unfinished):
+        return first
+    note("forward", f"{_MOST_STEPS} steps are captured, and samples needed more")
+    rest = find(hidden, replace(solver, max_steps=solver.max_steps - _MOST_STEPS), first.state, same_steps)
+
+    def chosen(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(unfinished.reshape(-1, *[1] * (one.ndim - 1)), one, other)
+
+    return Outcome(
+        map_state(chosen, rest.state, first.state), chosen(rest.residual, first.residual),
+        first.steps + chosen(rest.steps, torch.zeros_like(rest.steps)), chosen(rest.codes, first.codes),
+        lambda: torch.cat([first.trace, rest.trace[1:]]), first.tol,
+    )  # fmt: skip
+
+
 def attach(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state`` and its features with the implicit gradient, which a captured graph computes."""
     if isinstance(linear, GMRES):
         note("backward", "GMRES synchronises with the host")
-        return None
-    if linear.max_steps > _MOST_STEPS:
-        note("backward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {linear.max_steps}")
         return None
     try:
         flat = flatten(hidden)
@@ -98,7 +118,7 @@ def attach(
     if features is None:
         with torch.no_grad():
             features = features_beside(hidden, state)
-    adjoint = AdjointByGraph(flat, state, linear, hidden.coupled, hidden.fuse)
+    adjoint = AdjointByGraph(flat, state, linear, hidden.coupled, hidden.fuse, _MOST_STEPS)
     attached = attach_adjoint(adjoint, features, record)
     return attached[0], replace(outcome, features=attached[1])
 
