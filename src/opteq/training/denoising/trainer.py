@@ -233,5 +233,5 @@ def built(recipe: DenoisingRecipe, device: torch.device) -> Denoiser:
     model = Denoiser(recipe.model.config(), solver, Implicit(linear=linear), on_failure="ignore").to(device)
     if options.bfloat16 and model.prior.guide is not None:
         model.prior.guide.compute_dtype = torch.bfloat16
-        model.prior.guide.to(memory_format=torch.channels_last)
+        model.prior.guide.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
