@@ -17,7 +17,7 @@ FIELDS = ("exists", "unique", "contraction", "lipschitz")
 
 SYMBOLS = {
     "L": "the largest slope of the activation",
-    "W": "the linear map of the equilibrium",
+    "W": "the linear map of the features",
     "U": "the map of the input",
     "A": "the linear map of the problem",
     "P": "the projection of the kernel",
