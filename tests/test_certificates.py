@@ -346,7 +346,7 @@ def test_it_reads_well() -> None:
         "unique       True     a contraction of a complete space has exactly one fixed point (Banach)",
         "contraction  0.5      L |W|^2 / mu with |W| <= 0.5 and L = 1, the activation's slope",
         "lipschitz    2        |U| L |W| / mu / (1 - L |W|^2 / mu), since sigma is a convex function's gradient",
-        "where L: the largest slope of the activation; W: the linear map of the equilibrium; U: the map of the input; "
+        "where L: the largest slope of the activation; W: the linear map of the features; U: the map of the input; "
         "mu: the number that divides the coupling; sigma: the activation",
     ]
     unknown = opteq.OptEq(operator(torch.full((1, 1), 2.0, dtype=torch.float64))).certificate()

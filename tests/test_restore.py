@@ -78,6 +78,15 @@ def test_refusals_name_what_is_wrong(model, photo):
     refused(call("restore", photo / "in.png", "x.png", "--model", model, "--scale", "3"), "--scale")
     refused(call("restore", photo / "in.png", "x.png", "--model", model, "--blur", "1", "--scale", "2"), "at a time")
     refused(call("restore", photo / "in.png", "x.png", "--model", model, "--strength", "0"), "--strength")
+    refused(
+        call("restore", photo / "in.png", "x.png", "--model", model, "--tol", "0"), "--tol should lie between 0 and"
+    )
+    refused(
+        call("restore", photo / "in.png", "x.png", "--model", model, "--blur", "1e9"), "--blur should lie in [0, 20]"
+    )
+    refused(call("restore", photo / "in.png", "x.xyz", "--model", model), "the ending should be", "got '.xyz'")
+    refused(call("restore", photo / "in.png", photo / "no" / "x.png", "--model", model), "there is no folder")
+    refused(call("restore", photo / "in.png", photo, "--model", model), "is a folder")
     with pytest.raises(UserError, match="mask"):
         restore(torch.zeros(1, 8, 8), Denoiser.load(model), Damage(10, mask=torch.ones(4, 4)))
 

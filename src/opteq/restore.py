@@ -28,6 +28,7 @@ OVERLAP = 32
 """Pixels that a tile sees of its neighbours, at least; a multiple of every factor of ``--scale``."""
 
 _SCALES = (1, 2, 4)
+_LARGEST_BLUR = 20.0
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Damage:
     def __post_init__(self) -> None:
         if not 0 <= self.sigma < math.inf:
             raise UserError(f"--sigma should be at least 0 and finite; got {self.sigma:g}")
-        if self.blur < 0:
-            raise UserError(f"--blur should be at least 0; got {self.blur:g}")
+        if not 0 <= self.blur <= _LARGEST_BLUR:
+            raise UserError(f"--blur should lie in [0, {_LARGEST_BLUR:g}]; got {self.blur:g}")
         if self.scale not in _SCALES:
             raise UserError(f"--scale should be one of {', '.join(map(str, _SCALES))}; got {self.scale}")
         if sum([self.blur > 0, self.mask is not None, self.scale > 1]) > 1:
@@ -192,6 +193,18 @@ def write_image(image: Tensor, file: Path) -> None:
         raise UserError(f"{file} can't be written: {error}") from error
 
 
+def _check_writable(file: Path) -> None:
+    """Refuse, before anything is computed, a place that an image can't be written to."""
+    from PIL import Image
+
+    if not file.parent.is_dir():
+        raise UserError(f"{file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise UserError(f"{file} is a folder; give the name of an image, such as {file / 'out.png'}")
+    if file.suffix.lower() not in Image.registered_extensions():
+        raise UserError(f"{file}: the ending should be that of an image format, such as .png; got {file.suffix!r}")
+
+
 def command(
     source: Path,
     out: Path,
@@ -210,10 +223,13 @@ def command(
     from rich.progress import Progress
 
     device = chosen_device(device)
+    _check_writable(out)
     seen = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
     damage = Damage(sigma, blur, seen, scale)
-    if strength <= 0:
-        raise UserError(f"--strength should be positive; got {strength:g}")
+    if not 0 < strength < math.inf:
+        raise UserError(f"--strength should be positive and finite; got {strength:g}")
+    if not 0 < tol < 1:
+        raise UserError(f"--tol should lie between 0 and 1; got {tol:g}")
     x = read_image(source).to(device)
     trained = Denoiser.load(model).to(device).eval()
     least, most = 255 * trained.config.least, 255 * trained.config.most

@@ -119,7 +119,8 @@ def export(
         draft = Path(folder) / f"model{ENDINGS[format]}"  # torch.export looks at the ending
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporters' own notes to developers
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is not installed
+            for name in ("torch.onnx", "onnx_ir"):  # that torchvision is not installed, that an attribute is empty
+                logging.getLogger(name).setLevel(logging.ERROR)
             any_batch = _write(format, subject, draft)
             size = SAMPLES if any_batch else 1
             for first in range(0, SAMPLES, size):

@@ -5,44 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import nn
 
+from opteq.common.symbols import symbols_in
+
 M = TypeVar("M", bound=nn.Module)
 FIELDS = ("exists", "unique", "contraction", "lipschitz")
-
-SYMBOLS = {
-    "L": "the largest slope of the activation",
-    "W": "the linear map of the equilibrium",
-    "U": "the map of the input",
-    "A": "the linear map of the problem",
-    "P": "the projection of the kernel",
-    "R": "the prior on the features",
-    "T": "a step",
-    "I": "the identity",
-    "D": "the slopes of the activation",
-    "C": "the number of channels",
-    "k": "a bound of the slope of a step",
-    "m": "the strong convexity",
-    "s": "the similarity that the objective subtracts",
-    "x": "the input",
-    "b": "the bias of U",
-    "y": "the state",
-    "mu": "the number that divides the coupling",
-    "sigma": "the activation",
-    "alpha": "the weight of a new value",
-    "gamma": "the weight of the prior",
-    "phi": "what the features minimise without the prior",
-    "zeta": "the largest norm of the branches' W",
-    "lambda": "the weight of the diversity",
-    "rho": "a bound of what resampling between branches stretches",
-    "tau": "the smoothing of the diversity",
-}
-"""Symbols that occur in reasons; a reason explains others itself."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +46,8 @@ class Certificate:
         return "\n".join([*lines, f"where {where}"] if where else lines)
 
     def symbols(self) -> dict[str, str]:
-        """What the symbols in the reasons mean.
-
-        >>> Certificate(reasons={"contraction": "L |W|^2 / mu"}).symbols()["mu"]
-        'the number that divides the coupling'
-        """
-        reasons = " ".join(self.reasons.values()).replace('gamma="auto"', "")
-        used = set(re.findall(r"(?<!')\b[A-Za-z]+\b", reasons))
-        return {symbol: meaning for symbol, meaning in SYMBOLS.items() if symbol in used}
+        """What the symbols in the reasons mean."""
+        return symbols_in(" ".join(self.reasons.values()))
 
 
 def unknown(why: str) -> Certificate:

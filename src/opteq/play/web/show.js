@@ -98,7 +98,8 @@ const show = (() => {
       const at = Number(slider.value);
       const step = answer.steps[at];
       label.textContent = `${at} of ${end}`;
-      const terms = step.terms === null ? [] : Object.entries(step.terms);
+      const changes = (name) => answer.steps.some((one) => one.terms && one.terms[name] !== 0); // ReLU's penalty never does
+      const terms = step.terms === null ? [] : Object.entries(step.terms).filter(([name]) => changes(name));
       view.replaceChildren(...[
         step.state ? element("figure", {}, element("img", { id: "state", src: step.state, alt: `state after ${at} steps` }),
           element("figcaption", {}, "channels of the state")) : null,
@@ -115,7 +116,7 @@ const show = (() => {
     slider.addEventListener("input", look);
     const how = answer.solve;
     target.replaceChildren(
-      element("p", { class: "note" }, `${how.method}: ${how.status}, ${how.steps} steps, residual ${number(how.residual)}, tolerance ${number(how.tol)}. The slider shows plain steps, y ← T(y).`),
+      element("p", { class: "note" }, `${how.method}: ${how.status}, ${how.steps} steps, residual ${number(how.residual)}, tolerance ${number(how.tol)}. The slider goes through plain steps, without acceleration.`),
       element("div", { class: "control" }, element("label", { for: "step" }, "plain step"), slider, label),
       view,
     );
