@@ -22,6 +22,7 @@ from opteq.states import State, blocks
 
 _SAMPLES = 100  # as in the paper
 _ATTACKED = 256  # images whose accuracy is measured
+_KINDS = ("reconstructed", "random signs", "uniform noise")
 _SIZES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 
 
@@ -44,6 +45,9 @@ def heritage_diversity(subject: Subject) -> Drawn:
     found = {one.title: _measures(one) for one in (subject, *subject.beside)}
     figure, axes = panels(1, 1, (5, 4))
     plot_averages(found, axes[0, 0])
+    for points, color in zip(axes[0, 0].collections, COLORS, strict=False):
+        points.set_color(color)
+    axes[0, 0].legend()
     axes[0, 0].set(xlabel="average heritage H (inner product per channel)", ylabel="average diversity term D")
     words = "; ".join(
         f"{name}: mean H {float(one.heritage.mean()):.3g}, mean D {float(one.diversity.mean()):.3g}"
@@ -69,12 +73,14 @@ def channel_correlations(subject: Subject) -> Drawn:
         plot_correlation(mean, axes=row[1])
         row[0].set_title(f"{one.title}: one image")
         row[1].set_title(f"{one.title}: mean of {len(found.heritage)}")
-        words.append(f"{one.title}: {_diagonal(mean.correlations[0][0]):.3g} times")
+        for each in row:
+            each.images[0].set_clim(vmin=0)  # dark is unrelated
+        words.append(f"{_diagonal(mean.correlations[0][0]):.3g} times as large ({one.title})")
     return Drawn(
         figure,
         "Absolute products of the channels of branch 0 (rows) and branch 1 (columns), for one test image and on "
         "average. A bright diagonal means that corresponding channels agree and others are unrelated. Entries on the "
-        f"diagonal are on average as large as those beside it: {'; '.join(words)}.",
+        f"diagonal are on average {', '.join(words)} as the others.",
     )
 
 
@@ -107,9 +113,10 @@ def perturbations(subject: Subject) -> Drawn:
             raise DoesNotFitError(str(error)) from error
     figure, axes = panels(1, 1, (5, 3.8))
     plot_perturbations(found, axes[0, 0])
-    for line, color in zip(axes[0, 0].get_lines(), COLORS, strict=False):
-        line.set_color(color)
+    for line, color, name in zip(axes[0, 0].get_lines(), COLORS, _KINDS, strict=False):
+        line.set(color=color, label=name)
     axes[0, 0].legend()
+    axes[0, 0].set_ylim(bottom=0)
     axes[0, 0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     axes[0, 0].set(
         xlabel="largest entry of the perturbation",

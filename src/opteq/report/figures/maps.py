@@ -11,6 +11,7 @@ from torch import Tensor
 from opteq.analysis.grad_cam import grad_cam
 from opteq.analysis.saliency import saliency_map
 from opteq.common.errors import ConvergenceWarning
+from opteq.models import equilibria
 from opteq.report.examples import model_attention
 from opteq.report.figures.style import Drawn, panels
 from opteq.report.figures.subject import DoesNotFitError, Subject
@@ -45,12 +46,15 @@ def saliency(subject: Subject) -> Drawn:
             )
     for row, name in enumerate(("image", "Grad-CAM", "SmoothGrad")):
         axes[row, 0].set_ylabel(name)
+    where = "features at the equilibrium" if equilibria(subject.model) else "last features"
+    empty = int((cam.flatten(1).amax(dim=1) <= 0).sum())
+    without = f" In {empty} of them no feature speaks for the class: their Grad-CAM is empty." if empty else ""
     return Drawn(
         figure,
-        f"Where the evidence for the predicted class lies in {len(x)} test images: Grad-CAM over the features at the "
-        "equilibrium, and the gradient by pixels averaged over noisy images (SmoothGrad); brighter is more. The "
-        f"brightest tenth of the pixels holds {_concentration(cam):.0%} of Grad-CAM and {_concentration(smooth):.0%} "
-        "of SmoothGrad (10 % would be an even map).",
+        f"Where the evidence for the predicted class lies in {len(x)} test images: Grad-CAM over the {where}, and the "
+        "gradient by pixels averaged over noisy images (SmoothGrad); brighter is more. The brightest tenth of the "
+        f"pixels holds {_concentration(cam):.0%} of Grad-CAM and {_concentration(smooth):.0%} of SmoothGrad (10 % "
+        f"would be an even map).{without}",
     )
 
 
@@ -101,7 +105,10 @@ def _relative(one: Tensor) -> Tensor:
 
 
 def _concentration(maps: Tensor) -> float:
-    """The share of a map that lies in its brightest tenth of pixels, on average."""
+    """The share of a map that lies in its brightest tenth of pixels, on average over those that are not empty."""
     flat = maps.float().flatten(1)
+    flat = flat[flat.sum(dim=1) > 0]
+    if not len(flat):
+        return 0.0
     top = flat.topk(max(1, flat.shape[1] // 10), dim=1).values.sum(dim=1)
-    return float((top / flat.sum(dim=1).clamp_min(1e-12)).mean())
+    return float((top / flat.sum(dim=1)).mean())

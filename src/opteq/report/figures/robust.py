@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,7 @@ def draw_record(folder: Path) -> Path | None:
     if curves is not None:
         drawers.append(("attacks by radius", lambda axes: draw_radius(axes, [(title, curves)])))
         drawers.append(("attacks by steps", lambda axes: draw_steps(axes, [(title, curves)])))
-        if "accuracy" in curves["certified"]:
-            drawers.append(("certified: no attack succeeds", lambda axes: draw_certified(axes, [(title, curves)])))
+        drawers.append(("certified: no attack succeeds", lambda axes: _draw_certified_or_why(axes, title, curves)))
     if not drawers:
         return None
     columns = min(2, len(drawers))
@@ -155,6 +155,15 @@ def draw_record(folder: Path) -> Path | None:
     for one in axes.flat[len(drawers) :]:
         one.set_axis_off()
     return save(figure, folder, "robustness")[0]
+
+
+def _draw_certified_or_why(axes: Any, title: str, curves: dict[str, Any]) -> None:
+    if "accuracy" in curves["certified"]:
+        draw_certified(axes, [(title, curves)])
+        return
+    axes.set_axis_off()
+    why = "\n".join(textwrap.wrap(certified_words(curves["certified"]), 48))
+    axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes)
 
 
 def _pair(axes: Any, across: Sequence[float], curve: dict[str, Any], color: str, title: str) -> None:

@@ -80,11 +80,12 @@ def convergence_lambda(subject: Subject) -> Drawn:
     words = []
     solver = dataclasses.replace(layer.solver, tol=_TOL, max_steps=_STEPS)
     try:
-        for weight, color in zip(weights, COLORS, strict=False):
+        for place, (weight, color) in enumerate(zip(weights, COLORS, strict=False)):
             problem.coupling = dataclasses.replace(trained, diversity=weight)
             middle = residuals(layer, given, solver).nanmedian(dim=1).values
             label = f"{weight:g}" + (" (trained)" if weight == trained.diversity else "")
-            axes[0, 0].semilogy(middle.tolist(), color=color, label=label)
+            style = ("-", (0, (6, 3)), (0, (3, 6)), (0, (1, 4)))[place % 4]  # small weights give nearly the same curve
+            axes[0, 0].semilogy(middle.tolist(), color=color, label=label, linestyle=style, linewidth=2)
             last = float(middle[-1])
             words.append(
                 f"{weight:g}: {last:.1e} after {len(middle) - 1}" if math.isfinite(last) else f"{weight:g}: none"
