@@ -8,6 +8,7 @@ import os
 import signal
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,50 @@ def test_a_broken_image_is_named_by_its_path(folder: Path, tmp_path: Path) -> No
     (place / "train" / "0.tar").unlink()
     with pytest.raises(UserError, match=r"train/0\.tar, .*: cannot be read \(No such file"):
         epoch(dataset)
+
+
+def negative_size(archive: bytes, header: int) -> bytes:
+    """The member at byte ``header`` with a size of -1024, and a checksum that is right."""
+    changed = bytearray(archive)
+    changed[header + 124 : header + 136] = (-1024).to_bytes(12, "big", signed=True)
+    changed[header + 148 : header + 156] = b" " * 8
+    changed[header + 148 : header + 156] = b"%06o\0 " % sum(changed[header : header + 512])
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tar, header: tar[:header] + b"!" + tar[header + 1 :], r"a damaged member, at byte \d+\)"),
+        (lambda tar, header: tar[:header], r"its end is missing"),
+        (lambda tar, header: tar + tar, r"there is more after its end"),
+        (negative_size, r"has -1024 bytes"),
+    ],
+    ids=["header", "cut", "joined", "size"],
+)
+def test_a_shard_that_would_lose_images_is_refused(
+    damage: Callable[[bytes, int], bytes], message: str, tmp_path: Path
+) -> None:
+    """Python's tarfile ends in silence at each of these; at a negative size it may never end."""
+    path = shards(tmp_path / "shards", "folders") / "train" / "0.tar"
+    archive = path.read_bytes()
+    header = archive.rfind(b"ustar") - 257
+    path.write_bytes(damage(archive, header))
+    whole = rf"^[^\n]*train/0\.tar: not a whole tar archive [^\n]*{message}[^\n]*fetch it again$"
+    with pytest.raises(UserError, match=whole):
+        data.load("folder", path.parent.parent, stream=True)
+
+
+def test_a_class_of_many_digits_is_a_name(tmp_path: Path) -> None:
+    """Python reads no number of more than 4300 digits."""
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        with tarfile.open(tmp_path / split / "0.tar", "w") as tar:
+            for number, category in enumerate(("9" * 5000, "1")):
+                member = tarfile.TarInfo(f"{category}/{number}.png")
+                member.size = len(picture(number))
+                tar.addfile(member, io.BytesIO(picture(number)))
+    assert data.load("folder", tmp_path, stream=True).classes == ("1", "9" * 5000)
 
 
 def test_a_killed_worker_is_reported_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

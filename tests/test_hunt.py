@@ -186,6 +186,17 @@ def test_a_failure_is_reported_with_what_reproduces_it(
     assert main(["--seed", "5/recipes/plain/0"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("missing", "verdict"), [("scipy.linalg", "skipped: no scipy.linalg"), ("opteq.kernel", "failed")]
+)
+def test_a_package_that_is_missing_is_no_failure(missing: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wanting(draw: object) -> str:
+        raise ModuleNotFoundError(f"no {missing}", name=missing)
+
+    monkeypatch.setattr("hunt.recipes.hunt", wanting)
+    assert Case(5, "recipes", "plain", 0).failure()[0] == verdict
+
+
 @pytest.mark.slow
 def test_trainings_survive_kills(tmp_path: Path) -> None:
     assert main(["--kills", "6", "--folder", str(tmp_path)]) == 0

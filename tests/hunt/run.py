@@ -79,7 +79,9 @@ class Case:
         """What was checked, and what is wrong in a few lines, or None."""
         try:
             return self.run(), None
-        except MissingExtraError as error:
+        except (MissingExtraError, ModuleNotFoundError) as error:
+            if isinstance(error, ModuleNotFoundError) and str(error.name).startswith(("opteq", "hunt")):
+                return "failed", str(error)
             return f"skipped: {error}", None
         except FailureError as error:
             return "failed", str(error)

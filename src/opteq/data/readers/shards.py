@@ -38,7 +38,7 @@ def list_shards(root: Path, archives: Sequence[str], endings: tuple[str, ...]) -
     if not found:
         raise UserError(f"{root / archives[0]}: no images in it or in the archives beside it; {', '.join(endings)}")
     names = {member.category for member in found}
-    numbers = all(name.isdecimal() for name in names)
+    numbers = all(name.isdecimal() and len(name) <= LONGEST for name in names)
     classes = tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
     labels = {name: label for label, name in enumerate(classes)}
     found.sort(key=lambda member: (labels[member.category], member.name))
@@ -58,6 +58,8 @@ def _members(path: Path, number: int, endings: tuple[str, ...]) -> list[_Member]
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
+                if member.size < 0:  # tarfile would go back by it, again and again
+                    raise tarfile.ReadError(f"{member.name} in it has {member.size} bytes")
                 last = member.name.rpartition("/")[2]
                 if not member.isreg() or last.startswith("."):
                     continue
@@ -65,6 +67,7 @@ def _members(path: Path, number: int, endings: tuple[str, ...]) -> list[_Member]
                     images.append(member)
                 elif last.endswith(CLASS_FILE):
                     named[_key(member.name)] = _class(path, tar, member)
+            _check_end(path, tar.offset)
     except tarfile.ReadError as error:
         packed = not _starts_as_tar(path)
         raise UserError(
@@ -77,6 +80,22 @@ def _members(path: Path, number: int, endings: tuple[str, ...]) -> list[_Member]
         category = named.get(_key(image.name)) or folder or path.stem
         found.append(_Member(category, image.name, number, image.offset_data, image.size))
     return found
+
+
+def _check_end(path: Path, end: int) -> None:
+    """Raise unless nothing but zeros follows the last member, at byte ``end``.
+
+    tarfile takes a damaged header for the end, and so it does the end of a file that was cut between two members.
+    """
+    with path.open("rb") as file:
+        file.seek(end)
+        rest = file.read(tarfile.BLOCKSIZE)
+        if len(rest) < tarfile.BLOCKSIZE:
+            raise tarfile.ReadError("its end is missing")
+        while rest:
+            if any(rest):
+                raise tarfile.ReadError(f"there is more after its end, or a damaged member, at byte {end}")
+            rest = file.read(2**20)
 
 
 def _key(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +52,9 @@ class Found:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's message."""
-    return str(error).partition("\n")[0].rstrip(":") or type(error).__name__
+    """The first line of an error's message, without the addresses of open files."""
+    said = re.sub(r" ?<_io\.\w+[^>]*>", "", str(error).partition("\n")[0])
+    return said.rstrip(": ") or type(error).__name__
 
 
 def whole(images: Pixels, labels: Labels, path: Path, classes: int) -> Stream:

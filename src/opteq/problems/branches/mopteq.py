@@ -107,6 +107,8 @@ class MOptEq(Problem):
             return BoundMOptEq(self, maps, injections)
         chain = PerturbationChain(branches, inputs, self.perturbation)
         directions = chain.directions(self._settled(maps, chain))
+        # The autocast of torch 2.10 hands on weights that it cast without a tape: U would get no gradient.
+        torch.clear_autocast_cache()
         return BoundMOptEq(self, maps, chain.injections(directions), (chain, directions))
 
     @torch.no_grad()
