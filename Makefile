@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
-# The tests of one file run in one process: what they load and train for all of them is made once.
-PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile
+# The tests of one file run in one process: what they load and train for all of them is made once. Long files begin
+# (tests/conftest.py); by itself xdist would begin with those of many tests.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 # Bytecode is kept: the processes that tests start load it in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
 

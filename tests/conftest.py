@@ -37,7 +37,17 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+# Files that take longest, some with few tests: they begin, so that no core waits for one of them at the end.
+_LONG = {
+    "test_cli_refusals", "test_comparators", "test_docs", "test_export", "test_figures", "test_imports",
+    "test_laws_gradients", "test_laws_module", "test_models", "test_objective", "test_play_browser",
+    "test_report_browser", "test_robustness", "test_training_adversary", "test_training_parallel",
+    "test_training_resume", "test_triton_kernels",
+}  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in _LONG)
     for item in items:
         if "[" not in item.nodeid or not item.path.name.startswith(_THINNED) or item.get_closest_marker("chosen"):
             continue

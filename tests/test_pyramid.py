@@ -17,7 +17,7 @@ from opteq.common.errors import UserError
 from opteq.couplings import Coupling, ring_norm
 from opteq.models.blocks.pyramid import Pyramid
 from opteq.models.blocks.residual import InvertedBlock
-from opteq.operators import AveragePool, Conv2d
+from opteq.operators import Conv2d, Downsample
 from opteq.problems.base import Problem
 from opteq.problems.hidden import Structure
 from opteq.states import blocks
@@ -44,7 +44,7 @@ def image(side: int = 8) -> Tensor:
 
 
 def shrunk(x: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x if scale == 1 else AveragePool(scale)(x) for scale in SCALES)
+    return tuple(x if scale == 1 else Downsample(scale)(x) for scale in SCALES)
 
 
 @pytest.mark.parametrize("name", problems())

@@ -9,8 +9,8 @@ from PIL import Image
 
 from cli_cases import call, refused
 from opteq.common.errors import UserError
+from opteq.inference.restore import Damage, read_image, restore
 from opteq.models.denoiser import Denoiser, DenoiserConfig
-from opteq.restore import Damage, read_image, restore
 
 
 @pytest.fixture(scope="module")

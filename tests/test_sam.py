@@ -16,7 +16,7 @@ from opteq import data, regularizers
 from opteq import operators as op
 from opteq.regularizers import Regularizer
 from opteq.solvers import Status
-from oracles import SHARP, assert_slopes, cp
+from oracles import SHARP, assert_slopes, cp, feature_objective
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +238,7 @@ def test_in_an_opteq_layer() -> None:
         hidden = problem(x)
         assert solution.converged.all()
         torch.testing.assert_close(hidden.step(solution.state), solution.state, rtol=0, atol=1e-7)
-        assert (hidden.feature_objective(solution.state).abs() < 1e-7).all()  # the least value of phi here is 0
+        assert (feature_objective(hidden, solution.state).abs() < 1e-7).all()  # the least value of phi here is 0
         # The wish d is an equilibrium in the first sample; in the second its coordinate 1 has to give way.
         wishes = torch.stack([R.d, problem.W.weight[0]])
         assert float((solution.features - wishes).norm(dim=1).max()) < 0.15

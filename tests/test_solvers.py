@@ -586,17 +586,17 @@ def test_channels_last_states_give_the_same_answers(kind: type[Solver]) -> None:
 def test_the_inverse_estimate_is_exact_where_everything_was_seen(kind: type[Solver]) -> None:
     matrix, shift = spectral(4, -0.7, 0.8, 6)
     outcome = kind(tol=1e-13, max_steps=30, memory=12).solve(lambda y: y @ matrix.T + shift, torch.zeros_like(shift))
-    assert outcome.inverse is not None
+    assert outcome.inverse_adjoint is not None
     inverse = torch.linalg.inv(torch.eye(4, dtype=torch.float64) - matrix)
     # What the last steps taught is right in the directions taken: (I - J)^-1 applied to residuals gives moves.
-    found = torch.stack([outcome.inverse.adjoint(e.expand(3, 4)) for e in torch.eye(4, dtype=torch.float64)], dim=1)
+    found = torch.stack([outcome.inverse_adjoint(e.expand(3, 4)) for e in torch.eye(4, dtype=torch.float64)], dim=1)
     assert float((found[0].T - inverse).norm() / inverse.norm()) < (1e-3 if kind is opteq.Anderson else 0.5)
 
 
 @each_solver
 def test_no_inverse_estimate_from_a_solver_without_memory(kind: type[Solver]) -> None:
     outcome = kind().solve(lambda y: y.cos(), torch.zeros(1, 2))
-    assert (outcome.inverse is None) == (kind is opteq.Picard)
+    assert (outcome.inverse_adjoint is None) == (kind is opteq.Picard)
 
 
 def test_sam_on_bad_maps() -> None:

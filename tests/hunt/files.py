@@ -136,7 +136,7 @@ def hunt_denoiser(draw: Draw, folder: Path) -> None:
 def hunt_image(draw: Draw, folder: Path) -> None:
     """A damaged image: predictions and restorations are refused in a line, or made of what it still holds."""
     from opteq.inference.predict import find_images, predict_files
-    from opteq.restore import read_image
+    from opteq.inference.restore import read_image
 
     name = draw.one_of(["opteq-digits", "mopteq-193k"])
     config, weights, _, _ = _saved(name)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.penalties import Penalty
+from opteq.penalties import ElementwisePenalty, Penalty
+from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.branches.parallel import HiddenParallel
 from opteq.problems.hidden import Hidden
 from opteq.solvers.linear.base import Product
@@ -84,10 +85,9 @@ def _sides(penalties: list[Penalty], inside: State, origin: State, image: State,
         limits = torch.finfo(at.dtype)
         largest = at.abs().flatten(1).amax(dim=1).reshape(-1, *[1] * (at.ndim - 1))
         margin = (new - old).abs() + 2 * (at - first).abs() + 8 * limits.eps * largest + limits.tiny
-        below, above = (penalty.linearise(t).diagonal for t in (at - margin, at + margin))
-        if below is None or above is None:
+        if not isinstance(penalty, ElementwisePenalty | ScaledPenalty):  # others mix entries, and have no slopes
             return None
-        left, right = below().to(at.dtype), above().to(at.dtype)
+        left, right = penalty.derivative(at - margin), penalty.derivative(at + margin)
         slopes.append(torch.maximum(left, right))
         kink = (right - left).abs() > 0.01
         rising.append(torch.where(kink, (right - left).sign(), 0.0))

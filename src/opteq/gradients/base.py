@@ -16,7 +16,6 @@ from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
 from opteq.solvers.base import FixedPointTask
-from opteq.solvers.loop import iterate
 from opteq.states import State, blocks, map_state
 
 Record = Callable[[Report], None]
@@ -108,10 +107,7 @@ class Formulation:
 def find(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = True) -> Outcome:
     """The equilibrium of ``hidden`` with all that the solver learned, differentiable where autograd is enabled."""
     formulation = Formulation.of(hidden, solver, same_steps)
-    solve = solver.open(formulation.task(start))
-    with solve.caller.off():
-        iterate(solve.iteration)
-        outcome = solve.outcome()
+    outcome = solver.run(formulation.task(start))
     return replace(outcome, state=formulation.state(outcome.state))
 
 

@@ -12,7 +12,6 @@ from opteq.gradients.attach import attach
 from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
-from opteq.solvers.loop import InverseEstimate
 from opteq.states import Autocast, Layout, State, blocks, like, nan_samples, row_norms
 
 
@@ -41,7 +40,7 @@ class Shine(Gradient):
         carrier = hidden.step(state)
         if not wants_gradient(carrier):
             return state, outcome
-        inverse = outcome.inverse
+        inverse = outcome.inverse_adjoint
         report = approximate(f"the inverse estimate of {type(solver).__name__}", state, 0)
         if inverse is None:
             return attach(state, carrier, notice=lambda: record(report)), outcome
@@ -49,13 +48,13 @@ class Shine(Gradient):
         autocast = Autocast.current(blocks(state)[0].device)
 
         def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            rows = layout.pack(nan_samples(like(state, gradients), layout.coupled))
             with autocast.off():
-                solved = self._estimate(inverse, layout.pack(nan_samples(like(state, gradients), layout.coupled)))
+                solved = self._believed(inverse(rows), rows)
             return blocks(layout.unpack(solved))
 
         return attach(state, carrier, adjoint, notice=lambda: record(report)), outcome
 
-    def _estimate(self, inverse: InverseEstimate, gradient: Tensor) -> Tensor:
-        estimate = inverse.adjoint(gradient)
+    def _believed(self, estimate: Tensor, gradient: Tensor) -> Tensor:
         believed = row_norms(estimate) <= self.limit * row_norms(gradient)  # false for NaN, which both are
         return torch.where(believed[:, None], estimate, gradient)

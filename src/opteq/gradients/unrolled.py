@@ -39,7 +39,9 @@ class Unrolled(Gradient):
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve on the tape."""
         outcome = find(hidden, replace(solver, max_steps=self.steps), start)
-        quiet = replace(outcome, residual=outcome.residual.detach(), history=outcome.trace.detach(), inverse=None)
+        quiet = replace(
+            outcome, residual=outcome.residual.detach(), history=outcome.trace.detach(), inverse_adjoint=None
+        )
         if not wants_gradient(outcome.state):
             return outcome.state, quiet
         report = approximate(f"{self.steps} unrolled steps of {type(solver).__name__}", outcome.state, self.steps)

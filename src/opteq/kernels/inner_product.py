@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opteq.kernels.base import Kernel, Product, Similarity
 from opteq.operators import LinearMap
-from opteq.states import inner
+from opteq.states import inner, per_row
 
 
 class InnerProduct(Kernel):
@@ -76,7 +76,7 @@ class InnerProductSimilarity(Similarity):
             return min(low, 0.0) * size, square + max(high, 0.0) * size
 
     def _times_c(self, numbers: Tensor) -> Tensor:
-        return numbers.to(self.c.dtype).reshape(-1, *[1] * (self.c.ndim - 1)) * self.c
+        return per_row(numbers, self.c) * self.c
 
 
 class Linear(InnerProduct):

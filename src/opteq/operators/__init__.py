@@ -19,12 +19,12 @@ from opteq.operators.conv import Conv2d, SeparableConv2d
 from opteq.operators.dense import Dense
 from opteq.operators.imaging import Blur, Downsample, Mask, gaussian_kernel
 from opteq.operators.patches import Patches
-from opteq.operators.resample import AveragePool, resample
+from opteq.operators.resample import resample
 from opteq.operators.spectral.norms import kernel_norm, module_norm
 from opteq.operators.stack import Identity, Stack
 
 __all__ = [
-    "AveragePool", "Blur", "Conv2d", "ConvChain", "Dense", "Downsample", "Identity", "LinearMap", "Mask",
+    "Blur", "Conv2d", "ConvChain", "Dense", "Downsample", "Identity", "LinearMap", "Mask",
     "Operator", "Patches", "SeparableConv2d", "Stack", "gaussian_kernel", "kernel_norm", "module_norm", "resample",
     "use_prepared",
 ]  # fmt: skip

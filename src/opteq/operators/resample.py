@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from opteq.common.override import overridable
-from opteq.operators.base import LinearMap, Operator, checked_size
 from opteq.states import is_channels_last
-
-
-class AveragePoolMap(LinearMap):
-    """Averages over squares of ``factor x factor`` pixels."""
-
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    def __call__(self, v: Tensor) -> Tensor:
-        if v.ndim != 4 or v.shape[2] % self.factor or v.shape[3] % self.factor:
-            raise ValueError(
-                f"AveragePool({self.factor}) expects images (batch, channels, height, width) "
-                f"with height and width divisible by {self.factor}, got {tuple(v.shape)}."
-            )
-        return pool(v, self.factor)
-
-    def adjoint(self, u: Tensor) -> Tensor:
-        """Nearest upsampling divided by ``factor ** 2``."""
-        if u.ndim != 4:
-            raise ValueError(
-                f"the adjoint of AveragePool({self.factor}) expects images (batch, channels, height, width), "
-                f"got {tuple(u.shape)}."
-            )
-        return spread(u, self.factor)
 
 
 @overridable
@@ -58,32 +32,6 @@ def spread(u: Tensor, factor: int) -> Tensor:
     return repeated.reshape(batch, channels, height * factor, width * factor)
 
 
-class AveragePool(Operator):
-    """The mean over squares of ``factor x factor`` pixels, of norm ``1 / factor``.
-
-    ``(B, C, h, w) -> (B, C, h / factor, w / factor)``. The adjoint repeats each pixel and divides by ``factor ** 2``.
-    (Plain nearest upsampling is not the adjoint; it has norm ``factor`` and would break a contraction.)
-
-    >>> P = AveragePool(2)
-    >>> P(torch.ones(1, 1, 4, 4)).shape, P.norm()
-    (torch.Size([1, 1, 2, 2]), tensor(0.5000))
-    """
-
-    def __init__(self, factor: int) -> None:
-        super().__init__()
-        self.factor = checked_size("factor", factor)
-
-    def prepare(self) -> AveragePoolMap:
-        return AveragePoolMap(self.factor)
-
-    def norm(self) -> Tensor:
-        """Exactly ``1 / factor``."""
-        return torch.tensor(1 / self.factor)
-
-    def extra_repr(self) -> str:
-        return str(self.factor)
-
-
 def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
     """``z`` of shape ``(B, C, h, w)`` at the resolution ``size``, an integer (square) or a pair (height, width).
 
@@ -91,6 +39,7 @@ def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
     if equal. So ``resample(., s)`` from ``t`` and ``resample(., t)`` from ``s`` are adjoint to each other, and no
     resampling has a norm above 1. This is the P that ties the branches of MOptEq together.
 
+    >>> import torch
     >>> resample(torch.ones(1, 2, 4, 4), 2).shape, resample(torch.ones(1, 2, 4, 4), 8).mean()
     (torch.Size([1, 2, 2, 2]), tensor(0.2500))
     """
@@ -101,9 +50,9 @@ def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
     if here == there:
         return z
     if factor := _integer_factor(here, there):
-        return AveragePoolMap(factor)(z)
+        return pool(z, factor)
     if factor := _integer_factor(there, here):
-        return AveragePoolMap(factor).adjoint(z)
+        return spread(z, factor)
     raise ValueError(
         f"resample cannot go from {here} to {there}: "
         "one size must be an integer multiple of the other, by the same factor in height and width."

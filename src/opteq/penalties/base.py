@@ -20,14 +20,11 @@ class Linearised:
 
     A Jacobian ``D M`` with symmetric M has the spectrum of the symmetric ``F' M F``, which is what lets conjugate
     gradients solve the backward system; that is why the factor is kept and not only D.
-
-    Where D is diagonal, ``diagonal`` makes a tensor of its entries, of any dtype: truth values if they are 0 and 1.
     """
 
     factor: Callable[[Tensor], Tensor]
     factor_adjoint: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
-    diagonal: Callable[[], Tensor] | None = None
 
 
 def multiplication(slope: Tensor) -> Linearised:
@@ -39,7 +36,7 @@ def multiplication(slope: Tensor) -> Linearised:
     def scale(v: Tensor) -> Tensor:
         return root * v
 
-    return Linearised(factor=scale, factor_adjoint=scale, derivative=lambda v: slope * v, diagonal=lambda: slope)
+    return Linearised(factor=scale, factor_adjoint=scale, derivative=lambda v: slope * v)
 
 
 class Penalty(metaclass=NamedOptions):

@@ -20,9 +20,10 @@ class LinearActivation(nn.Module, Penalty):
 
     Args:
         n: the size of dim 1.
-        init: the factor F to start from, ``(n, n)``; by default the identity, for which f = 0.
+        init: the factor F to start from, ``(n, n)``; by default the identity, for which f = 0. For a given S,
+            ``torch.linalg.cholesky(S)``.
 
-    >>> sigma = LinearActivation.from_matrix(torch.tensor([[2.0, 0.0], [0.0, 0.5]]))
+    >>> sigma = LinearActivation(2, init=torch.linalg.cholesky(torch.tensor([[2.0, 0.0], [0.0, 0.5]])))
     >>> y = torch.tensor([[1.0, 1.0]])
     >>> sigma.prox(y).detach(), sigma.total(y).detach(), round(sigma.lipschitz, 6)
     (tensor([[2.0000, 0.5000]]), tensor([0.2500]), 2.0)
@@ -45,30 +46,6 @@ class LinearActivation(nn.Module, Penalty):
                 f"got shape {tuple(init.shape)}, {init.dtype}"
             )
         self.factor = nn.Parameter(init.detach().clone())
-
-    @classmethod
-    def from_matrix(cls, S: Tensor) -> LinearActivation:
-        """The activation with this matrix S, which must be symmetric and positive definite."""
-        if S.ndim != 2 or S.shape[0] != S.shape[1] or not S.is_floating_point():
-            raise ValueError(
-                f"LinearActivation.from_matrix: S should be a real square matrix; got shape {tuple(S.shape)}, {S.dtype}"
-            )
-        exact = S.detach().double()
-        asymmetry = float((exact - exact.mT).abs().max())
-        # A product F F' in the dtype of S is symmetric up to its rounding, and no more is asked of S.
-        if not asymmetry <= 8 * torch.finfo(S.dtype).eps * float(exact.abs().max()):
-            raise ValueError(
-                "LinearActivation.from_matrix: S should be symmetric and finite, for only a symmetric S is the prox "
-                f"of a function; got max |S - S'| = {asymmetry:.3g}"
-            )
-        factor, failed = torch.linalg.cholesky_ex((exact + exact.mT) / 2)
-        if bool(failed):
-            smallest = float(torch.linalg.eigvalsh(exact)[0])
-            raise ValueError(
-                "LinearActivation.from_matrix: S should be positive definite, so that its inverse gives a penalty; "
-                f"got smallest eigenvalue {smallest:.3g}"
-            )
-        return cls(S.shape[0], init=factor.to(S.dtype))
 
     @property
     def lipschitz(self) -> float:  # type: ignore[override]  # computed, and never assigned

@@ -67,7 +67,7 @@ class ReLU(ElementwisePenalty):
         def scale(v: Tensor) -> Tensor:
             return slope * v
 
-        return Linearised(scale, scale, scale, diagonal=lambda: t > 0)
+        return Linearised(scale, scale, scale)
 
     def _antiderivative(self, t: Tensor) -> Tensor:
         return F.relu(t).square() / 2

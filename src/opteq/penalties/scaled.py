@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from opteq.penalties.base import ElementwisePenalty, Linearised, Penalty, multiplication
 from opteq.penalties.piecewise import HardTanh, Identity, ReLU, SoftThreshold
+from opteq.states import per_row
 
 _STEPS = 40
 
@@ -35,7 +36,7 @@ class ScaledPenalty:
         penalty = self.penalty
         if type(penalty) in (Identity, ReLU, HardTanh):  # an indicator function, or nothing: t changes neither
             return penalty.prox(u)
-        t = self._beside(u)
+        t = per_row(self.length, u)
         if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
             edge = penalty.threshold * t
             return u - torch.maximum(torch.minimum(u, edge), -edge)
@@ -53,7 +54,7 @@ class ScaledPenalty:
         penalty = self.penalty
         if type(penalty) in (Identity, ReLU, HardTanh):
             return penalty.derivative(u)
-        t = self._beside(u)
+        t = per_row(self.length, u)
         if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
             return (u.abs() > penalty.threshold * t).to(u.dtype)
         slope = penalty.derivative(self._root(u, t))
@@ -71,11 +72,8 @@ class ScaledPenalty:
         """How far each entry is from a kink of the prox; None where that is not piecewise linear."""
         penalty = self.penalty
         if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
-            return (u.abs() - penalty.threshold * self._beside(u)).abs()
+            return (u.abs() - penalty.threshold * per_row(self.length, u)).abs()
         return penalty.distance_to_kink(u) if type(penalty) in (Identity, ReLU, HardTanh) else None
-
-    def _beside(self, u: Tensor) -> Tensor:
-        return self.length.to(u.dtype).reshape(-1, *[1] * (u.ndim - 1))
 
     @torch.no_grad()
     def _root(self, u: Tensor, t: Tensor) -> Tensor:

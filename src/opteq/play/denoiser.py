@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from opteq.common.errors import UserError
+from opteq.inference.restore import Damage, restore
 from opteq.models.denoiser import Denoiser
 from opteq.models.prediction import ImageLike, Preprocessing
 from opteq.play.plain_values import certificate_of, finite
 from opteq.report.charts.images import image_data_url
-from opteq.restore import Damage, restore
 
 LARGEST = 256
 """Longer side in pixels of images on the page; larger ones are made smaller."""

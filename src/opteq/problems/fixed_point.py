@@ -82,11 +82,9 @@ class BoundFixedPoint(BoundMap):
 
     def step(self, y: State) -> State:
         """``f(y, x)``."""
-        with self.bound.entered():
-            image: State = self.bound.module.f(y, self.bound.x)
+        image: State = self.bound.call("f", y, self.bound.x)
         return image
 
     def features(self, y: State) -> State:
-        with self.bound.entered():
-            found: State = self.bound.module.features(y)
+        found: State = self.bound.call("features", y)
         return found

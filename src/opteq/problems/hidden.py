@@ -244,10 +244,6 @@ class Hidden(BoundMap):
         """``v -> M v`` with ``M = -hess g(y)``; what can be computed once for all products is."""
         return pullback(self.preactivation, y)[1]  # M is symmetric, so its transpose will do
 
-    def curvature(self, y: State, v: State) -> State:
-        """``M v``: minus the Hessian of g at ``y``, applied to ``v``."""
-        return self.curvature_at(y)(v)
-
     def linearise(self, y: State) -> SymmetricLinearisation:
         """``J = F F' M``."""
         local = [self.penalty.linearise(block) for block in blocks(self.preactivation(y))]

@@ -19,7 +19,7 @@ from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden
 from opteq.problems.objective import BoundObjective
 from opteq.solvers.fista import FISTA
-from opteq.states import Autocast, State, blocks, inner, map_state, sum_over_sample, working_dtype
+from opteq.states import Autocast, State, blocks, inner, map_state, per_row, sum_over_sample, working_dtype
 
 
 class AcceleratedProblem(Problem):
@@ -179,7 +179,7 @@ class BoundInhibition(BoundObjective):
         """``(1 - t m) y + t (c - A A'y)``."""
 
         def one(part: Tensor, drive: Tensor) -> Tensor:
-            length = self.length.to(part.dtype).reshape(-1, *[1] * (part.ndim - 1))
+            length = per_row(self.length, part)
             return torch.addcmul(part * (1 - self.m * length), length, drive.to(part.dtype))
 
         return map_state(one, y, self._drive(y))

@@ -19,7 +19,7 @@ from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
 from opteq.problems.written import BoundModule, checked_terms
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
-from opteq.states import Layout, State, blocks, inner, map_state, working_dtype
+from opteq.states import Layout, State, blocks, inner, map_state, per_row, working_dtype
 
 _MARGIN = 1.1
 """By how much a step length stays below what a measured curvature allows."""
@@ -128,8 +128,7 @@ class BoundObjective(Hidden):
         return self._start
 
     def features(self, y: State) -> State:
-        with self.bound.entered():
-            found: State = self.bound.module.features(y)
+        found: State = self.bound.call("features", y)
         return found
 
     def value(self, y: State) -> Tensor:
@@ -196,8 +195,7 @@ class BoundObjective(Hidden):
         return self._prox(self._forward_step(y, slope)), merit
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
-        with self.bound.entered():
-            found = self.bound.module.terms(y, self.bound.x)
+        found = self.bound.call("terms", y, self.bound.x)
         return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
 
     def _prox(self, u: State) -> State:
@@ -205,7 +203,7 @@ class BoundObjective(Hidden):
 
     def _forward_step(self, y: State, slope: State) -> State:
         def one(part: Tensor, its_slope: Tensor) -> Tensor:
-            return part - self.length.to(part.dtype).reshape(-1, *[1] * (part.ndim - 1)) * its_slope
+            return part - per_row(self.length, part) * its_slope
 
         return map_state(one, y, slope)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -210,15 +209,6 @@ class BoundOptEq(Hidden):
             return block.W(u - gamma * regularizer.curvature(z, u))
 
         return product
-
-    def feature_objective(self, y: State) -> Tensor:
-        """``phi(z) + gamma R(z)`` at ``z = W'y / mu``: the objective in the paper's variable, with no inverse of W.
-
-        It is ``(G(y) - k n) / mu`` for n units; equal to phi where y is the least state with these features, as an
-        equilibrium is.
-        """
-        units = math.prod(self.block.c.shape[1:])
-        return (self.objective(y) - self.penalty.offset * units) / self.mu
 
     def linearise(self, y: State) -> SymmetricLinearisation:
         """As for every hidden problem; where features are not larger than the state, by way of them."""

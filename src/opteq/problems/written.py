@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,11 +29,10 @@ class BoundModule:
         }
         self.reused = InputOnly([*blocks(x), *module.parameters(), *module.buffers(), *_weights(self.maps.values())])
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, the user's functions reuse what was computed already."""
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What the user's function of this name gives; it reuses what was computed already."""
         with use_prepared(self.maps), self.reused:
-            yield
+            return getattr(self.module, name)(*arguments)
 
 
 def _weights(maps: Iterable[LinearMap]) -> list[Tensor]:
@@ -67,14 +65,12 @@ class WrittenHidden(Hidden):
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The user's terms by name, or one called "smooth"."""
-        with self.bound.entered():
-            values = self.bound.module.smooth(y, self.bound.x)
+        values = self.bound.call("smooth", y, self.bound.x)
         terms = values if isinstance(values, dict) else {"smooth": values}
         return checked_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
 
     def features(self, y: State) -> State:
-        with self.bound.entered():
-            found: State = self.bound.module.features(y)
+        found: State = self.bound.call("features", y)
         return found
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from opteq.common.derivatives import pullback, saved_as_they_are
+from opteq.common.derivatives import gradient, pullback
 from opteq.common.options import NamedOptions
 from opteq.states import full_precision
 
@@ -57,14 +56,16 @@ class Regularizer(metaclass=NamedOptions):
 
     def gradient(self, z: Tensor) -> Tensor:
         """The gradient of ``value(z).sum()``, in the shape of ``z``; a subgradient where R is not smooth."""
-        return _pullback(lambda point: self.value(point).sum(), z, None)
+        slope: Tensor = gradient(lambda point: self.value(point).sum(), z)
+        return slope
 
     def curvature(self, z: Tensor, v: Tensor) -> Tensor:
         """The Hessian of ``value(z).sum()`` at ``z`` times ``v``, in the shape of ``z``."""
         check_direction(z, v)
         # A Hessian is symmetric, so one reverse pass through the gradient is the product that is wanted.
         with full_precision(z.device):  # those of the reverse pass, too
-            return _pullback(self.gradient, z, v.to(z.dtype))
+            product: Tensor = pullback(self.gradient, z)[1](v.to(z.dtype))
+            return product
 
     def prox(self, z: Tensor, weight: float) -> Tensor:
         """``argmin_p weight * R(p) + 1/2 |p - z|^2``, for ``weight >= 0``.
@@ -97,11 +98,6 @@ def working_copy(z: Tensor, *, least_dims: int = 1) -> Tensor:
     return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
 
 
-def per_sample_factor(factor: Tensor, z: Tensor) -> Tensor:
-    """``factor``, shape ``(B,)``, in a shape that broadcasts against ``z``."""
-    return factor.reshape(factor.shape + (1,) * (z.dim() - 1))
-
-
 def batch_shares(total: Tensor, z: Tensor) -> Tensor:
     """The value ``total`` of a whole batch as equal shares of its samples, shape ``(B,)``."""
     return (total / max(z.shape[0], 1)).expand(z.shape[0])
@@ -116,34 +112,3 @@ def check_direction(z: Tensor, v: Tensor) -> None:
     """Refuse a direction ``v`` that would broadcast against ``z`` instead of matching it."""
     if v.shape != z.shape:
         raise ValueError(f"v must have the shape of z, {tuple(z.shape)}; got {tuple(v.shape)}.")
-
-
-def _pullback(function: Callable[[Tensor], Tensor], z: Tensor, cotangent: Tensor | None) -> Tensor:
-    """The transposed Jacobian of ``function`` at ``z`` times ``cotangent``, also where autograd is off.
-
-    It stays part of the graph if ``z``, ``cotangent`` or what ``function`` holds, parameters for instance, is itself
-    being differentiated.
-    """
-    # Neither torch.func nor the compiler lets torch.autograd be called inside.
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        value, pull = pullback(function, z)
-        back: Tensor = pull(torch.ones_like(value) if cotangent is None else cotangent)
-        return back
-    inputs = (z,) if cotangent is None else (z, cotangent)
-    # Of a constant z it has to be tried out whether it meets parameters that are none.
-    tracked = torch.is_grad_enabled() and (
-        any(tensor.requires_grad for tensor in inputs) or function(z.detach()).requires_grad
-    )
-    with torch.inference_mode(False), torch.enable_grad(), saved_as_they_are():
-        if tracked and z.requires_grad:
-            point = z
-        else:
-            # A tensor made in inference mode can never take part in a graph; a copy of it made outside can.
-            point = (z.clone() if z.is_inference() else z.detach()).requires_grad_()
-        output = function(point)
-        if not output.requires_grad:
-            return torch.zeros_like(z)
-        (answer,) = torch.autograd.grad(
-            output, point, cotangent, create_graph=tracked, allow_unused=True, materialize_grads=True
-        )
-    return answer

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import check_not_negative, positive
-from opteq.regularizers.base import Regularizer, check_direction, per_sample_factor, working_copy
-from opteq.states import sum_over_sample
+from opteq.regularizers.base import Regularizer, check_direction, working_copy
+from opteq.states import per_row, sum_over_sample
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Incay(Regularizer):
     def gradient(self, z: Tensor) -> Tensor:
         features = working_copy(z)
         factor = -4 / self._denominator(features).square()
-        return (per_sample_factor(factor, features) * features).to(z.dtype)
+        return (per_row(factor, features) * features).to(z.dtype)
 
     @property
     def gradient_lipschitz(self) -> float:

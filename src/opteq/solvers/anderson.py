@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq.common.validate import whole
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.loop import InverseEstimate, Method, Task
+from opteq.solvers.loop import Method, Task
 from opteq.states import row_norms, zeros_a_row
 
 
@@ -83,8 +83,10 @@ class _AndersonMixing(Method):
         self.used = self.used & ~rows[:, None]
         self.fresh = self.fresh | rows
 
-    def inverse(self) -> InverseEstimate:
-        return _MultisecantInverse(self)
+    def inverse_adjoint(self, rows: Tensor) -> Tensor:
+        """``damping I - residuals (Gram)^-1 moves'``: what the last proposal used, transposed."""
+        shares = self.moves.products(rows).to(self.gram.dtype)
+        return self.damping * rows - self.residuals.combine(self._solve(shares))
 
     def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
         length = row_norms(turn)
@@ -133,18 +135,6 @@ def _solved(factor: Tensor, target: Tensor) -> Tensor:
     half = torch.linalg.solve_triangular(factor, target[:, :, None], upper=False)
     whole: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
     return whole[:, :, 0]
-
-
-class _MultisecantInverse(InverseEstimate):
-    """``(I - J)^-1 ~ damping I - moves (Gram)^-1 residuals'``: what the last proposal used, transposed."""
-
-    def __init__(self, method: _AndersonMixing) -> None:
-        self.method = method
-
-    def adjoint(self, rows: Tensor) -> Tensor:
-        method = self.method
-        shares = method.moves.products(rows).to(method.gram.dtype)
-        return method.damping * rows - method.residuals.combine(method._solve(shares))
 
 
 class History:

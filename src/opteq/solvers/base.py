@@ -14,7 +14,6 @@ from opteq.common.validate import not_negative, positive, share, whole
 from opteq.solvers.loop import (
     Finish,
     GuardedIteration,
-    InverseEstimate,
     Iteration,
     Loop,
     Method,
@@ -38,7 +37,7 @@ class Outcome:
         state: the best state found, shaped like the start.
         residual, steps, codes, history: as in :class:`Report`.
         tol: the tolerance that was applied: the one asked for, or the rounding of the map's dtype where that is larger.
-        inverse: the solver's estimate of the inverse Jacobian, where it keeps one.
+        inverse_adjoint: applies the transpose of the solver's estimate of ``(I - J)^-1``, where it keeps one.
         features: the features of the state, where they are known already.
     """
 
@@ -48,7 +47,7 @@ class Outcome:
     codes: Tensor
     history: Tensor | Callable[[], Tensor]
     tol: float
-    inverse: InverseEstimate | None = None
+    inverse_adjoint: Callable[[Tensor], Tensor] | None = None
     features: State | None = None
 
     @property
@@ -193,7 +192,11 @@ class Solver(metaclass=NamedOptions):
         coupled: bool = False,
     ) -> Outcome:
         """Solve ``y = step(y)`` from ``start``; the arguments are those of :class:`FixedPointTask`."""
-        solve = self.open(FixedPointTask(step, start, measured, project, damping, coupled))
+        return self.run(FixedPointTask(step, start, measured, project, damping, coupled))
+
+    def run(self, task: FixedPointTask) -> Outcome:
+        """Solve ``task``."""
+        solve = self.open(task)
         with solve.caller.off():
             iterate(solve.iteration)
             return solve.outcome()
@@ -319,5 +322,5 @@ class Solve:
             codes=layout.per_sample(codes),
             history=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
             tol=self.tol,
-            inverse=None if self.method is None else self.method.inverse(),
+            inverse_adjoint=None if self.method is None else self.method.inverse_adjoint,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.common.validate import whole
 from opteq.solvers.anderson import History, with_column
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.loop import InverseEstimate, Method, Task
+from opteq.solvers.loop import Method, Task
 from opteq.states import row_norms, zeros_a_row
 
 
@@ -43,7 +43,7 @@ class Broyden(DampedSolver):
         return _BroydenUpdates(task.start, self.memory, self._damping(task))
 
 
-class _BroydenUpdates(Method, InverseEstimate):
+class _BroydenUpdates(Method):
     """``H = damping I + sum of left_i right_i'`` over the terms in use."""
 
     # On a linear map of dimension n Broyden ends in 2 n steps, but not downhill: held to a factor of 2 it ends nowhere.
@@ -71,14 +71,12 @@ class _BroydenUpdates(Method, InverseEstimate):
         self.used = self.used & ~rows[:, None]
         self.fresh = self.fresh | rows
 
-    def inverse(self) -> InverseEstimate:
-        return self
-
     def apply(self, rows: Tensor) -> Tensor:
         """``H`` times each row."""
         return self.damping * rows + self._sum(self.left, self.right, rows)
 
-    def adjoint(self, rows: Tensor) -> Tensor:
+    def inverse_adjoint(self, rows: Tensor) -> Tensor:
+        """``H'`` times each row."""
         return self.damping * rows + self._sum(self.right, self.left, rows)
 
     def _sum(self, ahead: History, behind: History, rows: Tensor) -> Tensor:
@@ -91,7 +89,7 @@ class _BroydenUpdates(Method, InverseEstimate):
         known = active & ~self.fresh & torch.isfinite(length) & (length > 0)
         scale = torch.where(known, length, 1.0).to(move.dtype)[:, None]
         move, turn = move / scale, turn / scale  # of length one, so that products neither overflow nor vanish
-        back = self.adjoint(move)
+        back = self.inverse_adjoint(move)
         slope = (back * turn).sum(dim=1)
         # A slope lost in rounding would make the update arbitrarily large: such a step teaches nothing.
         least = 1e3 * torch.finfo(move.dtype).eps * row_norms(back) * row_norms(turn)

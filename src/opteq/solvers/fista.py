@@ -12,7 +12,7 @@ from opteq.common.override import overridable
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Process, Task, relative
 from opteq.solvers.status import Status
-from opteq.states import choose_rows, row_norms
+from opteq.states import choose_rows, per_row, row_norms
 
 _MEASURES = ("residual", "error")
 
@@ -128,13 +128,13 @@ class AcceleratedIteration:
 @overridable
 def propose(active: Tensor, at: Point, most: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The next main point, the one ahead of it where the map is evaluated, its age, and a share to try."""
-    main = torch.addcmul(at.point, _column(at.share, at.change), at.change)
+    main = torch.addcmul(at.point, per_row(at.share, at.change), at.change)
     ahead = main - at.main
     uphill = (at.change * ahead).sum(dim=1) < 0
     age = torch.where(uphill, 0.0, at.age)
     # A share may have been too small for a while only: where momentum is lost anyway, a longer step is tried.
     longer = torch.where(uphill & active, torch.minimum(1.5 * at.share, most), at.share)
-    return main, torch.addcmul(main, _column(age / (age + 3), ahead), ahead), age, longer
+    return main, torch.addcmul(main, per_row(age / (age + 3), ahead), ahead), age, longer
 
 
 @overridable
@@ -198,7 +198,3 @@ def accept(
         least=torch.where(active, torch.fmin(gap, at.least), at.least),
     )
     return accepted, codes
-
-
-def _column(numbers: Tensor, like: Tensor) -> Tensor:
-    return numbers.to(like.dtype)[:, None]

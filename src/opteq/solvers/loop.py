@@ -44,14 +44,6 @@ class Task:
     eps: float
 
 
-class InverseEstimate(ABC):
-    """An estimate of ``(I - J)^-1`` gathered on the way to the fixed point."""
-
-    @abstractmethod
-    def adjoint(self, rows: Tensor) -> Tensor:
-        """The transposed estimate applied to a matrix with one row per sample."""
-
-
 class Method(ABC):
     """The part of a solver that differs: how the next point is proposed from what was seen."""
 
@@ -78,9 +70,8 @@ class Method(ABC):
     def shorten(self, rows: Tensor) -> None:  # noqa: B027 - see shortens
         """Take steps of half the length in these rows from now on."""
 
-    def inverse(self) -> InverseEstimate | None:
-        """The estimate of ``(I - J)^-1``, where the method has one."""
-        return None
+    inverse_adjoint: Callable[[Tensor], Tensor] | None = None
+    """Applies the transpose of an estimate of ``(I - J)^-1``, which some methods gather, to every row of a matrix."""
 
 
 FAR = 10.0
@@ -194,13 +185,9 @@ class Loop:
 
     def finish(self) -> Finish:
         """The best points, and how they were reached."""
-        codes = status_codes(self.done, self.broken)
+        ended = torch.where(self.broken > 0, self.broken, int(Status.MAX_STEPS))
+        codes = torch.where(self.done, int(Status.CONVERGED), ended)
         return Finish(self.best, self.best_residual, self.steps, codes, torch.stack(self.trace))
-
-
-def status_codes(done: Tensor, broken: Tensor) -> Tensor:
-    """A status per row from what ended it."""
-    return torch.where(done, int(Status.CONVERGED), torch.where(broken > 0, broken, int(Status.MAX_STEPS)))
 
 
 def iterate(iteration: Iteration) -> None:

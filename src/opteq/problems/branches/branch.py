@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
 from opteq.common.validate import check_whole
-from opteq.operators import AveragePool, Operator, module_norm
+from opteq.operators import Operator, module_norm
+from opteq.operators.resample import pool
 from opteq.problems.base import check_injection, check_operator, unknown_norm
 from opteq.states import State
 
@@ -66,7 +67,7 @@ def _shrunk(x: Tensor, scale: int, who: str) -> Tensor:
             f"{who} has scale={scale}, so it needs images (batch, channels, height, width) whose height and width "
             f"divide by {scale}; got an input of shape {tuple(x.shape)}. Pad or crop it"
         )
-    return AveragePool(scale).prepare()(x)
+    return pool(x, scale)
 
 
 def check_branches(branches: Sequence[Any]) -> list[Branch]:

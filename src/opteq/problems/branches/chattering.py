@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opteq.couplings import Features, products, products_derivative
-from opteq.states import any_row, blocks, inner, map_state
+from opteq.states import any_row, blocks, inner, map_state, per_row
 
 Tensors = tuple[Tensor, ...]
 
@@ -88,14 +88,14 @@ def _best_signs(hidden: Any, y: Tensors, signs: Tensors, free: Tensors, lipschit
         # p(S) = W (... - lambda/2 (S N + S' A)), so the gradient in S is -lambda/2 times the change of M along W' gap.
         slopes = products_derivative(z, hidden.features(gap))
         descended = tuple(
-            torch.where(kind, (at + _scale(rate, slope) * slope * hidden.coupling.diversity / 2).clamp(-1, 1), sign)
+            torch.where(kind, (at + per_row(rate, slope) * slope * hidden.coupling.diversity / 2).clamp(-1, 1), sign)
             for kind, at, slope, sign in zip(free, ahead, slopes, signs, strict=True)
         )
         moved = map_state(torch.sub, descended, signs)
         overshoot = inner(map_state(torch.sub, ahead, descended), moved) > 0
         later = torch.where(overshoot, 1.0, (1 + (1 + 4 * momentum.square()).sqrt()) / 2)
         push = torch.where(overshoot, 0.0, (momentum - 1) / later)
-        ahead = tuple(new + _scale(push, new) * (new - old) for new, old in zip(descended, signs, strict=True))
+        ahead = tuple(new + per_row(push, new) * (new - old) for new, old in zip(descended, signs, strict=True))
         signs, momentum = descended, later
     return signs
 
@@ -106,7 +106,7 @@ def _free(z: Features, matrices: Tensors, zero: float) -> Tensors:
     masks = []
     for index, matrix in enumerate(matrices):
         scale = sizes[index] * sizes[(index + 1) % len(sizes)]
-        small = matrix.abs() <= zero * _scale(scale, matrix)
+        small = matrix.abs() <= zero * per_row(scale, matrix)
         eye = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
         masks.append(small & ~eye)
     return tuple(masks)
@@ -131,8 +131,3 @@ def _distance(a: Tensors, b: Tensors) -> Tensor:
 
 def _norm(part: Tensor) -> Tensor:
     return inner(part, part).sqrt()
-
-
-def _scale(factors: Tensor, like: Tensor) -> Tensor:
-    """One factor a sample, to multiply a tensor ``(B, ...)`` by."""
-    return factors.to(like.dtype).reshape(-1, *[1] * (like.ndim - 1))

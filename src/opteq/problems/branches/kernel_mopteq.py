@@ -15,7 +15,7 @@ from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate
 from opteq.problems.hidden import FeatureForm, Structure
-from opteq.states import State, blocks, inner
+from opteq.states import State, blocks, inner, per_row
 
 
 class KernelMOptEq(MOptEq):
@@ -97,10 +97,6 @@ class BoundKernelMOptEq(BoundMOptEq):
         driven = self._times_injections([self.kernel.slope(t) for t in self._seen(y)])
         return self._carry(self.coupling.fuse(self.features(y), signs), driven)
 
-    def step(self, y: State) -> tuple[Tensor, ...]:
-        """``sigma`` of the pre-activation."""
-        return tuple(self.penalty.prox(part) for part in self.preactivation(y))
-
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> W_i [h'(z) W'v]_i + k''(<c_i, y_i>) c_i <c_i, v_i>``."""
         coupled = super().curvature_at(y)
@@ -137,4 +133,4 @@ class BoundKernelMOptEq(BoundMOptEq):
 
     def _times_injections(self, numbers: list[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(numbers, self.injections, strict=True)
-        return tuple(n.to(c.dtype).reshape(-1, *[1] * (c.ndim - 1)) * c for n, c in pairs)
+        return tuple(per_row(n, c) * c for n, c in pairs)

@@ -190,10 +190,6 @@ class BoundMOptEq(Hidden):
         """Input, heritage (or self, without it) and, where lambda is not 0, diversity."""
         return {"input": -inner(self.injections, y), **self.coupling.terms(self.features(y))}
 
-    def step(self, y: State) -> Tensors:
-        """``sigma(W_i h_i + c_i)``."""
-        return self._activated(self.coupling.fuse(self.features(y)))
-
     def preactivation(self, y: State, signs: Tensors | None = None) -> Tensors:
         """``W_i h_i + c_i``; ``signs`` take the place of the signs in D."""
         fused = self.coupling.fuse(self.features(y), signs)
@@ -206,12 +202,11 @@ class BoundMOptEq(Hidden):
 
     def feature_form(self) -> FeatureForm:
         """``z_i <- W_i' sigma(W_i h_i(z) + c_i)``, Algorithm 2 of the paper in all branches at once."""
+        start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
 
         def state(z: State) -> State:
-            inside = self._carry(self.coupling.fuse(blocks(z)), self.injections)
-            return tuple(self.penalty.prox(part) for part in inside)
+            return self._activated(self.coupling.fuse(blocks(z)))
 
-        start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
         return FeatureForm(lambda z: self.features(state(z)), start, state)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
@@ -286,8 +281,7 @@ class BoundMOptEq(Hidden):
         features = self.features(y)
         if features[0].shape[1] == 1:  # one channel has no products with others
             return 1.0
-        inside = self._carry(Coupling(heritage=self.coupling.heritage).fuse(features), self.injections)
-        y = tuple(self.penalty.prox(part) for part in inside)
+        y = self._activated(Coupling(heritage=self.coupling.heritage).fuse(features))
         images = self._carry(largest_neighbours(self.features(y)))
         reach = torch.stack([inner(part, part) for part in images]).amax(dim=0) * (2 if len(y) <= 2 else 1)
         slope = self.penalty.lipschitz * self.coupling.diversity / self.coupling.smoothing * reach

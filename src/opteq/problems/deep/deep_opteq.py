@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from opteq import penalties
 from opteq.common.errors import unknown_name
 from opteq.common.validate import check_positive
-from opteq.operators import Operator, Stack, module_norm
+from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, inject, unhooked, unknown_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.deep.feedforward import by_gram, by_slots, read_network
 from opteq.problems.hidden import BoundMap, FeatureForm, Linearisation
-from opteq.problems.opteq import Block, OptEq, half_square
+from opteq.problems.opteq import Block, half_square
 from opteq.problems.opteq_certificate import check_prior, prior_factors
 from opteq.regularizers import Regularizer
 from opteq.states import State, single
@@ -164,21 +164,6 @@ class DeepOptEq(Problem):
             later = math.prod(factors[index + 1 :])
             total += later * alphas[index] * self.penalty.lipschitz * norms[index] / self.mu * float(carried)
         return float(outer) * total / (1 - contraction), "what layers add, carried through the later ones, / (1 - k)"
-
-    def wide_limit(self) -> OptEq:
-        """The OptEq that this network tends to as alpha, the same in every layer, goes to 0: all layers side by side.
-
-        Theorem 3, with mu times the number of layers: the limit minimises the sum of the layers' Moreau envelopes, and
-        the fixed point differs from it by a multiple of alpha. The weights are shared with this network.
-        """
-        if self.regularizer is not None:
-            raise ValueError("the wide limit is that of the layers; this network has a regulariser as well")
-        branches = self.branches
-        injections = [branch.U for branch in branches if branch.U is not None]
-        if len(injections) < len(branches):
-            raise ValueError("the wide limit needs a U in every layer")
-        stack = Stack([branch.W for branch in branches])
-        return OptEq(stack, _SideBySide(injections, stack.dim), self.penalty, mu=self.mu * len(branches))
 
     @classmethod
     def from_feedforward(cls, mlp: nn.Sequential, alpha: float = 1.0, nonexpansive: bool = False) -> DeepOptEq:
@@ -335,18 +320,6 @@ class BoundDeepOptEq(BoundMap):
             total = total + first * self.layers[0].envelope(points[0], first)
             total = total + half_square(points[1] - points[0])
         return total
-
-
-class _SideBySide(nn.Module):
-    """Several injections of one input, joined along the dimension along which a Stack joins its operators."""
-
-    def __init__(self, parts: list[nn.Module], dim: int) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=self.dim)
 
 
 def _number(alpha: float | Tensor) -> float:

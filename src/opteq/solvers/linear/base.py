@@ -117,8 +117,3 @@ def lost(point: Tensor, size: Tensor) -> Tensor:
     Krylov method goes on to multiply noise, and reports a residual that has nothing to do with its answer.
     """
     return torch.finfo(point.dtype).eps * size * row_norms(point) > 1e-3
-
-
-def columns(scalars: Tensor, like: Tensor) -> Tensor:
-    """Values per row ``(R,)`` shaped to multiply rows ``(R, N)``, in their dtype."""
-    return scalars.to(like.dtype)[:, None]

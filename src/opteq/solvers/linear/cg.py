@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.solvers.linear.base import LinearSolver, Product, columns, dots, lost, ratio
+from opteq.solvers.linear.base import LinearSolver, Product, dots, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import row_norms
+from opteq.states import per_row, row_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,14 @@ class _ConjugateGradients:
         curvature = dots(self.direction, image)
         length = torch.where(curvature > 0, ratio(self.square, curvature), 0.0)
         self.size = torch.maximum(self.size, ratio(curvature, self.square))
-        self.point = torch.addcmul(self.point, columns(length, image), self.direction)
+        self.point = torch.addcmul(self.point, per_row(length, image), self.direction)
         hidden = lost(self.point, self.size)
         self.codes = torch.where(hidden, int(Status.SINGULAR), 0)
         self.codes = torch.where(active & (curvature <= 0), int(Status.INDEFINITE), self.codes)
         self.codes = torch.where(torch.isfinite(curvature), self.codes, int(Status.NON_FINITE))
-        self.residual = torch.addcmul(self.residual, columns(length, image), image, value=-1)
+        self.residual = torch.addcmul(self.residual, per_row(length, image), image, value=-1)
         square = row_norms(self.residual).square()
-        self.direction = torch.addcmul(self.residual, columns(ratio(square, self.square), image), self.direction)
+        self.direction = torch.addcmul(self.residual, per_row(ratio(square, self.square), image), self.direction)
         self.square = square
         return self.point, torch.where(hidden, torch.inf, square.sqrt())
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import whole
-from opteq.solvers.linear.base import LinearSolver, Product, columns, lost, ratio
+from opteq.solvers.linear.base import LinearSolver, Product, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import row_norms, zeros_a_row
+from opteq.states import per_row, row_norms, zeros_a_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class _ArnoldiCycle:
         length = row_norms(image)
         self.hessenberg[:, : self.size + 1, self.size] = shares
         self.hessenberg[:, self.size + 1, self.size] = length
-        self.basis[:, self.size + 1] = image * columns(ratio(torch.ones_like(length), length), image)
+        self.basis[:, self.size + 1] = image * per_row(ratio(torch.ones_like(length), length), image)
         self.size += 1
         weights, residual = self._least_squares()
         self.point = self.base + (self.basis[:, : self.size].mT @ weights.to(image.dtype))[:, :, 0]
@@ -87,7 +87,7 @@ class _ArnoldiCycle:
         self.base = self.point
         self.length = row_norms(residual).to(small)
         self.basis = zeros_a_row(residual, self.restart + 1, residual.shape[1])
-        self.basis[:, 0] = residual * columns(ratio(torch.ones_like(self.length), self.length), residual)
+        self.basis[:, 0] = residual * per_row(ratio(torch.ones_like(self.length), self.length), residual)
         self.hessenberg = zeros_a_row(residual, self.restart + 1, self.restart, dtype=small)
         self.size = 0
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.solvers.linear.base import LinearSolver, Product, columns, dots, lost, ratio
+from opteq.solvers.linear.base import LinearSolver, Product, dots, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import row_norms
+from opteq.states import per_row, row_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class _MinimalResiduals:
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         image = self.product(self.newer)
         diagonal = dots(self.newer, image)
-        image = image - columns(diagonal, image) * self.newer - columns(self.link, image) * self.older
+        image = image - per_row(diagonal, image) * self.newer - per_row(self.link, image) * self.older
         link = row_norms(image)
         # Two earlier rotations act on the new column of the tridiagonal matrix, then one more clears `link`.
         far = self.sin_older * self.link
@@ -62,11 +62,11 @@ class _MinimalResiduals:
         slope = torch.hypot(pivot, self.cos_newer * link)
         stuck = slope <= 4 * torch.finfo(image.dtype).eps ** (2 / 3) * self.size
         cos, sin = ratio(pivot, length), ratio(link, length)
-        path = self.newer - columns(far, image) * self.path_older - columns(near, image) * self.path_newer
-        path = path * columns(ratio(torch.ones_like(length), length), image)
-        self.point = self.point + columns(cos * self.rest, image) * path
+        path = self.newer - per_row(far, image) * self.path_older - per_row(near, image) * self.path_newer
+        path = path * per_row(ratio(torch.ones_like(length), length), image)
+        self.point = self.point + per_row(cos * self.rest, image) * path
         self.rest = torch.where(length == 0, self.rest, -sin * self.rest)
-        self.older, self.newer = self.newer, image * columns(ratio(torch.ones_like(link), link), image)
+        self.older, self.newer = self.newer, image * per_row(ratio(torch.ones_like(link), link), image)
         self.path_older, self.path_newer = self.path_newer, path
         self.link = link
         self.cos_older, self.cos_newer = self.cos_newer, cos
