@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,9 +35,11 @@ class FusedGraph:
         if self._compiled is None:
             # Not torch.compile: Dynamo is switched off inside of a layer, and there is a graph already.
             # Layouts stay as they are: channels-last would slow down convolutions with few channels.
-            from torch import _inductor  # loads the compiler of torch, which takes longer than torch itself
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler's notes to its own developers
+                from torch import _inductor  # loads the compiler of torch, which takes longer than torch itself
 
-            self._compiled = _inductor.compile(self._graph, list(tensors), options={"layout_optimization": False})
+                self._compiled = _inductor.compile(self._graph, list(tensors), options={"layout_optimization": False})
         return list(self._compiled(*tensors))
 
 
