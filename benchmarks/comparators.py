@@ -110,8 +110,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    given = [] if options.epochs is None else [f"train.epochs={options.epochs}"]
-    return given + ([] if options.data is None else [f"data.root={options.data}"]) + options.set
+    epochs = [] if options.epochs is None else [f"train.epochs={options.epochs}"]
+    root = [] if options.data is None else [f"data.root={options.data}"]
+    return [*epochs, *root, *options.set]
 
 
 def _recipe(name: str, options: argparse.Namespace) -> Recipe:

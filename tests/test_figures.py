@@ -111,6 +111,11 @@ def test_maps(runs: Path) -> None:
     for name in ("geq-5m", "resnet18-cifar"):
         drawn = maps.saliency(subject(runs, name))
         assert len(drawn.figure.axes) == 18
+        assert (f"at the equilibrium ({name})" in drawn.caption) == (name == "geq-5m")
+    both = maps.saliency(subject(runs, "geq-5m", "resnet18-cifar"))
+    assert [axes.get_ylabel() for axes in both.figure.axes if axes.get_ylabel()] == [
+        "image", "geq-5m\nGrad-CAM", "geq-5m\nSmoothGrad", "resnet18-cifar\nGrad-CAM", "resnet18-cifar\nSmoothGrad",
+    ]  # fmt: skip
     drawn = maps.attention(subject(runs, "geq-5m"))
     (low, high) = drawn.figure.axes[6].get_images()[0].get_clim()
     assert 0 <= low < high <= 1

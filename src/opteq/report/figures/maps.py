@@ -21,9 +21,41 @@ _CELL = (1.7, 1.75)
 
 
 def saliency(subject: Subject) -> Drawn:
-    """Images with Grad-CAM and SmoothGrad, and how much of each lies in the brightest tenth of the pixels."""
+    """Images with Grad-CAM and SmoothGrad of every run, and how much of each lies in its brightest tenth of pixels."""
+    runs = (subject, *subject.beside)
+    _, pixels, labels = subject.images(_COUNT)
+    figure, axes = panels(1 + 2 * len(runs), len(pixels), _CELL)
+    for column in range(len(pixels)):
+        _show(axes[0, column], pixels[column])
+    axes[0, 0].set_ylabel("image")
+    words = []
+    for place, one in enumerate(runs):
+        x, own, _ = one.images(_COUNT)
+        if one.classes != subject.classes or not torch.equal(own, pixels):
+            raise DoesNotFitError(f"{one.title} has other test images than {subject.title}")
+        predicted, cam, smooth = _maps(one, x)
+        for row, name, maps in ((1, "Grad-CAM", cam), (2, "SmoothGrad", smooth)):
+            rows = axes[2 * place + row]
+            rows[0].set_ylabel(name if len(runs) == 1 else f"{one.title}\n{name}")
+            for column in range(len(pixels)):
+                _show(rows[column], pixels[column])
+                shown = _relative(maps[column]).numpy()
+                rows[column].imshow(shown, cmap="inferno", alpha=0.6, extent=_extent(pixels[column]))
+        for column, (found, true) in enumerate(zip(predicted.tolist(), labels.tolist(), strict=True)):
+            title = one.classes[found] if found == true else f"{one.classes[found]} (is {one.classes[true]})"
+            axes[2 * place + (1 if len(runs) > 1 else 0), column].set_title(title, fontsize=8)
+        words.append(_concentrations(one, cam, smooth))
+    return Drawn(
+        figure,
+        f"Where the evidence for the predicted class, written above, lies in {len(pixels)} test images: Grad-CAM over "
+        "the last features, and the gradient by pixels averaged over noisy images (SmoothGrad); brighter is more. The "
+        f"brightest tenth of the pixels holds {'; '.join(words)} (10 % would be an even map).",
+    )
+
+
+def _maps(subject: Subject, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Predicted classes, Grad-CAM and SmoothGrad."""
     subject.check_classifies()
-    x, pixels, labels = subject.images(_COUNT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         with torch.no_grad():
@@ -32,30 +64,15 @@ def saliency(subject: Subject) -> Drawn:
             cam = grad_cam(subject.model, x, predicted)
         except (TypeError, ValueError) as error:
             raise DoesNotFitError(str(error)) from error
-        smooth = saliency_map(subject.model, x, predicted)
-    figure, axes = panels(3, len(x), _CELL)
-    for column in range(len(x)):
-        name = subject.classes[int(predicted[column])]
-        right = bool(predicted[column] == labels[column])
-        _show(axes[0, column], pixels[column])
-        axes[0, column].set_title(name if right else f"{name} (is {subject.classes[int(labels[column])]})", fontsize=8)
-        for row, one in ((1, cam), (2, smooth)):
-            _show(axes[row, column], pixels[column])
-            axes[row, column].imshow(
-                _relative(one[column]).numpy(), cmap="inferno", alpha=0.6, extent=_extent(pixels[column])
-            )
-    for row, name in enumerate(("image", "Grad-CAM", "SmoothGrad")):
-        axes[row, 0].set_ylabel(name)
-    where = "features at the equilibrium" if equilibria(subject.model) else "last features"
+        return predicted, cam, saliency_map(subject.model, x, predicted)
+
+
+def _concentrations(subject: Subject, cam: Tensor, smooth: Tensor) -> str:
     empty = int((cam.flatten(1).amax(dim=1) <= 0).sum())
-    without = f" In {empty} of them no feature speaks for the class: their Grad-CAM is empty." if empty else ""
-    return Drawn(
-        figure,
-        f"Where the evidence for the predicted class lies in {len(x)} test images: Grad-CAM over the {where}, and the "
-        "gradient by pixels averaged over noisy images (SmoothGrad); brighter is more. The brightest tenth of the "
-        f"pixels holds {_concentration(cam):.0%} of Grad-CAM and {_concentration(smooth):.0%} of SmoothGrad (10 % "
-        f"would be an even map).{without}",
-    )
+    without = f", empty where no feature speaks for the class: {empty} of {len(cam)}" if empty else ""
+    where = " at the equilibrium" if equilibria(subject.model) else ""
+    grad_cam_share, smooth_share = f"{_concentration(cam):.0%}", f"{_concentration(smooth):.0%}"
+    return f"{smooth_share} of SmoothGrad and {grad_cam_share} of Grad-CAM{where} ({subject.title}){without}"
 
 
 def attention(subject: Subject) -> Drawn:

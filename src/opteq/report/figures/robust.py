@@ -89,7 +89,7 @@ def draw_corruptions(axes: Any, found: Named) -> None:
     axes.set_yticklabels([name.replace("_", " ") for name in names])
     axes.invert_yaxis()
     if len(found) > 1:
-        axes.legend(loc="lower left")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)  # bars fill the inside
 
 
 def draw_radius(axes: Any, found: Named) -> None:
@@ -142,7 +142,7 @@ def draw_record(folder: Path) -> Path | None:
     if curves is not None:
         drawers.append(("attacks by radius", lambda axes: draw_radius(axes, [(title, curves)])))
         drawers.append(("attacks by steps", lambda axes: draw_steps(axes, [(title, curves)])))
-        drawers.append(("certified: no attack succeeds", lambda axes: _draw_certified_or_why(axes, title, curves)))
+        drawers.append(("certified accuracy", lambda axes: _draw_certified_or_why(axes, title, curves)))
     if not drawers:
         return None
     columns = min(2, len(drawers))
