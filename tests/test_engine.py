@@ -14,12 +14,14 @@ from opteq.common.override import plain
 from opteq.engine.cuda_graphs.capture import turn
 from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
 from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, UncapturableError
+from opteq.engine.cuda_graphs.repeated_steps import FIRST_STEPS, RepeatedSteps, find_period
 from opteq.engine.flatten import NotFlattenableError, flatten
 from opteq.engine.fuse import fused
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import fista
+from opteq.solvers.base import FixedPointTask
 from opteq.solvers.loop import Rule
 from opteq.states import blocks
 
@@ -167,6 +169,52 @@ def test_stages_and_predictions() -> None:
     assert predictor.steps == 5
     predictor.observe(6)
     assert predictor.steps == 7
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        opteq.FISTA(measure="error", max_steps=60),
+        opteq.Anderson(tol=1e-12, max_steps=59, memory=3),
+        opteq.Picard(tol=0),
+    ],
+    ids=["fista", "anderson", "picard"],
+)
+def test_steps_from_buffers_to_buffers_are_those_of_the_loop(solver: opteq.solvers.Solver) -> None:
+    """As the device repeats them; samples finish at different times."""
+    H = torch.diag_embed(torch.tensor([[1.0, 0.9], [1.0, 0.05], [1.0, 0.002]]).double())
+    task = FixedPointTask(lambda y: y - (H @ y[:, :, None])[:, :, 0] + 1, torch.zeros(3, 2).double())
+    expected = solver.run(task)
+    solve = solver.open(task)
+    with torch.no_grad():
+        iteration = solver.open(task).iteration
+        iteration.begin()
+        period = find_period(iteration)
+        assert period == (3 if isinstance(solver, opteq.Anderson) else 1)
+        solve.iteration.begin()
+        first = FIRST_STEPS + (solver.max_steps - FIRST_STEPS) % period
+        for _ in range(first):
+            solve.iteration.advance()
+        history = torch.zeros(solver.max_steps + 1, 3).double()
+        history[: first + 1] = solve.iteration.finish().trace
+        steps = RepeatedSteps(solve.iteration, first, period, history)
+        addresses = [buffer.data_ptr() for buffer in steps.buffers]
+        while steps.flags.any():
+            steps.advance()
+        assert [buffer.data_ptr() for buffer in steps.buffers] == addresses
+    found = solve.outcome()
+    torch.testing.assert_close(found.state, expected.state, rtol=0, atol=0)
+    assert found.steps.tolist() == expected.steps.tolist()
+    assert found.codes.tolist() == expected.codes.tolist()
+    torch.testing.assert_close(history[: len(expected.trace)], expected.trace, rtol=0, atol=0)
+
+
+def test_steps_that_do_not_repeat_are_not_captured() -> None:
+    sam = opteq.SAM(regularizer=opteq.regularizers.Ridge(), max_steps=500)
+    iteration = sam.open(FixedPointTask(torch.relu, torch.ones(1, 2))).iteration
+    iteration.begin()
+    with pytest.raises(UncapturableError, match="do not repeat"):
+        find_period(iteration)
 
 
 def test_off_and_report_on_a_cpu() -> None:

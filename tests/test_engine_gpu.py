@@ -153,3 +153,45 @@ def test_forgetting_drops_the_graphs_of_bounds() -> None:
     assert bounds._graphs
     opteq.engine.forget()
     assert not bounds._graphs
+
+
+class Denoiser(opteq.Objective):
+    """Badly conditioned, so that samples take from a few to hundreds of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = nn.Parameter(torch.tensor(20.0))
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        rough = (y[:, 1:] - y[:, :-1]).square().sum(1)
+        return {"data": 0.5 * (y - x).square().sum(1), "rough": self.strength * rough}
+
+
+@pytest.mark.parametrize(
+    "solver", [None, opteq.FISTA(tol=1e-9, max_steps=997), opteq.Anderson(max_steps=1000)], ids=str
+)
+def test_long_solves_are_repeated_on_the_device(solver: opteq.solvers.Solver | None) -> None:
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(Denoiser().double().cuda(), solver, on_failure="ignore")
+    x = torch.randn(5, 40, dtype=torch.float64, device="cuda")
+    x[1] *= 1e-3
+    x.requires_grad_()
+    with opteq.engine.off():
+        expected, report = called(layer, x), layer.last[0]
+        steps, trace = report.steps.tolist(), report.trace
+    for _ in range(4):
+        found = called(layer, x)
+    assert opteq.engine.report(layer, x).count("captured CUDA graph") == 2
+    assert near(found, expected)
+    report = layer.last[0]
+    assert max(abs(a - b) for a, b in zip(report.steps.tolist(), steps, strict=True)) <= 1
+    common = min(len(trace), len(report.trace))
+    torch.testing.assert_close(report.trace[:common], trace[:common], rtol=1e-3, atol=1e-9)
+    with torch.no_grad():
+        x.mul_(3)
+    assert near(called(layer, x), plainly(layer, x))
+
+
+def plainly(layer: opteq.Equilibrium, x: Tensor) -> tuple[Tensor, Tensor]:
+    with opteq.engine.off():
+        return called(layer, x)

@@ -28,9 +28,6 @@ from opteq.solvers.linear import GMRES, LinearSolver
 from opteq.solvers.loop import Finish, Iteration
 from opteq.states import Autocast, State, blocks, like
 
-_MOST_STEPS = 400
-"""A graph holds every step that a solve may take."""
-
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
     """The equilibrium of a bound problem by a captured graph; None where the plain path should find it."""
@@ -39,9 +36,6 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         hash(solver)
     except (NotFlattenableError, TypeError) as error:
         note("forward", str(error))
-        return None
-    if solver.max_steps > _MOST_STEPS:
-        note("forward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {solver.max_steps}")
         return None
     count = len(flat.tensors)
     inputs = [*flat.tensors, *([] if start is None else blocks(start))]
@@ -80,9 +74,6 @@ def attach(
     """``state`` and its features with the implicit gradient, which a captured graph computes."""
     if isinstance(linear, GMRES):
         note("backward", "GMRES synchronises with the host")
-        return None
-    if linear.max_steps > _MOST_STEPS:
-        note("backward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {linear.max_steps}")
         return None
     try:
         flat = flatten(hidden)

@@ -91,10 +91,32 @@ class Branch:
 
     def fork(self, flags: Tensor) -> tuple[Branch, Branch]:
         """Where to go on if any of ``flags``, which are int32, is set at that time, and where if none is."""
-        tools, driver = self._tools, self._tools.driver
-        handle = _done(
-            driver.cuGraphConditionalHandleCreate(self._root, tools.context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
+        handle = self._handle()
+        self._look(flags, handle)
+        one, other = self._conditional(handle, "CU_GRAPH_COND_TYPE_IF", 2)
+        return tuple(Branch(self._tools, self._root, graph, self._parts) for graph in (one, other))  # type: ignore[return-value]
+
+    def repeat(self, captured: Any, flags: Tensor) -> None:
+        """Run a captured graph as long as any of ``flags``, which are int32 and which it writes, is set."""
+        handle = self._handle()
+        self._look(flags, handle)
+        (graph,) = self._conditional(handle, "CU_GRAPH_COND_TYPE_WHILE", 1)
+        body = Branch(self._tools, self._root, graph, self._parts)
+        body.then(captured)
+        body._look(flags, handle)
+
+    def _handle(self) -> Any:
+        """What a kernel sets, and a conditional node goes by."""
+        driver = self._tools.driver
+        return _done(
+            driver.cuGraphConditionalHandleCreate(
+                self._root, self._tools.context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT
+            )
         )
+
+    def _look(self, flags: Tensor, handle: Any) -> None:
+        """Set ``handle`` to 1 if any of ``flags`` is set, else to 0."""
+        tools, driver = self._tools, self._tools.driver
         look = driver.CUDA_KERNEL_NODE_PARAMS()
         look.func, look.ctx = tools.look, tools.context
         look.gridDimX = look.gridDimY = look.gridDimZ = look.blockDimY = look.blockDimZ = 1
@@ -103,16 +125,19 @@ class Branch:
             (flags.data_ptr(), flags.numel(), int(handle)),
             (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64),
         )
-        looked = _done(driver.cuGraphAddKernelNode(self._graph, self._after, len(self._after), look))
-        fork = driver.CUgraphNodeParams()
-        fork.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-        fork.conditional.handle, fork.conditional.ctx = handle, tools.context
-        fork.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
-        fork.conditional.size = 2
-        self._after = [_done(tools.add_node(self._graph, [looked], None, 1, fork))]
+        self._after = [_done(driver.cuGraphAddKernelNode(self._graph, self._after, len(self._after), look))]
         self._parts.append(flags)
-        one, other = fork.conditional.phGraph_out
-        return tuple(Branch(tools, self._root, graph, self._parts) for graph in (one, other))  # type: ignore[return-value]
+
+    def _conditional(self, handle: Any, kind: str, size: int) -> Any:
+        """A conditional node that goes by ``handle``: the graphs inside."""
+        tools, driver = self._tools, self._tools.driver
+        node = driver.CUgraphNodeParams()
+        node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        node.conditional.handle, node.conditional.ctx = handle, tools.context
+        node.conditional.type = getattr(driver.CUgraphConditionalNodeType, kind)
+        node.conditional.size = size
+        self._after = [_done(tools.add_node(self._graph, self._after, None, len(self._after), node))]
+        return node.conditional.phGraph_out
 
 
 class ConditionalGraph:

@@ -3,7 +3,8 @@
 A solve is captured in stages: its start, then one or a few steps each. The stages are put together to one graph. Up to
 where a solve is expected to end they follow each other; from there on the device checks after every stage whether a row
 is unfinished, and goes on or writes the outputs. So the host launches a solve as it launches a convolution, and waits
-for nothing.
+for nothing. Where more steps are allowed than a graph should hold, the last stage is a loop on the device
+(:mod:`~opteq.engine.cuda_graphs.repeated_steps`).
 
 All graphs of a stream share one memory pool and one set of buffers. Each initialises what it reads, so what another one
 leaves there does no harm, and between two solves nothing is held but buffers.
@@ -26,6 +27,8 @@ from opteq.engine.cuda_graphs.capture import CaptureContext
 from opteq.engine.cuda_graphs.conditional_graph import Branch, ConditionalGraph, GraphRefusedError
 from opteq.engine.cuda_graphs.operations import CaptureCheck
 from opteq.engine.cuda_graphs.output_buffers import OutputBuffers
+from opteq.engine.cuda_graphs.repeated_steps import FIRST_STEPS, RepeatedSteps, find_period
+from opteq.engine.triton.solvers import MOST_STEPS
 from opteq.solvers.loop import Finish, Iteration, Rule
 
 # Every so many solves the host notes how many steps one took, when the device has got there.
@@ -68,6 +71,20 @@ class _Stage:
     history: int
 
 
+@dataclass(frozen=True)
+class _Repeated:
+    """A loop.
+
+    ``enter`` brings the state to its buffers, ``body`` takes some steps and writes ``flags``, which say whether it runs
+    again, and ``settle`` brings results to where they are read.
+    """
+
+    enter: Any
+    body: Any
+    settle: Any
+    flags: Tensor
+
+
 class ConditionalSolve:
     """One form of solve: what was captured for inputs of certain shapes, strides and dtypes.
 
@@ -84,6 +101,8 @@ class ConditionalSolve:
         self.age = self.context.buffers.next_age()
         self.stages: list[_Stage] = []
         self.flags: list[Tensor] = []  # of every stage: which rows go on
+        self.period = 0  # of the loop that follows the last stage; 0 for none
+        self.repeated: _Repeated | None = None
         self.outputs: OutputBuffers | None = None
         self.plans: OrderedDict[int, ConditionalGraph] = OrderedDict()
         self.predictor = StepCountPredictor()
@@ -118,11 +137,16 @@ class ConditionalSolve:
         for _ in range(min(3, solve.iteration.rule.max_steps)):
             solve.iteration.advance()
         solve.tensors(solve.iteration.finish())
+        if solve.iteration.rule.max_steps > MOST_STEPS:
+            self.period = find_period(self._begun(open_solve).iteration)
 
     def _capture(self, open_solve: OpenSolve) -> object:
         steps, solve = self._record(partial(self._first, open_solve))
         settled, taken = None, 0
-        for chunk in (*stage_lengths(solve.iteration.rule), None):
+        rule = solve.iteration.rule
+        if self.period:
+            rule = replace(rule, max_steps=FIRST_STEPS + (rule.max_steps - FIRST_STEPS) % self.period)
+        for chunk in (*stage_lengths(rule), None):
             settle, at = self._record(partial(_settle, solve.iteration, settled))
             self.stages.append(_Stage(steps, settle, taken + 1))
             if settled is None:
@@ -132,7 +156,15 @@ class ConditionalSolve:
             if chunk is not None:
                 steps, _ = self._record(partial(self._advance, solve.iteration, chunk))
                 taken += chunk
+        if self.period and settled is not None:
+            self.repeated = self._repeat(solve.iteration, taken, settled)
         return solve.facts
+
+    def _repeat(self, iteration: Iteration, taken: int, settled: _Settled) -> _Repeated:
+        enter, steps = self._record(partial(RepeatedSteps, iteration, taken, self.period, settled.finish.trace))
+        body, _ = self._record(steps.advance)
+        settle, _ = self._record(lambda: settled.take(replace(iteration.finish(), trace=settled.finish.trace[:0])))
+        return _Repeated(enter, body, settle, steps.flags)
 
     def _record(self, work: Callable[[], Result]) -> tuple[Any, Result]:
         return self.context.record(work, keep=True)
@@ -196,6 +228,12 @@ class ConditionalSolve:
         if further:
             onward, branch = branch.fork(self.flags[end])
             self._put(onward, end + 1, further)
+        elif self.repeated is not None:
+            onward, branch = branch.fork(self.flags[end])
+            onward.then(self.stages[end].settle)  # the history so far
+            onward.then(self.repeated.enter)
+            onward.repeat(self.repeated.body, self.repeated.flags)
+            onward.then(self.repeated.settle)
         branch.then(self.stages[end].settle)
 
 

@@ -76,27 +76,27 @@ class WithOperations:
     """An iteration with :class:`FastOperations` in force."""
 
     def __init__(self, iteration: Iteration, operations: FastOperations) -> None:
-        self._iteration = iteration
+        self.inner = iteration
         self._operations = operations
         self.rule = iteration.rule
 
     def begin(self) -> None:
         """As the iteration does."""
         with self._operations:
-            self._iteration.begin()
+            self.inner.begin()
 
     def advance(self) -> None:
         """As the iteration does."""
         with self._operations:
-            self._iteration.advance()
+            self.inner.advance()
 
     def unfinished(self) -> Tensor:
         """As the iteration says."""
-        return self._iteration.unfinished()
+        return self.inner.unfinished()
 
     def finish(self) -> Finish:
         """As the iteration says."""
-        return self._iteration.finish()
+        return self.inner.finish()
 
 
 class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]

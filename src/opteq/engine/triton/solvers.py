@@ -18,6 +18,9 @@ from opteq.solvers.linear.base import LinearSolve, usable_scale
 from opteq.solvers.loop import Method
 from opteq.states import Autocast, Layout, State, blocks
 
+MOST_STEPS = 400
+"""Steps that the kernels may take: they count them on the host, so that a graph holds each of them."""
+
 _MOST_COLUMNS = 8
 """Differences that the Anderson kernels can remember: their small system is one tile of a program."""
 
@@ -25,7 +28,8 @@ _MOST_COLUMNS = 8
 def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation, start: State | None) -> Solve:
     """A solve of a bound problem that has evaluated the map at its start and not begun."""
     task = formulation.task(start)
-    if not _has_kernels(solver) or solver.tol == 0 or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
+    counted = solver.tol == 0 or solver.max_steps > MOST_STEPS
+    if not _has_kernels(solver) or counted or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
         return solver.open(task)
     from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson, FusedPlain, StateTask
     from opteq.engine.triton.row_state import Blocks
@@ -64,7 +68,8 @@ def open_linear(
     linear: LinearSolver, product: Callable[[State], State], rhs: State, layout: Layout, eps: float
 ) -> LinearSolve:
     """A solve of ``(I - S) v = rhs`` that has not begun."""
-    if type(linear)._process is not CG._process or torch.is_grad_enabled() or not may_launch(*blocks(rhs)):
+    other = type(linear)._process is not CG._process or linear.max_steps > MOST_STEPS
+    if other or torch.is_grad_enabled() or not may_launch(*blocks(rhs)):
         return linear.open_states(product, rhs, layout, eps)
     from opteq.engine.triton.conjugate_gradients import FusedConjugateGradients
     from opteq.engine.triton.row_state import Blocks
