@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from threading import Lock
 from typing import Any
 
@@ -16,8 +17,8 @@ from opteq.models.prediction import ImageLike, Preprocessing
 from opteq.play.plain_values import certificate_of, finite
 from opteq.report.charts.images import image_data_url
 
-LARGEST = 256
-"""Longer side in pixels of images on the page; larger ones are made smaller."""
+MOST_PIXELS = 200 * 200
+"""Pixels, in all channels together, of images on the page: larger ones are made smaller, for answers within seconds."""
 
 
 class DenoiserSession:
@@ -66,14 +67,14 @@ class DenoiserSession:
                 raise UserError(f"{name} should lie in [{low:g}, {high:g}]; got {value!r}")
         if not isinstance(add_noise, bool):
             raise UserError(f"add_noise should be true or false; got {add_noise!r}")
-        clean = _small(image)
+        clean = small(image)
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)) * sigma / 255
         given = (clean + noise if add_noise else clean).clamp(0, 1)
         with self._lock:
             result = restore(given, self.model, Damage(sigma), strength, tol)
         return finite({
-            "before": image_data_url(_bytes(given), LARGEST),
-            "after": image_data_url(_bytes(result.image), LARGEST),
+            "before": image_data_url(_bytes(given), max(given.shape)),
+            "after": image_data_url(_bytes(result.image), max(given.shape)),
             "residual": result.residual,
             "steps": result.steps,
             "minimised": result.minimised == 1,
@@ -82,17 +83,18 @@ class DenoiserSession:
         })  # fmt: skip
 
 
-def _small(image: ImageLike) -> Tensor:
-    """``(c, h, w)`` in [0, 1], grey where all channels agree, at most :data:`LARGEST` pixels on its longer side."""
+def small(image: ImageLike) -> Tensor:
+    """``(c, h, w)`` in [0, 1], grey where all channels agree, of at most :data:`MOST_PIXELS`."""
     pixels = Preprocessing(3, None, (0.0,) * 3, (1.0,) * 3, ()).pixels(image).float() / 255
-    scale = max(pixels.shape[1:]) / LARGEST
+    if bool((pixels - pixels[:1]).abs().max() == 0):
+        pixels = pixels[:1]
+    scale = math.sqrt(pixels.numel() / MOST_PIXELS)
     if scale > 1:
         size = tuple(max(8, round(side / scale)) for side in pixels.shape[1:])
         pixels = torch.nn.functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
     if min(pixels.shape[1:]) < 8:
         raise UserError(f"the image should have at least 8 x 8 pixels; got {tuple(pixels.shape[1:])}")
-    grey = bool((pixels - pixels[:1]).abs().max() == 0)
-    return pixels[:1] if grey else pixels
+    return pixels
 
 
 def _psnr(image: Tensor, clean: Tensor) -> float:

@@ -120,8 +120,11 @@
     state.certifying?.abort(); // the server passes over a question that was given up
     if (state.busy) return; // the question on its way asks again when it comes back: they never pile up
     state.busy = true;
+    const slow = setTimeout(() => { $("busy").textContent = "Computing …"; }, 400);
     const answer = await post("/api/solve", { ...options(), ...(state.rival === null ? {} : { rival: state.rival }) });
     state.busy = false;
+    clearTimeout(slow);
+    $("busy").textContent = "";
     if (turn !== state.asked) return send(); // something has changed since
     if (!answer) return;
     fail("");

@@ -102,7 +102,7 @@ class ProgressDisplay:
                 text += f"  {word} {line[key]:.2%}"
         text += f"  {line['images_per_second']:.0f} img/s"
         if line["solver_steps"]:
-            worst = "not finite" if line["worst_residual"] is None else f"{line['worst_residual']:.2e}"
+            worst = "not finite" if line["worst_residual"] is None else residual_text(line["worst_residual"])
             text += f"  {line['solver_steps']:.1f} steps  worst residual {worst}"
             text += f"  converged {line['converged']:.1%}"
         if line.get("skipped_steps"):
@@ -113,3 +113,13 @@ class ProgressDisplay:
         """Print a line."""
         if self.shown:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def residual_text(value: float) -> str:
+    """A residual with three digits; one within 1e-3 does not read 1.00e-03.
+
+    >>> residual_text(0.000421), residual_text(0.0009999), residual_text(0.001), residual_text(0.0)
+    ('4.21e-04', '9.99e-04', '1.00e-03', '0.00e+00')
+    """
+    text = f"{value:.2e}"
+    return f"{0.999 * float(text):.2e}" if text.startswith("1.00") and value < float(text) else text

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.recipe.files import load_any_recipe, load_recipe, recipes
+from opteq.training.run.progress import residual_text
 
 
 def recipes_table(width: int) -> Table:
@@ -51,7 +52,7 @@ def evaluation_table(run: str, result: dict[str, Any]) -> Table:
     if result["solver_steps"]:
         table.add_row("solver steps, mean", f"{result['solver_steps']:.1f}")
         table.add_row("relative residual, mean", f"{result['mean_residual']:.1e}")
-        table.add_row("relative residual, worst of all", f"{result['worst_residual']:.2e}")
+        table.add_row("relative residual, worst of all", residual_text(result["worst_residual"]))
         table.add_row("converged", f"{result['converged']:.2%}")
         if result.get("certified") is not None:
             table.add_row("converged and certified, globally or at the point", f"{result['certified']:.2%}")
