@@ -20,6 +20,7 @@ from opteq.common.files import plain_errors
 from opteq.inference.fixed_steps import Exportable, enough_steps
 from opteq.inference.predict import load
 from opteq.models.classifier import Classifier, equilibria
+from opteq.models.prediction import checked_shape
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,6 +88,7 @@ def export(
         raise UserError(
             "the model was saved without the size of its images: give image_shape=(channels, height, width)"
         )
+    shape = checked_shape(shape, model.config["in_channels"])
     pixels = torch.rand(SAMPLES, *shape, generator=torch.Generator().manual_seed(seed))
     pixels = pixels.to(next(model.parameters()).dtype)
     steps = enough_steps(model, pixels) if steps is None else steps
