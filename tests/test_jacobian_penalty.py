@@ -108,12 +108,12 @@ def test_below_the_limit_nothing_is_added() -> None:
     model = models.create("mopteq-193k", channels=4, hidden=[3, 3], scales=[1, 2], diversity=0.0)
     x, labels = torch.randn(3, 3, 8, 8), torch.arange(3)
     extra = {}
-    for limit in (0.01, 5.0):
+    for limit in (0.01, 5.0, 1e300):
         with Loss(LossSection(), 0.0, model, jacobian=4.0, jacobian_limit=limit) as loss:
             logits = model(x)
             extra[limit] = float((loss(logits, labels) - cross_entropy(logits, labels)).detach())
     assert extra[0.01] > 0
-    assert extra[5.0] == 0
+    assert extra[5.0] == extra[1e300] == 0
     with pytest.raises(ValueError, match="no effect without jacobian"):
         TrainSection(epochs=1, batch_size=1, jacobian_limit=0.9)
 

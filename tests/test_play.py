@@ -240,6 +240,14 @@ def test_wrong_questions_are_refused(client: TestClient, asked: dict[str, Any], 
     assert "Traceback" not in response.text
 
 
+def test_a_model_without_finite_logits_names_no_class(run: Path) -> None:
+    model = models.from_pretrained(run)
+    for weight in model.head.parameters():
+        weight.data.fill_(torch.nan)
+    with pytest.raises(UserError, match="logits are not finite"):
+        ClassifierSession(model, "broken").answer(digit())
+
+
 def test_requests_are_limited_in_size(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     response = client.post("/api/solve", json={"image": "data:image/png;base64," + "A" * serving.LARGEST_REQUEST})
     assert response.status_code == 413

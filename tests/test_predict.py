@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import re
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from cli_cases import call, refused
 from opteq import data, models
@@ -98,6 +101,50 @@ def test_wrong_images_are_refused(model: models.Classifier, wrong: object, words
 def test_wrong_preprocessing_is_refused(model: models.Classifier) -> None:
     with pytest.raises(UserError, match="2 classes"):
         Preprocessing.of({"in_channels": 1, "num_classes": 2, "extra": {"classes": ["a"]}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            ("image_shape", shape)
+            for shape in ([1, 8], [1, 0, 8], [1, -1, 8], [3, 8, 8], [1, 10**6, 8], [1, 8.5, 8], "x")
+        ),
+        ("std", [0.0]),
+        ("std", [-1.0]),
+        ("mean", [math.nan]),
+        ("mean", ["x" * 5000]),
+        ("mean", None),
+    ],
+)
+def test_hostile_preprocessing_is_refused_in_a_line(key: str, value: object) -> None:
+    config = {"in_channels": 1, "num_classes": 2, "extra": {key: value}}
+    with pytest.raises(UserError, match=rf"^[^\n]*({key}|config\['extra'\])[^\n]*$") as error:
+        Preprocessing.of(config)
+    assert len(str(error.value)) < 500
+
+
+def test_logits_that_are_not_finite_name_no_class(model: models.Classifier, images: Path) -> None:
+    broken = copy.deepcopy(model)
+    for weight in broken.head.parameters():
+        weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match=r"0\.png: the model's logits are not finite"):
+        broken.predict(images / "0.png")
+    with pytest.raises(UserError, match="image 1: the model's logits are not finite"):
+        broken_at(model, 1).predict([np.zeros((8, 8), np.uint8), np.full((8, 8), 255, np.uint8)])
+
+
+def broken_at(model: models.Classifier, row: int) -> models.Classifier:
+    """A model whose logits of one image of a batch are NaN."""
+    broken = copy.deepcopy(model)
+
+    def spoil(_module: nn.Module, _given: object, logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        logits[row] = math.nan
+        return logits
+
+    broken.head.register_forward_hook(spoil)
+    return broken
 
 
 def test_transparent_pixels_show_white(tmp_path: Path) -> None:

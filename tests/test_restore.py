@@ -91,6 +91,14 @@ def test_refusals_name_what_is_wrong(model, photo):
         restore(torch.zeros(1, 8, 8), Denoiser.load(model), Damage(10, mask=torch.ones(4, 4)))
 
 
+def test_pixels_that_are_not_finite_are_no_image():
+    model = Denoiser(DenoiserConfig((1, 2, 3), 3, knots=4))
+    for weight in model.parameters():
+        weight.data.fill_(torch.nan)
+    with pytest.raises(UserError, match="pixels that are not finite"):
+        restore(torch.rand(1, 16, 16), model, Damage(25))
+
+
 def test_noise_outside_of_what_was_trained_for_is_said(photo, model):
     found = call("restore", photo / "in.png", photo / "faint.png", "--model", model, "--sigma", "1", "--tol", "1e-3")
     assert "and 1 is outside; 5 is used" in found.output

@@ -101,6 +101,9 @@ def test_files_of_another_data_set_are_named_in_a_line(finished: Path, tmp_path:
     refuse(files, "fog.npy should have 50 images (height, width, 3) of uint8", "got float64")
     (files / "fog.npy").write_text("fog")
     refuse(files, "fog.npy can't be read as an array of NumPy")
+    with (files / "labels.npy").open("wb") as file:
+        np.savez(file, labels=labels)
+    refuse(files, "labels.npy should be one array of NumPy")
 
 
 def test_curves_are_those_of_single_attacks(finished: Path, tmp_path: Path) -> None:

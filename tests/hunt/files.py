@@ -18,6 +18,7 @@ import opteq.models
 from hunt.damage import damaged, mutated, refused_in_a_line
 from hunt.drawing import Draw, require
 from hunt.exports import exported
+from opteq.models.classifier import Classifier
 from opteq.models.denoiser import Denoiser, DenoiserConfig
 
 _MODELS = {
@@ -67,7 +68,10 @@ def hunt_config(draw: Draw, folder: Path) -> None:
     (folder / "config.json").write_bytes(changed)
     (folder / "model.safetensors").write_bytes(weights)
     with refused_in_a_line(f"{name}, {what}"):
-        opteq.models.from_pretrained(folder)
+        found = opteq.models.from_pretrained(folder)
+        if isinstance(found, Classifier):  # its preprocessing is in the configuration, too
+            confidence = found.predict(np.zeros((8, 8, 3), dtype=np.uint8)).confidence
+            require(0 <= confidence <= 1, f"a confidence of {confidence}: {name}, {what}")
 
 
 def hunt_checkpoint(draw: Draw, folder: Path) -> None:
@@ -204,6 +208,9 @@ def _saved(name: str) -> tuple[bytes, bytes, Tensor, Tensor]:
         torch.manual_seed(0)
         model = opteq.models.create(name, num_classes=3, **_MODELS[name]).eval()
         x = torch.randn(2, 3, 8, 8)
+        model.config["extra"] = {
+            "image_shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.2, 0.3, 0.4], "classes": ["a", "b", "c"]
+        }  # fmt: skip
         model.save_pretrained(folder)
         config, weights = ((Path(folder) / file).read_bytes() for file in ("config.json", "model.safetensors"))
         with torch.no_grad():

@@ -22,6 +22,7 @@ from opteq.inference.formats import ENDINGS, Inputs, Signature
 from opteq.inference.predict import load
 from opteq.models.classifier import Classifier, equilibria
 from opteq.models.denoiser import Denoiser, holds_denoiser
+from opteq.models.prediction import checked_shape
 from opteq.models.pretrained import released_folder
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def _classifier(
         raise UserError(
             "the model was saved without the size of its images: give image_shape=(channels, height, width)"
         )
+    shape = checked_shape(shape, model.config["in_channels"])
     pixels = torch.rand(SAMPLES, *shape, generator=generator).to(next(model.parameters()).dtype)
     steps = enough_steps(model, pixels) if steps is None else steps
     made = Exportable(model, steps)

@@ -123,6 +123,8 @@ def restore(
         worst, most = max(worst, float(report.residual.max())), max(most, int(report.steps.max()))
         if progress is not None:
             progress(done + 1, len(tiles))
+    if not bool(answer.isfinite().all()):
+        raise UserError("the model gives pixels that are not finite, so there is no image; look at its weights")
     return Restored(answer, converged / len(tiles), worst, most)
 
 

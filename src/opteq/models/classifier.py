@@ -124,6 +124,10 @@ class Classifier(nn.Module, metaclass=NamedOptions):
         weight = next(self.parameters())
         pixels = stack([preprocessing.pixels(one) for one in images]).to(weight.device)
         logits, steps, residuals, converged = self._solved(preprocessing.normalised(pixels).to(weight.dtype))
+        if not bool(logits.isfinite().all()):
+            row = int((~logits.isfinite().all(dim=1)).nonzero()[0])
+            name = images[row] if isinstance(images[row], str | Path) else f"image {row}"
+            raise UserError(f"{name}: the model's logits are not finite, so it names no class; look at its weights")
         found = [
             Prediction(preprocessing.classes, one, one.softmax(0), int(s), float(r), bool(c))
             for one, s, r, c in zip(logits, steps, residuals, converged, strict=True)

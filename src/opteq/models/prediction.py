@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 ImageLike: TypeAlias = "str | Path | IO[bytes] | Image | np.ndarray[Any, Any] | Tensor"
 """A file, an open one, a Pillow image, an array ``(h, w)`` or ``(h, w, channels)``, a tensor ``(channels, h, w)``."""
+
+LARGEST = 16384
+"""Of a side of images, in pixels."""
+LEAST = 1e-6
+"""Of a standard deviation of pixels: those of 8 bits are 4e-3 apart."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +105,18 @@ class Preprocessing:
                 tuple(map(float, extra.get(key, [usual] * channels))) for key, usual in (("mean", 0), ("std", 1))
             )
             classes = tuple(map(str, extra.get("classes", range(count))))
-            size = None if shape is None else (int(shape[1]), int(shape[2]))
-        except (TypeError, ValueError, IndexError) as error:
-            raise UserError(f"the model's preprocessing can't be read from config['extra']: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"the model's preprocessing can't be read from config['extra']: {str(error)[:200]}"
+            ) from error
+        size = None if shape is None else checked_shape(shape, channels)[1:]
         if len(mean) != channels or len(std) != channels or len(classes) != count:
             raise UserError(
                 f"config['extra'] should have mean and std for {channels} channels and names of {count} classes; got "
                 f"{len(mean)}, {len(std)} and {len(classes)}"
             )
+        if not all(map(math.isfinite, mean + std)) or not all(one >= LEAST for one in std):
+            raise UserError(f"config['extra'] should have a finite mean and a positive std; got {mean} and {std}")
         return cls(channels, size, mean, std, classes)
 
     def pixels(self, image: ImageLike) -> Tensor:
@@ -135,6 +145,17 @@ class Preprocessing:
         """The model's input for uint8 pixels ``(..., channels, h, w)``."""
         mean, std = (torch.tensor(values, device=pixels.device).reshape(-1, 1, 1) for values in (self.mean, self.std))
         return (pixels.float() / 255 - mean) / std
+
+
+def checked_shape(shape: Any, channels: int) -> tuple[int, int, int]:
+    """Channels, height and width of images, where ``shape`` says so for a model of ``channels``; else a line."""
+    whole = isinstance(shape, Sequence) and len(shape) == 3 and all(type(side) is int for side in shape)
+    if not whole or shape[0] != channels or not all(1 <= side <= LARGEST for side in shape[1:]):
+        raise UserError(
+            f"image_shape should be the numbers [{channels}, height, width] with sides of 1 to {LARGEST}; "
+            f"got {str(shape)[:200]}"
+        )
+    return shape[0], shape[1], shape[2]
 
 
 def _array(image: Tensor) -> np.ndarray[Any, Any]:

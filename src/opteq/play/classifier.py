@@ -98,6 +98,8 @@ class ClassifierSession:
                 logits = self.model(x)[0]
                 report = None if self.layer is None or self.layer.last is None else self.layer.last[0]
                 steps = [] if self.layer is None else plain_steps(self.model, self.layer, x)
+        if not bool(logits.isfinite().all()):
+            raise UserError("the model's logits are not finite, so it names no class; look at its weights")
         channels = sorted(
             ((f"{b}.{c}" if len(found.features) > 1 else str(c), share) for b, one in enumerate(found.channels())
              for c, share in enumerate(one[0].tolist())),

@@ -12,6 +12,7 @@ from torch import Tensor
 from opteq.common.errors import UserError
 from opteq.data.corruptions.severities import NAMES
 from opteq.data.dataset import Split
+from opteq.data.readers.source import reason
 
 LEVELS = 5
 
@@ -75,7 +76,11 @@ class PublishedCorruptions:
     def _array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
-            found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{path} can't be read as an array of NumPy: {error}") from error
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # a damaged header fails in any of a dozen ways
+            said = reason(error)[:200]
+            raise UserError(f"{path} can't be read as an array of NumPy: {said}") from error
+        if not isinstance(found, np.ndarray):
+            found.close()
+            raise UserError(f"{path} should be one array of NumPy; it is an archive of several")
         return found

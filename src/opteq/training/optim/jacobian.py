@@ -115,4 +115,4 @@ class JacobianPenalty:
             if self.limit is None:
                 self.found.append(squared_jacobian(hidden, state))
             else:
-                self.found.append((squared_radius(hidden, state) - self.limit**2).clamp_min(0))
+                self.found.append((squared_radius(hidden, state) - self.limit * self.limit).clamp_min(0))
