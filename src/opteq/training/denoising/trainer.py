@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,8 @@ class DenoisingTrainer:
         guide, options = self.model.prior.guide, self.recipe.train
         if guide is None or self.device.type != "cuda":
             return
+        # Captured on a stream of their own, its parameters' gradients meet others on the current one, and wait for them.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         image = torch.rand(options.batch_size, 1, options.patch, options.patch, device=self.device)
         torch.cuda.make_graphed_callables(guide, (image, image.new_full((options.batch_size,), 0.1)))
 
