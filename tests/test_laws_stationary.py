@@ -42,7 +42,7 @@ def test_closed_forms_agree_with_autograd(case: Case) -> None:
     y, v = some_state(hidden), some_state(hidden)
     v = map_state(torch.cos, v)
     by_autograd = Hidden.preactivation(hidden, y), Hidden.curvature_at(hidden, y)(v)
-    closed = hidden.preactivation(y), hidden.curvature(y, v)
+    closed = hidden.preactivation(y), hidden.curvature_at(y)(v)
     for found, wanted in zip(closed, by_autograd, strict=True):
         torch.testing.assert_close(flatten(found), flatten(wanted), rtol=1e-10, atol=1e-10)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from opteq.common.dynamo import constant
 
@@ -65,8 +66,20 @@ def row_norms(matrix: Tensor) -> Tensor:
     dying network produces; in float64 they do neither.
     """
     dtype = torch.float32 if matrix.device.type == "mps" else torch.float64
-    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
+    norms: Tensor
+    if matrix.dtype == torch.float32 and may_branch_on_values(matrix):  # float64 would be a copy of the whole matrix
+        norms = torch.linalg.vector_norm(matrix, dim=1)
+        if bool(((norms > 1e-15) & (norms < 1e18)).all()):
+            return norms.to(dtype)
+    norms = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
     return norms
+
+
+def may_branch_on_values(tensor: Tensor) -> bool:
+    """Whether a value may decide what is computed: neither a device is waited for, nor is a program written down."""
+    traced = torch._C._get_tracing_state() is not None  # by torch.jit.trace
+    written = traced or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    return tensor.device.type == "cpu" and not written and not torch._C._are_functorch_transforms_active()
 
 
 def any_row(mask: Tensor, unseen: bool = False) -> bool:
@@ -80,7 +93,11 @@ def any_row(mask: Tensor, unseen: bool = False) -> bool:
 
 
 def choose_rows(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The rows of ``new`` where the mask is set, else those of ``old``."""
+    """The rows of ``new`` where the mask is set, else those of ``old``; not copied where all are of one."""
+    if may_branch_on_values(mask):
+        chosen = int(mask.sum())
+        if chosen in (0, len(mask)):
+            return new if chosen else old
     return torch.where(mask[:, None], new, old)
 
 
@@ -90,6 +107,8 @@ def nan_samples(state: State, coupled: bool = False) -> State:
     A single such entry may meet a zero on its way, and be lost.
     """
     parts = blocks(state)
+    if all(map(surely_finite, parts)):
+        return state
     finite = torch.stack([torch.isfinite(part).unsqueeze(-1).flatten(1).all(dim=1) for part in parts]).all(dim=0)
     if coupled:
         finite = finite.all(dim=0, keepdim=True)
@@ -101,8 +120,15 @@ def per_row(numbers: Tensor, like: Tensor) -> Tensor:
     return numbers.to(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
+def surely_finite(tensor: Tensor) -> bool:
+    """Whether a look at the sum, which costs little, is enough to know that all entries are finite."""
+    return may_branch_on_values(tensor) and bool(torch.isfinite(tensor.detach().sum()))
+
+
 def nan_rows(state: State, lost: Tensor) -> State:
     """The same state, NaN in the samples that ``lost`` names, ``(B,)``."""
+    if may_branch_on_values(lost) and not lost.any():
+        return state
     return map_state(lambda part: torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part), state)
 
 

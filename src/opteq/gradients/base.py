@@ -16,7 +16,7 @@ from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
 from opteq.solvers.base import FixedPointTask
-from opteq.states import State, blocks, map_state
+from opteq.states import State, blocks, map_state, surely_finite
 
 Record = Callable[[Report], None]
 
@@ -101,7 +101,7 @@ class Formulation:
             return found
         state = self.form.state(found)
         # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
-        return map_state(lambda part: torch.where(torch.isfinite(part), part, 0.0), state)
+        return map_state(lambda p: p if surely_finite(p) else torch.where(torch.isfinite(p), p, 0.0), state)
 
 
 def find(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = True) -> Outcome:

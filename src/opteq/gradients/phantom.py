@@ -18,12 +18,7 @@ class OneStep(Gradient):
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape, then put one step on it."""
-        state, outcome = find_no_grad(hidden, solver, start)
-        image = hidden.step(state)
-        if not wants_gradient(image):
-            return state, outcome
-        report = approximate("one step", state, 1)
-        return attach(state, image, notice=lambda: record(report)), outcome
+        return _with_steps(hidden, solver, start, record, 1, 1.0, "one step")
 
 
 @dataclass(frozen=True)
@@ -47,11 +42,20 @@ class Phantom(Gradient):
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         """Solve without a tape, then put the damped steps on one."""
-        state, outcome = find_no_grad(hidden, solver, start)
-        reached = state
-        for _ in range(self.steps):
-            reached = map_state(lambda old, new: old + self.damping * (new - old), reached, hidden.step(reached))
-        if not wants_gradient(reached):
-            return state, outcome
-        report = approximate(f"{self.steps} phantom steps of {self.damping}", state, self.steps)
-        return attach(state, reached, notice=lambda: record(report)), outcome
+        name = f"{self.steps} phantom steps of {self.damping}"
+        return _with_steps(hidden, solver, start, record, self.steps, self.damping, name)
+
+
+def _with_steps(
+    hidden: BoundMap, solver: Solver, start: State | None, record: Record, steps: int, damping: float, name: str
+) -> tuple[State, Outcome]:
+    """The equilibrium with the gradient of damped steps from there."""
+    state, outcome = find_no_grad(hidden, solver, start)
+    reached = state
+    for _ in range(steps):
+        image = hidden.step(reached)
+        reached = image if damping == 1 else map_state(lambda a, b: a + damping * (b - a), reached, image)
+    if not wants_gradient(reached):
+        return state, outcome
+    report = approximate(name, state, steps)
+    return attach(state, reached, notice=lambda: record(report)), outcome

@@ -92,11 +92,6 @@ class Gaussian(Kernel):
             return self.log_gamma.exp()
         return self._rule or "auto" if self._gamma is None else self._gamma
 
-    @property
-    def adapts(self) -> bool:
-        """Whether gamma is chosen from the input."""
-        return self._gamma is None
-
     def bind(self, W: LinearMap, c: Tensor) -> GaussianSimilarity:
         """Cut, project and, where it is automatic, choose gamma."""
         cut = _Whole(c.shape[1:]) if self.patches is None else self.patches.prepare()
@@ -121,7 +116,7 @@ class Gaussian(Kernel):
         if DIP * reach**2 >= 1:
             return None, f"needs L |W|^2 |P|^2 < 1 / (2 e^(-3/2)) = {1 / DIP:.5g}"
         gain, reason = response(reach), "r the response of the Gaussian kernel at r0 = sqrt(L) |W| |P|"
-        if self.adapts:
+        if self._gamma is None:  # it is chosen from the input
             if self.patches is not None:
                 return None, (
                     'gamma="auto" is itself a function of the input, 0.2 / M(x), and what that adds grows with the '

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from opteq.penalties.base import ElementwisePenalty, Linearised, Penalty, multiplication
 from opteq.penalties.piecewise import HardTanh, Identity, ReLU, SoftThreshold
-from opteq.states import per_row
+from opteq.states import may_branch_on_values, per_row
 
 _STEPS = 40
 
@@ -83,7 +82,7 @@ class ScaledPenalty:
         # The left side has slopes between min(t, 1) and max(t, 1), since those of sigma lie in [0, 1].
         reach = error.abs() / t.clamp(max=1)
         low, high = u - reach, u + reach
-        root, early, eps = u, _may_branch_on_values(u), torch.finfo(u.dtype).eps
+        root, early, eps = u, may_branch_on_values(u), torch.finfo(u.dtype).eps
         for _ in range(_STEPS):
             error = t * root + (1 - t) * penalty.prox(root) - u
             # Rounding of the two sides: beyond it a step would go by noise, and a bisection lead away from the root.
@@ -95,13 +94,6 @@ class ScaledPenalty:
             inside = (newton > low) & (newton < high)
             root = torch.where(there, root, torch.where(inside, newton, (low + high) / 2))
         return root
-
-
-def _may_branch_on_values(u: Tensor) -> bool:
-    """Whether a value may decide what is computed: neither a device is waited for, nor is a program written down."""
-    traced = torch._C._get_tracing_state() is not None  # by torch.jit.trace
-    written = traced or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    return u.device.type == "cpu" and not written and not torch._C._are_functorch_transforms_active()
 
 
 def _checked(penalty: Penalty) -> ElementwisePenalty:

@@ -17,7 +17,7 @@ from opteq.problems.certificate import Certificate, existence, for_finite_weight
 from opteq.problems.hidden import BoundMap
 from opteq.problems.written import WrittenHidden
 from opteq.solvers.base import Solver
-from opteq.states import State
+from opteq.states import State, blocks
 
 
 class Problem(HoldsOptions, metaclass=NamedOptions):
@@ -72,7 +72,19 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
             )
 
 
-class HiddenProblem(Problem):
+class WrittenProblem(Problem):
+    """A problem that a user writes: where its state begins, and what is made of it."""
+
+    def start(self, x: Any) -> State:
+        """The starting state for input ``x``."""
+        return torch.zeros_like(blocks(x)[0])
+
+    def features(self, y: State) -> State:
+        """What the network hands on."""
+        return y
+
+
+class HiddenProblem(WrittenProblem):
     """A network defined by what it minimises: ``G(y; x) = sum f(y) + 1/2 |y|^2 + g(y; x)``.
 
     Write the penalty f and the smooth part g; the step ``sigma(-grad g)``, the objective, curvature products and the
@@ -99,14 +111,6 @@ class HiddenProblem(Problem):
     @abstractmethod
     def smooth(self, y: State, x: Tensor) -> Tensor | dict[str, Tensor]:
         """g(y; x), one value per sample; or a dict of terms, each with one value per sample, whose sum it is."""
-
-    def start(self, x: Tensor) -> State:
-        """The starting state for input ``x``."""
-        return torch.zeros_like(x)
-
-    def features(self, y: State) -> State:
-        """What the network hands on."""
-        return y
 
     def bind(self, x: Tensor) -> BoundMap:
         """The problem with ``x`` bound, everything by autograd."""

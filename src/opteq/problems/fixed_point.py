@@ -9,7 +9,7 @@ import torch
 
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
-from opteq.problems.hidden import BoundMap, Structure
+from opteq.problems.hidden import BoundMap
 from opteq.problems.written import BoundModule
 from opteq.states import State, blocks
 
@@ -69,8 +69,6 @@ class FixedPoint(Problem):
 
 class BoundFixedPoint(BoundMap):
     """``z -> f(z, x)`` with its input bound."""
-
-    structure = Structure.GENERAL
 
     def __init__(self, problem: FixedPoint, x: Any) -> None:
         self.bound = BoundModule(problem, x)

@@ -13,7 +13,7 @@ from opteq import penalties
 from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.base import Problem
+from opteq.problems.base import WrittenProblem
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
 from opteq.problems.written import BoundModule, checked_terms
@@ -25,7 +25,7 @@ _MARGIN = 1.1
 """By how much a step length stays below what a measured curvature allows."""
 
 
-class Objective(Problem):
+class Objective(WrittenProblem):
     """A network defined by the objective that it minimises: ``sum of terms(y, x) + penalty(y)``.
 
     - ``terms(y, x)``: a dict with one number per sample for each name; their sum is the smooth part F.
@@ -57,14 +57,6 @@ class Objective(Problem):
     def terms(self, y: Any, x: Any) -> dict[str, Tensor]:
         """The terms of the smooth part, each one number per sample."""
         raise NotImplementedError(f"{type(self).__name__} should define terms(y, x), one number per sample each")
-
-    def start(self, x: Any) -> State:
-        """The starting state for input ``x``."""
-        return torch.zeros_like(blocks(x)[0])
-
-    def features(self, y: State) -> State:
-        """What the network hands on."""
-        return y
 
     def bind(self, x: Any) -> BoundObjective:
         """The objective with ``x`` bound, and a step length per sample."""

@@ -50,7 +50,10 @@ class BoundParallel(BoundMap):
     @cached_property
     def damping(self) -> float | Tensor:  # type: ignore[override]
         """The least of the parts'."""
-        return _least([part.damping for part in self.parts])
+        dampings = [part.damping for part in self.parts]
+        tensors = [damping for damping in dampings if isinstance(damping, Tensor)]
+        least = min((damping for damping in dampings if not isinstance(damping, Tensor)), default=math.inf)
+        return torch.stack(tensors).amin(dim=0).clamp(max=least) if tensors else least
 
     def start(self) -> State:
         """Where every part begins."""
@@ -194,18 +197,6 @@ class _Form(BoundMap):
         return self.form.state(y)
 
 
-def _least(dampings: list[float | Tensor]) -> float | Tensor:
-    least = dampings[0]
-    for other in dampings[1:]:
-        if isinstance(least, Tensor):
-            least = torch.minimum(least, torch.as_tensor(other, dtype=least.dtype, device=least.device))
-        elif isinstance(other, Tensor):
-            least = other.clamp(max=least)
-        else:
-            least = min(least, other)
-    return least
-
-
 def _value(part: BoundMap, piece: State) -> Tensor:
     objective = getattr(part, "objective", None)
     if objective is None:
@@ -302,6 +293,4 @@ class Parallel(SideBySide):
 def _all(values: Iterable[bool | None]) -> bool | None:
     """True if all are, False if one is False, else unknown."""
     given = list(values)
-    if False in given:
-        return False
-    return None if None in given else True
+    return None if None in given and False not in given else all(given)

@@ -87,10 +87,10 @@ def unit_rows(rhs: Tensor) -> tuple[Tensor, Tensor]:
     By way of their largest entry: then neither norms nor recurrences overflow or vanish. A row that is not finite ends
     at its first point, zero; its length makes NaN of that, which is the only honest answer.
     """
-    largest = usable_scale(rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1))
+    peak = rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1)
+    largest = usable_scale(peak)
     length = usable_scale(row_norms(rhs / largest).to(rhs.dtype)[:, None])
-    finite = torch.isfinite(rhs).all(dim=1, keepdim=True)
-    return rhs / largest / length, torch.where(finite, length * largest, torch.nan)
+    return rhs / largest / length, torch.where(torch.isfinite(peak), length * largest, torch.nan)
 
 
 def usable_scale(scale: Tensor) -> Tensor:
