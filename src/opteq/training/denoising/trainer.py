@@ -197,7 +197,7 @@ class DenoisingTrainer:
         guide, options = self.model.prior.guide, self.recipe.train
         if guide is None or self.device.type != "cuda":
             return
-        # Captured on a stream of their own, its parameters' gradients meet others on the current one, and wait for them.
+        # Captured on a stream of its own, where gradients of its parameters wait for those of the current one.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         image = torch.rand(options.batch_size, 1, options.patch, options.patch, device=self.device)
         torch.cuda.make_graphed_callables(guide, (image, image.new_full((options.batch_size,), 0.1)))
