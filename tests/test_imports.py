@@ -302,6 +302,12 @@ def test_a_forward_pass_goes_through_few_files() -> None:
     assert 5 < len(passed) <= 12, sorted(passed)
 
 
+def test_folders_and_the_root_stay_small() -> None:
+    for folder in {path.parent for path in MODULES}:
+        assert len(list(folder.glob("*.py"))) <= 15, folder
+    assert len([path for path in SOURCE.glob("*.py") if path.name != "__init__.py"]) <= 8
+
+
 def test_the_plain_core_stays_small() -> None:
     """From operators to gradients, with the layer, its report and its states; 12,000 lines at most."""
     rooms = {

@@ -427,7 +427,7 @@ def test_frozen_perturbations_are_those_of_the_equilibrium(scales: tuple[int, ..
         state = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-5)).solve(x).state
         assert (hidden.perturbation_agreement(state) > 0.97).all()
         chain, frozen = hidden.perturbation
-        for pull, kept, part in zip(chain._pulls, frozen, state, strict=False):
+        for pull, kept, part in zip(chain._vjps, frozen, state, strict=False):
             value = pull(part)
             clear = value.abs() > 0.1 * value.abs().amax()  # where U'y is not tiny
             assert (torch.sign(value) == kept)[clear].float().mean() > 0.99

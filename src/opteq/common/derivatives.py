@@ -26,8 +26,8 @@ def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[An
     else:
         with saved_as_they_are():
             found = torch.func.vjp(function, at)
-    pull = found[1]
-    return found[0], lambda v: pull(v)[0]
+    vjp = found[1]
+    return found[0], lambda v: vjp(v)[0]
 
 
 @contextmanager

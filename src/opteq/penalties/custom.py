@@ -144,8 +144,8 @@ class FromActivation(ElementwisePenalty):
 
 def _derivative(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
     """The derivative of an elementwise function, by autograd; it can be differentiated again."""
-    value, pull = pullback(function, t)
-    slope: Tensor = pull(torch.ones_like(value))
+    value, vjp = pullback(function, t)
+    slope: Tensor = vjp(torch.ones_like(value))
     return slope
 
 

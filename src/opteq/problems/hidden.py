@@ -155,14 +155,14 @@ class BoundMap(ABC):
 
     def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
         """The Jacobian of :meth:`step` at ``y``."""
-        pull = pullback(self.step, y)[1]
+        vjp = pullback(self.step, y)[1]
 
         def product(v: State) -> State:
             # u -> J'u is linear, so its own transpose is J: reverse mode twice, which every operation supports.
-            forward: State = pullback(pull, map_state(torch.zeros_like, y))[1](v)
+            forward: State = pullback(vjp, map_state(torch.zeros_like, y))[1](v)
             return forward
 
-        return Linearisation(product, pull)
+        return Linearisation(product, vjp)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
         """The status codes of an unfinished solve, made more precise where the problem knows the cause.

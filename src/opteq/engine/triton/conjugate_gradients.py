@@ -182,12 +182,12 @@ class FusedConjugateGradients:
 
     def _launch_all(self, images: Sequence[Tensor]) -> None:
         """All kernels of a step and of its end."""
-        nobody = torch.zeros_like(self.book.flags)
-        self._measure(0, images, nobody)
-        self._accept_step(nobody)
+        no_flags = torch.zeros_like(self.book.flags)
+        self._measure(0, images, no_flags)
+        self._accept_step(no_flags)
         for start in (False, True):
-            self._update(0, images, nobody, start)
+            self._update(0, images, no_flags, start)
         for fold, again in ((False, False), (True, False), (True, True)):
-            self._redirect(0, nobody, fold, again)
+            self._redirect(0, no_flags, fold, again)
         for folded in (False, True):
-            self._settle(nobody, folded)
+            self._settle(no_flags, folded)

@@ -34,12 +34,12 @@ class PerturbationChain:
         self.inputs = inputs
         self.size = size
         with torch.no_grad():
-            self._pulls = [_adjoint(branch, x.detach()) for branch, x in zip(branches[:-1], inputs[:-1], strict=True)]
+            self._vjps = [_adjoint(branch, x.detach()) for branch, x in zip(branches[:-1], inputs[:-1], strict=True)]
 
     @torch.no_grad()
     def directions(self, y: Tensors) -> Tensors:
         """``sign(U_i' y_i)`` for every branch but the last, at the branch's own size."""
-        return tuple(torch.sign(pull(part)) for pull, part in zip(self._pulls, y[:-1], strict=True))
+        return tuple(torch.sign(vjp(part)) for vjp, part in zip(self._vjps, y[:-1], strict=True))
 
     def moved(self, directions: Tensors) -> Tensors:
         """The branches' inputs, all but the first moved by the delta of the branch before."""
@@ -57,13 +57,13 @@ def _adjoint(branch: Branch, x: Tensor) -> Callable[[Tensor], Tensor]:
     if branch.U is None:
         return lambda y: y
     try:
-        value, pull = pullback(branch.U, x)
+        value, vjp = pullback(branch.U, x)
     except RuntimeError as error:
         raise ValueError(
             f"perturbations need the adjoint of U, and {type(branch.U).__name__} has none that torch.func.vjp could "
             f"take (a layer that changes its own buffers, such as batch normalisation, does not): {error}"
         ) from error
-    return lambda y: pull(y.to(value.dtype))
+    return lambda y: vjp(y.to(value.dtype))
 
 
 def _fitted(direction: Tensor, x: Tensor) -> Tensor:
