@@ -17,6 +17,7 @@ from hunt.__main__ import main
 from hunt.drawing import Draw, FailureError
 from hunt.run import KINDS, PATHS, Case, Tally, total
 from opteq.inference import export as exporting
+from opteq.inference import formats
 from opteq.models.pretrained import weights
 from opteq.problems.certificate import Certificate
 from opteq.states import map_state
@@ -118,9 +119,9 @@ def test_damaged_weights_that_load_are_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_exported_file_with_other_logits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = opteq.models.create("opteq-digits", num_classes=3, channels=3, hidden=[4]).eval()
     exports.exported(Draw("exported"), model, tmp_path, "torchscript")
-    run = exporting._run
+    run = formats.run
     monkeypatch.setattr(exporting, "_compare", lambda *_: None)
-    monkeypatch.setattr(exporting, "_run", lambda *given: run(*given) + 0.1)
+    monkeypatch.setattr(formats, "run", lambda *given: run(*given) + 0.1)
     with pytest.raises(FailureError, match="its logits are off"):
         exports.exported(Draw("exported"), model, tmp_path, "torchscript")
 

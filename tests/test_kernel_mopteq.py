@@ -12,7 +12,8 @@ import opteq
 from opteq import kernels
 from opteq import operators as op
 from opteq.kernels.inner_product import InnerProduct
-from opteq.problems import GEQ, KernelMOptEq
+from opteq.models.blocks.kernel_mopteq import KernelMOptEq
+from opteq.problems import GEQ
 from opteq.problems.hidden import Hidden
 
 KERNELS = [kernels.Sigmoid(), kernels.Polynomial(2)]

@@ -14,6 +14,7 @@ from hunt.drawing import Draw
 from hunt.oracle import Equations, State, Weights
 from hunt.parts import DrawnProblem, Frame, drawn_injection, drawn_operator, injected, injected_size
 from opteq import kernels
+from opteq.models.blocks.kernel_mopteq import KernelMOptEq
 
 
 def opteq_layer(draw: Draw) -> DrawnProblem:
@@ -154,7 +155,7 @@ def branches(draw: Draw, kind: str = "") -> DrawnProblem:
     options: dict[str, Any] = {"activation": frame.activation, "smoothing": smoothing if diversity else 0.0}
     if tied:
         problem = (
-            opteq.problems.KernelMOptEq(parts, _kernel(kind, degree), diversity, heritage=heritage, **options)
+            KernelMOptEq(parts, _kernel(kind, degree), diversity, heritage=heritage, **options)
             if kind
             else opteq.MOptEq(parts, diversity, heritage=heritage, **options)
         )

@@ -3,7 +3,6 @@
 from opteq.problems.base import HiddenProblem, Problem
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.inhibited import Inhibited
-from opteq.problems.branches.kernel_mopteq import KernelMOptEq
 from opteq.problems.branches.mopteq import MOptEq
 from opteq.problems.branches.parallel import Parallel
 from opteq.problems.branches.popteq import POptEq
@@ -19,6 +18,6 @@ from opteq.problems.variants import AffineOptEq, Splitting
 
 __all__ = [
     "GEQ", "AffineOptEq", "BoundMap", "Branch", "Certificate", "DeepOptEq", "FixedPoint", "Hidden", "HiddenProblem",
-    "Inhibited", "Inhibition", "KernelMOptEq", "MOptEq", "Objective", "OptEq", "POptEq", "Parallel", "Problem",
+    "Inhibited", "Inhibition", "MOptEq", "Objective", "OptEq", "POptEq", "Parallel", "Problem",
     "Splitting", "Structure",
 ]  # fmt: skip

@@ -7,13 +7,14 @@ from typing import Any
 
 from opteq.common.errors import UserError
 from opteq.kernels import Polynomial, Sigmoid
+from opteq.models.blocks.kernel_mopteq import KernelMOptEq
 from opteq.models.blocks.parts import Head, Parts, Stem, make_injection, make_stem
 from opteq.models.checks import flag, number, one_of, option, optional, whole
 from opteq.models.families.geq import OfLength
 from opteq.models.options import BranchOptions
 from opteq.operators import Conv2d
 from opteq.operators.base import initial_norm
-from opteq.problems import Branch, Inhibited, KernelMOptEq, MOptEq, POptEq, Problem
+from opteq.problems import Branch, Inhibited, MOptEq, POptEq, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class KernelMOptEq(MOptEq):
 
     >>> import torch, opteq
     >>> branches = [opteq.Branch(opteq.operators.Dense(4, 6, bound=0.7), torch.nn.Linear(3, 6)) for _ in range(3)]
-    >>> layer = opteq.Equilibrium(opteq.problems.KernelMOptEq(branches, opteq.kernels.Sigmoid()))
+    >>> layer = opteq.Equilibrium(KernelMOptEq(branches, opteq.kernels.Sigmoid()))
     >>> [tuple(z.shape) for z in layer(torch.randn(2, 3))]
     [(2, 4), (2, 4), (2, 4)]
     """
