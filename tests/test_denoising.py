@@ -78,8 +78,12 @@ def test_the_program_trains_evaluates_and_reports(images: Path, tmp_path: Path) 
 
 
 def test_one_step_is_trained_and_kept(images: Path, tmp_path: Path) -> None:
-    folder = training.train_denoiser(recipe(images, 1, "model.steps=1"), tmp_path)
+    folder = training.train_denoiser(recipe(images, 1, "model.steps=1", "noise.least=12"), tmp_path)
     model = Denoiser.load(folder, on_failure="ignore")
+    assert (model.config.least, model.config.most) == (
+        12 / 255,
+        55 / 255,
+    )  # `opteq restore` says what it was trained for
     solution = model.layer.solve((torch.rand(1, 1, 20, 20), torch.tensor([0.1])))
     assert solution.steps.tolist() == [1]
 

@@ -40,7 +40,7 @@ def hunt(draw: Draw) -> str:
             )
             with sketched():  # models may be larger than memory
                 if isinstance(recipe, DenoisingRecipe):
-                    Denoiser(recipe.model.config())
+                    Denoiser(recipe.model.config(recipe.noise))
                 else:
                     recipe.augmentation()
                     opteq.models.create(recipe.model.name, **recipe.model.options)

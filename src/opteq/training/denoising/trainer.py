@@ -233,7 +233,7 @@ def built(recipe: DenoisingRecipe, device: torch.device) -> Denoiser:
     every = 1 if device.type == "cpu" else 8
     solver = FISTA(tol=options.tol, max_steps=options.max_steps, check_every=every)
     linear = CG(tol=options.gradient_tol, max_steps=options.gradient_steps, check_every=every)
-    model = Denoiser(recipe.model.config(), solver, Implicit(linear=linear), on_failure="ignore").to(device)
+    model = Denoiser(recipe.model.config(recipe.noise), solver, Implicit(linear=linear), on_failure="ignore").to(device)
     if options.bfloat16 and model.prior.guide is not None:
         model.prior.guide.compute_dtype = torch.bfloat16
         model.prior.guide.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

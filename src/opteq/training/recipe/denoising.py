@@ -10,6 +10,19 @@ from opteq.models.denoiser import DenoiserConfig
 from opteq.training.recipe.sections import Count, NotNegative, Positive, Section, Share
 
 
+class NoiseSection(Section):
+    """The noise levels that a model is trained for, of 255; each image of a batch has its own."""
+
+    least: Positive = 10.0
+    most: Positive = 55.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> NoiseSection:
+        if self.least >= self.most:
+            raise ValueError(f"least = {self.least:g} should be less than most = {self.most:g}")
+        return self
+
+
 class PriorSection(Section):
     """The prior: see :class:`~opteq.models.denoiser.DenoiserConfig`; ``width`` is the number of filters.
 
@@ -35,12 +48,12 @@ class PriorSection(Section):
             raise ValueError(f"kernel_size = {self.kernel_size} should be odd")
         return self
 
-    def config(self) -> DenoiserConfig:
-        """What the model is made of."""
+    def config(self, noise: NoiseSection) -> DenoiserConfig:
+        """What the model is made of, for these noise levels."""
         return DenoiserConfig(
             channels=(1, 4, 8, self.width), kernel_size=self.kernel_size, knots=self.knots, rho=self.rho, mu=self.mu,
             margin=self.margin, steepest=self.steepest, guide=self.guide, depth=self.depth, repeats=self.repeats,
-            steps=self.steps,
+            steps=self.steps, least=noise.least / 255, most=noise.most / 255,
         )  # fmt: skip
 
 
@@ -49,19 +62,6 @@ class ImageSection(Section):
 
     name: Literal["grey"] = "grey"
     root: str | None = None
-
-
-class NoiseSection(Section):
-    """The noise levels that a model is trained for, of 255; each image of a batch has its own."""
-
-    least: Positive = 10.0
-    most: Positive = 55.0
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> NoiseSection:
-        if self.least >= self.most:
-            raise ValueError(f"least = {self.least:g} should be less than most = {self.most:g}")
-        return self
 
 
 class DenoisingTrainSection(Section):
