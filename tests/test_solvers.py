@@ -707,6 +707,9 @@ def test_norms_neither_overflow_nor_vanish() -> None:
         assert norms.tolist() == pytest.approx([scale, 0.0], rel=1e-6)
     assert row_norms(torch.tensor([[torch.nan], [torch.inf]])).isfinite().sum() == 0
     assert row_norms(torch.zeros(3, 0)).tolist() == [0.0, 0.0, 0.0]
+    rows = torch.randn(3, 1000)
+    for mate in (1.0, 1e-30, 1e30, torch.nan):  # a row's norm does not depend, in any digit, on what others hold
+        assert torch.equal(row_norms(torch.cat([rows, torch.full((1, 1000), mate)]))[:3], row_norms(rows))
     assert row_norms(torch.zeros(0, 3)).shape == (0,)
 
 

@@ -66,13 +66,14 @@ def row_norms(matrix: Tensor) -> Tensor:
     dying network produces; in float64 they do neither.
     """
     dtype = torch.float32 if matrix.device.type == "mps" else torch.float64
-    norms: Tensor
+    short: Tensor | None = None
     if matrix.dtype == torch.float32 and may_branch_on_values(matrix):  # float64 would be a copy of the whole matrix
-        norms = torch.linalg.vector_norm(matrix, dim=1)
-        if bool(((norms > 1e-15) & (norms < 1e18)).all()):
-            return norms.to(dtype)
-    norms = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
-    return norms
+        short = torch.linalg.vector_norm(matrix, dim=1).to(dtype)
+        fits = (short > 1e-15) & (short < 1e18)
+        if bool(fits.all()):
+            return short
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
+    return norms if short is None else torch.where(fits, short, norms)  # no row depends on what others hold
 
 
 def may_branch_on_values(tensor: Tensor) -> bool:
