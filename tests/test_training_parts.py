@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 import os
 import random
+import re
 import time
 from pathlib import Path
 
