@@ -9,7 +9,7 @@ from opteq.common.derivatives import pullback
 from opteq.common.errors import UserError
 from opteq.models import equilibria
 from opteq.problems.hidden import BoundMap, Hidden, Product
-from opteq.states import State, blocks, inner, like, map_state
+from opteq.states import State, blocks, inner, like, map_state, per_row
 
 
 def squared_jacobian(hidden: BoundMap, state: State, probe: State | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def squared_radius(hidden: BoundMap, state: State, iterations: int = 6) -> Tenso
     """
     at = map_state(Tensor.detach, state)
     still = inner(at, at) == 0  # a state of zeros has no direction: any one will do
-    direction = map_state(lambda part: part + still.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), at)
+    direction = map_state(lambda part: part + per_row(still, part), at)
     with torch.no_grad():
         adjoint = hidden.linearise(at).adjoint
         for _ in range(iterations):
@@ -73,7 +73,7 @@ def _divided_by_largest(v: State) -> State:
 
 
 def _divided(v: State, numbers: Tensor) -> State:
-    return map_state(lambda part: part / numbers.reshape(-1, *[1] * (part.ndim - 1)).to(part.dtype), v)
+    return map_state(lambda part: part / per_row(numbers, part), v)
 
 
 class JacobianPenalty:
