@@ -101,8 +101,9 @@ def test_one_step_is_trained_and_kept(images: Path, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_named(images: Path, override: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as refused:
         recipe(images, 1, override)
+    assert "[]" not in str(refused.value)
 
 
 def test_missing_images_and_other_tasks_are_named(images: Path, tmp_path: Path) -> None:

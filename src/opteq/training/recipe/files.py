@@ -142,6 +142,7 @@ def _validated(content: dict[str, Any], kind: type[Recipe] | type[DenoisingRecip
         key = shortened(key)
         reason = shortened(first["msg"].removeprefix("Value error, ").replace("Input should", "it should"), 500)
         if isinstance(first["input"], dict):
-            raise UserError(f"recipe {where}: [{key}] {reason}{rest}") from None
+            section = f"[{key}] " if key else ""  # of a rule over several sections there is none
+            raise UserError(f"recipe {where}: {section}{reason}{rest}") from None
         value = shortened(tomlkit.item(first["input"]).as_string())
         raise UserError(f"recipe {where}: {key} = {value} is not right: {reason}{rest}") from None
