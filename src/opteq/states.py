@@ -101,12 +101,14 @@ def any_row(mask: Tensor, unseen: bool = False) -> bool:
         raise
 
 
-def choose_rows(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def choose_rows(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
     """The rows of ``new`` where the mask is set, else those of ``old``; not copied where all are of one."""
     if may_branch_on_values(mask):
-        chosen = int(mask.sum())
-        if chosen in (0, len(mask)):
-            return new if chosen else old
+        chosen = mask.tolist()
+        if all(chosen):
+            return new
+        if isinstance(old, Tensor) and not any(chosen):
+            return old
     return torch.where(mask[:, None], new, old)
 
 

@@ -69,7 +69,9 @@ class _AndersonMixing(Method):
             self._learn(plain_step - self.last[0], change - self.last[1], active)
         self.last = (plain_step, change)
         self.fresh = self.fresh & ~active
-        return self.moves.subtract(plain_step, self._weights(change))
+        # Columns have length one, so products with the change itself neither overflow nor vanish before it does.
+        target = self.residuals.products(change).to(self.gram.dtype)
+        return self.moves.subtract(plain_step, self._solve(target))
 
     def plain(self) -> Tensor:
         return ~self.used.any(dim=1)
@@ -103,15 +105,8 @@ class _AndersonMixing(Method):
         line = torch.where(active[:, None], cosines, self.gram[:, slot])
         self.gram = with_column(with_column(self.gram, slot, line).mT, slot, line)
 
-    def _weights(self, change: Tensor) -> Tensor:
-        length = row_norms(change).clamp(min=torch.finfo(torch.float32).tiny)
-        # Columns have length one, so products with the change itself neither overflow nor vanish before it does.
-        target = self.residuals.products(change).to(self.gram.dtype)
-        scale = length.to(self.gram.dtype)[:, None]
-        return self._solve(target / scale) * scale
-
     def _solve(self, target: Tensor) -> Tensor:
-        """Weights for unit targets: ``(Gram + ridge I) w = target`` over the columns in use."""
+        """Weights: ``(Gram + ridge I) w = target`` over the columns in use."""
         eye = self.eye
         pairs = self.used[:, :, None] & self.used[:, None, :]
         system = torch.where(pairs & torch.isfinite(self.gram), self.gram, 0.0)
@@ -173,7 +168,7 @@ class History:
         new = slot == self.filled
         self.filled += new
         taped = torch.is_grad_enabled() and (vector.requires_grad or self._ring.requires_grad)
-        column = choose_rows(rows, vector / scale, torch.zeros_like(vector) if new else self._ring[:, slot])
+        column = choose_rows(rows, vector / scale, 0.0 if new else self._ring[:, slot])
         if taped:  # the old columns are still needed as they were
             self._ring = torch.cat([self._ring[:, :slot], column[:, None], self._ring[:, slot + 1 :]], dim=1)
         else:

@@ -210,8 +210,9 @@ class Solver(metaclass=NamedOptions):
         with caller.off():
             image, merit = evaluate.state(start)
             first, packed = layout.pack(start), layout.pack(image)
-            # The same numbers, but batched where the image is: under vmap a start may not know of the batching.
-            first = torch.where(torch.zeros_like(packed, dtype=torch.bool), packed, first)
+            if torch._C._are_functorch_transforms_active():
+                # The same numbers, but batched where the image is: under vmap a start may not know of the batching.
+                first = torch.where(torch.zeros_like(packed, dtype=torch.bool), packed, first)
 
             def admissible(rows: Tensor) -> Tensor:
                 if task.project is None and layout.exact:

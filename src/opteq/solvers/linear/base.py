@@ -89,8 +89,9 @@ def unit_rows(rhs: Tensor) -> tuple[Tensor, Tensor]:
     """
     peak = rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1)
     largest = usable_scale(peak)
-    length = usable_scale(row_norms(rhs / largest).to(rhs.dtype)[:, None])
-    return rhs / largest / length, torch.where(torch.isfinite(peak), length * largest, torch.nan)
+    divided = rhs / largest
+    length = usable_scale(row_norms(divided).to(rhs.dtype)[:, None])
+    return divided / length, torch.where(torch.isfinite(peak), length * largest, torch.nan)
 
 
 def usable_scale(scale: Tensor) -> Tensor:
@@ -99,9 +100,10 @@ def usable_scale(scale: Tensor) -> Tensor:
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product of each pair of rows, accumulated in float64 where the device has it."""
+    """Inner product of each pair of rows, in float64 where the device has it."""
     dtype = torch.float32 if a.device.type == "mps" else torch.float64
-    return (a * b).sum(dim=1, dtype=dtype)
+    # Added up in pairs, in the dtype that products are rounded to: float64 sums would be a copy of all of them.
+    return (a * b).sum(dim=1).to(dtype)
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
