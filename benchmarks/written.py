@@ -1,6 +1,7 @@
-"""Forward and backward of OptEq, built in and written by a user, on a GPU: milliseconds and their ratio.
+"""Forward and backward of OptEq, built in and written by a user: milliseconds and their ratio, turn by turn.
 
 python benchmarks/written.py
+OMP_NUM_THREADS=2 python benchmarks/written.py 32,64,32 --device cpu --batch 8 --calls 3
 """
 
 from __future__ import annotations
@@ -40,26 +41,35 @@ class Written(opteq.HiddenProblem):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", help="C,M,SIDE; the three of the results by default")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--calls", type=int, default=20)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    print("| c, m, side | precision | built in, ms | written, ms | ratio | compiled: built in | written | ratio |")
-    print("|---|---|---|---|---|---|---|---|")
-    for precision in ("tf32", "bf16") if options.device == "cuda" else ("float32",):
-        for shape in SHAPES:
+    on_gpu = options.device == "cuda"  # where functions can be compiled
+    print(
+        "| c, m, side | precision | built in, ms | written, ms | ratio |"
+        + on_gpu * " compiled: built in | written | ratio |"
+    )
+    print("|---|---|---|---|---|" + on_gpu * "---|---|---|")
+    for precision in ("tf32", "bf16") if on_gpu else ("float32",):
+        for shape in [tuple(map(int, text.split(","))) for text in options.shapes] or SHAPES:
             pairs = [
-                [timed(shape, precision, kind, compiled, options) for kind in (opteq.OptEq, Written)]
-                for compiled in (False, True)
+                clocked(
+                    [training_step(shape, precision, kind, compiled, options) for kind in (opteq.OptEq, Written)],
+                    options,
+                )
+                for compiled in ((False, True) if on_gpu else (False,))
             ]
             cells = " | ".join(f"{one:.2f} | {other:.2f} | {other / one:.2f}" for one, other in pairs)
             print(f"| {shape} | {precision} | {cells} |", flush=True)
 
 
-def timed(
-    shape: tuple[int, int, int], precision: str, kind: type, compiled: bool, options: argparse.Namespace
-) -> float:
+def training_step(
+    shape: tuple[int, ...], precision: str, kind: type, compiled: bool, options: argparse.Namespace
+) -> Callable[[], None]:
+    """Forward and backward of one layer."""
     c, m, side = shape
     torch.manual_seed(0)
     W, U = op.Conv2d(c, m, 3, bound=0.95), nn.Conv2d(c, m, 3, padding=1)
@@ -76,24 +86,27 @@ def timed(
         x.grad = None
         problem.zero_grad(set_to_none=True)
 
-    return clocked(call, options)
+    return call
 
 
-def clocked(call: Callable[[], None], options: argparse.Namespace) -> float:
-    """Milliseconds of a call, the median of three series after a warm-up."""
-    series = []
-    for _ in range(8 if options.device == "cuda" else 1):
-        call()
-    for _ in range(3):
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(options.calls):
+def clocked(calls: list[Callable[[], None]], options: argparse.Namespace) -> list[float]:
+    """Milliseconds of every call, the median of several series in turn after a warm-up."""
+    on_gpu = options.device == "cuda"
+    series: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        for _ in range(8 if on_gpu else 4):
             call()
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        series.append((time.perf_counter() - began) / options.calls * 1e3)
-    return statistics.median(series)
+    for _ in range(3 if on_gpu else 9):
+        for call, taken in zip(calls, series, strict=True):
+            if on_gpu:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(options.calls):
+                call()
+            if on_gpu:
+                torch.cuda.synchronize()
+            taken.append((time.perf_counter() - began) / options.calls * 1e3)
+    return [statistics.median(taken) for taken in series]
 
 
 if __name__ == "__main__":
