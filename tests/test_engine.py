@@ -171,7 +171,7 @@ def test_stages_and_predictions() -> None:
 
 def test_off_and_report_on_a_cpu() -> None:
     layer = opteq.Equilibrium(Written().double())
-    assert "not on a CUDA device" in opteq.engine.report(layer, images())
+    assert "traced gradient and curvature" in opteq.engine.report(layer, images())
     with opteq.engine.off():
         assert "the engine is off" in opteq.engine.report(layer, images())
 

@@ -5,14 +5,16 @@ to solve a bound problem (:func:`solve`), to make its solution differentiable (:
 bounded weights of a module (:func:`bounded_weights`), and for an operation of a user's function (:func:`substitute`).
 None means "not mine": the plain path runs. Nothing else in the library imports from here, and a test sees to it.
 
-Today there is one backend, :mod:`opteq.engine.cuda_graphs`. It takes any problem, a user's as ours, apart into its
-tensors and its structure, captures solves and backward passes as CUDA graphs, and replays them. Results agree with the
-plain path to the tolerance of the solve. :func:`report` says which path a call takes, and why.
+There are two backends. Both take a problem apart into its tensors and its structure. :mod:`opteq.engine.cuda_graphs`
+captures solves and backward passes of any problem, a user's as ours, as CUDA graphs, and replays them.
+:mod:`opteq.engine.cpu` traces the objectives that users write, and solves with the graphs in place of autograd. Results
+agree with the plain path to the tolerance of the solve. A user's Python code does not run when a graph does: switch the
+engine :func:`off` to see what it prints. :func:`report` says which path a call takes, and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,8 +75,8 @@ def off() -> Iterator[None]:
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False) -> Outcome | None:
     """The equilibrium of a bound problem, without autograd; None where the plain path should find it."""
-    backend = _backend()
-    return None if backend is None else backend.solve(hidden, solver, start, same_steps)
+    answers = (backend.solve(hidden, solver, start, same_steps) for backend in _backends())
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def attach(
@@ -89,14 +91,14 @@ def attach(
         linear: solves the adjoint system in the backward pass.
         record: called then with a report about that.
     """
-    backend = _backend()
-    return None if backend is None else backend.attach(hidden, state, outcome, linear, record)
+    answers = (backend.attach(hidden, state, outcome, linear, record) for backend in _backends())
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def bounded_weights(module: nn.Module) -> AbstractContextManager[None]:
     """A context in which bounds of the operators inside ``module`` are computed together, where that is faster."""
-    backend = _backend()
-    return (None if backend is None else backend.bounded_weights(module)) or nullcontext()
+    answers = (backend.bounded_weights(module) for backend in _backends())
+    return next((answer for answer in answers if answer is not None), nullcontext())
 
 
 def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -122,23 +124,27 @@ def report(layer: Any, x: Any) -> str:
 
 
 def forget() -> None:
-    """Drop everything that was captured, and the memory that it holds."""
-    backend = _backend()
-    if backend is not None:
+    """Drop everything that was captured or traced, and the memory that it holds."""
+    from opteq.engine import cpu
+
+    cpu.forms.clear()
+    if len(_backends()) > 1:
         from opteq.engine.cuda_graphs import bounds, cache
 
         cache.forget()
         bounds.forget()
 
 
-def _backend() -> Backend | None:
-    """The backend in force: CUDA graphs where there is a device for them, else None."""
+def _backends() -> Sequence[Backend]:
+    """The backends in force: CUDA graphs where there is a device for them, and traced objectives on a CPU."""
     if settings.offs:
-        return None
+        return ()
     import torch
 
+    from opteq.engine import cpu
+
     if not (torch.cuda.is_available() and torch.version.cuda):
-        return None
+        return (cpu,)
     from opteq.engine.cuda_graphs import backend
 
-    return backend
+    return backend, cpu

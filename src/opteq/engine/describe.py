@@ -10,19 +10,13 @@ from opteq.engine import log
 from opteq.engine.settings import settings
 from opteq.states import blocks
 
-_CALLS = 3
-"""The first call runs plainly, the second captures, the third replays."""
-
 
 def describe(layer: Any, x: Any) -> str:
     """The text of :func:`opteq.engine.report`."""
     if settings.offs:
         return "forward: plain path: the engine is off\nbackward: plain path: the engine is off"
-    if not blocks(x)[0].is_cuda:
-        why = "plain path: the input is not on a CUDA device"
-        return f"forward: {why}\nbackward: {why}"
     log.clear()
-    for _ in range(_CALLS):
+    for _ in range(settings.calls_before_tracing + 2):  # the last one replays
         features = blocks(layer(x))
         tracked = [part for part in features if part.requires_grad]
         if tracked:

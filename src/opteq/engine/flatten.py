@@ -3,8 +3,8 @@
 Two batches of one layer give bound problems that differ in their tensors only. A graph that was captured for one serves
 the other if it reads from buffers that are refreshed. Pickle knows how to walk through an object and put it together
 again; here tensors are left out on the way and put in on the way back. Classes and functions are kept by identity, so
-that those of a notebook or of a function's body do, and a class that is defined anew is another one. Nothing is written
-anywhere, and nothing is read that was not made here.
+that those of a notebook or of a function's body do, and a class that is defined anew is another one; with them go the
+plain values that their code reads. Nothing is written anywhere, and nothing is read that was not made here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from opteq.engine.values_read import values_read
 from opteq.problems.hidden import BoundMap
 
 
@@ -115,7 +116,8 @@ class _Flattener(pickle.Pickler):
 
     def _constant(self, item: Any) -> Any:
         self.constants.append(item)
-        return _constant_at, (len(self.constants) - 1,)
+        read = values_read(item) if isinstance(item, type | types.FunctionType) else ()
+        return _constant_at, (len(self.constants) - 1, read)
 
     def _function(self, function: types.FunctionType) -> Any:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
@@ -125,7 +127,7 @@ class _Flattener(pickle.Pickler):
         self.constants.append(_Globals(function.__globals__))
         place = len(self.constants) - 1
         parts = (function.__code__, place, function.__name__, function.__defaults__, function.__kwdefaults__, cells)
-        return _function_of, parts
+        return _function_of, (*parts, values_read(function))
 
 
 class _Globals:
@@ -155,7 +157,7 @@ def _tensor_at(place: int) -> Tensor:
     raise pickle.UnpicklingError(f"tensor {place} of a flattened problem; only Flattened.with_tensors has it")
 
 
-def _constant_at(place: int) -> Hashable:
+def _constant_at(place: int, read: object) -> Hashable:  # noqa: ARG001
     """Stands for a class or a function in a structure."""
     raise pickle.UnpicklingError(f"constant {place} of a flattened problem; only Flattened.with_tensors has it")
 
@@ -179,13 +181,13 @@ class _Unflattener(pickle.Unpickler):
             if name == _tensor_at.__name__:
                 return self.tensors.__getitem__
             if name == _constant_at.__name__:
-                return self.constants.__getitem__
+                return lambda place, _: self.constants[place]
             if name == _function_of.__name__:
                 return self._function
         return super().find_class(module, name)
 
     def _function(
-        self, code: Any, place: int, name: str, defaults: Any, keywords: Any, cells: tuple[Any, ...]
+        self, code: Any, place: int, name: str, defaults: Any, keywords: Any, cells: tuple[Any, ...], _: object
     ) -> types.FunctionType:
         made = types.FunctionType(
             code, self.constants[place].values, name, defaults, tuple(types.CellType(cell) for cell in cells)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-_latest: dict[str, str | None] = {}
+_latest: dict[str, str] = {}
 
 
-def note(direction: str, reason: str | None) -> None:
-    """Remember why the plain path runs in a direction, forward or backward; None where a captured graph does."""
-    _latest[direction] = reason
+def note(direction: str, reason: str | None, graph: str = "captured CUDA graph") -> None:
+    """Remember why the plain path runs in a direction, forward or backward; None where a graph does."""
+    _latest[direction] = graph if reason is None else f"plain path: {reason}"
 
 
 def latest(direction: str) -> str:
     """What was noted, as a sentence."""
-    if direction not in _latest:
-        return "plain path: the engine was not asked"
-    reason = _latest[direction]
-    return "captured CUDA graph" if reason is None else f"plain path: {reason}"
+    return _latest.get(direction, "plain path: the engine was not asked")
 
 
 def clear() -> None:

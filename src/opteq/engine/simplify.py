@@ -20,6 +20,9 @@ _SHAPES = {
 }  # fmt: skip
 """Operations that rearrange entries."""
 
+_LINEAR = {aten.convolution.default, aten.mm.default, aten.bmm.default}
+"""Operations that are linear in their first argument, a convolution where it has no bias."""
+
 _LIKE = {aten.ones_like.default: 1.0, aten.zeros_like.default: 0.0}
 
 
@@ -35,6 +38,7 @@ def simplify(graph: fx.Graph) -> None:
         if replacement is not None:
             node.replace_all_uses_with(replacement)
             replacement.meta.setdefault("val", node.meta.get("val"))
+            graph.erase_node(node)  # it is no user of its arguments any more
     for node, number in numbers.items():
         value = node.meta.get("val")
         if node.users and isinstance(value, torch.Tensor):
@@ -80,7 +84,29 @@ def _replacement(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) 
         return _scaled(graph, node, node.args[0], -1.0)
     if node.target is aten._to_copy.default:
         return _round_trip(graph, node)
-    return None
+    return _negated_later(graph, node)
+
+
+def _negated_later(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A sum or a product of what was negated, negated itself: signs meet further on, and go. Not a digit changes."""
+    one, other = map(_negated, (*node.args, None, None)[:2])
+    with graph.inserting_before(node):
+        if node.target is aten.add.Tensor and not node.kwargs and one is not None and other is not None:
+            made = graph.call_function(aten.add.Tensor, (one, other))
+        elif node.target in _LINEAR and one is not None and (len(node.args) < 3 or node.args[2] is None):
+            made = graph.call_function(node.target, (one, *node.args[1:]), node.kwargs)
+        else:
+            return None
+    made.meta["val"] = node.meta.get("val")
+    return _scaled(graph, node, made, -1.0)
+
+
+def _negated(value: Any) -> fx.Node | None:
+    """What was negated to give a value that is used once."""
+    if not isinstance(value, fx.Node) or value.target is not aten.mul.Scalar or len(value.users) != 1:
+        return None
+    source, factor = value.args
+    return source if factor == -1 and isinstance(source, fx.Node) and _same_form(source, value) else None
 
 
 def _round_trip(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,21 +62,26 @@ class Implicit(Gradient):
         attached = engine.attach(hidden, state, outcome, linear, record)
         if attached is not None:
             return attached
-        carrier = hidden.step(state)
-        if not wants_gradient(carrier):
-            return state, outcome
-        system = AdjointSystem(hidden, state, linear)
-
-        def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            refuse_hidden_batches(gradients)
-            solved, report = system.solve(like(state, gradients))
-            record(report)
-            return blocks(solved)
-
-        return attach(state, carrier, adjoint), outcome
+        return attach_system(hidden, state, lambda: AdjointSystem(hidden, state, linear), record), outcome
 
     def _linear(self, hidden: BoundMap, state: State) -> LinearSolver:
         if self.linear is not None:
             return self.linear
         tol = self.tol or (1e-10 if Layout.of(state).dtype == torch.float64 else 1e-6)
         return _BY_STRUCTURE[hidden.structure](tol=tol, max_steps=self.max_steps)
+
+
+def attach_system(hidden: BoundMap, state: State, system_at: Callable[[], AdjointSystem], record: Record) -> State:
+    """``state`` with the gradient of one step, by way of the adjoint system; a constant where nothing wants one."""
+    carrier = hidden.step(state)
+    if not wants_gradient(carrier):
+        return state
+    system = system_at()
+
+    def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        refuse_hidden_batches(gradients)
+        solved, report = system.solve(like(state, gradients))
+        record(report)
+        return blocks(solved)
+
+    return attach(state, carrier, adjoint)
