@@ -29,7 +29,7 @@ from opteq.states import (
     row_norms,
     single,
     sum_over_sample,
-    zeros_a_row,
+    zeros_per_row,
 )
 
 KINDS: dict[str, type[Solver]] = {"picard": opteq.Picard, "anderson": opteq.Anderson, "broyden": opteq.Broyden}
@@ -715,15 +715,15 @@ def test_norms_neither_overflow_nor_vanish() -> None:
 
 def test_zeros_a_row() -> None:
     for shape in ((3, 4), (3, 0), (0, 4)):
-        zeros = zeros_a_row(torch.full(shape, torch.nan), 2, 5, dtype=torch.float64)
+        zeros = zeros_per_row(torch.full(shape, torch.nan), 2, 5, dtype=torch.float64)
         assert zeros.shape == (shape[0], 2, 5)
         assert zeros.dtype == torch.float64
         assert not zeros.any()
         zeros[:, 0] = 1.0  # memory of its own
-    assert zeros_a_row(torch.ones(3, 4), dtype=torch.bool).tolist() == [False] * 3
+    assert zeros_per_row(torch.ones(3, 4), dtype=torch.bool).tolist() == [False] * 3
 
     def write(row: Tensor) -> Tensor:
-        zeros = zeros_a_row(row[None], 2)
+        zeros = zeros_per_row(row[None], 2)
         zeros[:, 1] = row.sum()
         return zeros[0]
 

@@ -18,7 +18,7 @@ from opteq.common.errors import unknown_name
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
 from opteq.diagnostics.convergence_monitor import ConvergenceMonitor, FailureCheck
-from opteq.diagnostics.minimum import judged_minimum
+from opteq.diagnostics.minimum import mark_non_minima
 from opteq.diagnostics.objective_trace import trace_terms
 from opteq.gradients import Gradient, Implicit
 from opteq.gradients.attach import attach
@@ -26,7 +26,7 @@ from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
-from opteq.states import Layout, State, any_row, apart, blocks, map_state, nan_rows
+from opteq.states import Layout, State, any_row, blocks, copy_if_shared, map_state, nan_rows
 
 _PARTS: dict[str, tuple[type, str]] = {
     "problem": (Problem, "a hidden problem such as opteq.OptEq"),
@@ -201,7 +201,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
         if check_minimum and hidden.seeks_minimum:
-            codes = judged_minimum(hidden, state, codes, self.solver.floor)
+            codes = mark_non_minima(hidden, state, codes, self.solver.floor)
         report = Report(
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )
@@ -218,7 +218,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
         features, state = nan_rows(features, lost), nan_rows(state, lost)
         # With an identity as activation and nothing to add, a step may hand on the very input.
-        return Solution(apart(features, x), apart(state, x), report, slot)
+        return Solution(copy_if_shared(features, x), copy_if_shared(state, x), report, slot)
 
     def extra_repr(self) -> str:
         """Solver and gradient."""

@@ -133,7 +133,7 @@ def nan_rows(state: State, lost: Tensor) -> State:
     return map_state(lambda part: torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part), state)
 
 
-def apart(state: State, other: State) -> State:
+def copy_if_shared(state: State, other: State) -> State:
     """The same state, copied where it lies in the memory of ``other``."""
     if torch._C._are_functorch_transforms_active():  # which give out no memory
         return state
@@ -141,7 +141,7 @@ def apart(state: State, other: State) -> State:
     return map_state(lambda part: part.clone() if part.untyped_storage().data_ptr() in taken else part, state)
 
 
-def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+def zeros_per_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros ``(R, *shape)`` for the R rows of ``like``; under vmap they are batched as it is, and can be written to."""
     first = torch.zeros_like(like[:, 0] if like.shape[1] else like.sum(dim=1), dtype=dtype or like.dtype)
     return first.reshape(like.shape[0], *[1] * len(shape)).repeat(1, *shape)

@@ -14,7 +14,7 @@ def gradient(function: Callable[[Any], Any], at: Any, has_aux: bool = False) -> 
     derivative = torch.func.grad(function, has_aux=has_aux)
     if torch.compiler.is_compiling():  # which saves nothing by itself
         return derivative(at)
-    with saved_as_they_are():
+    with without_saved_tensor_hooks():
         return derivative(at)
 
 
@@ -24,14 +24,14 @@ def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[An
     if torch.compiler.is_compiling():
         found = torch.func.vjp(function, at)
     else:
-        with saved_as_they_are():
+        with without_saved_tensor_hooks():
             found = torch.func.vjp(function, at)
     vjp = found[1]
     return found[0], lambda v: vjp(v)[0]
 
 
 @contextmanager
-def saved_as_they_are() -> Iterator[None]:
+def without_saved_tensor_hooks() -> Iterator[None]:
     """What is saved for a backward pass inside is kept, whoever asked for something else.
 
     A checkpoint (``torch.utils.checkpoint`` with ``use_reentrant=False``) and ``save_on_cpu`` put hooks on what is

@@ -7,7 +7,7 @@ import torch
 from opteq.common.errors import UserError
 
 
-def chosen_device(device: str) -> str:
+def resolve_device(device: str) -> str:
     """``cpu`` or ``cuda`` for the option's ``auto``, ``cpu`` or ``cuda``; an error where torch sees no such device."""
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device should be auto, cpu or cuda; got {device!r}")

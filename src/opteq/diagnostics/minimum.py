@@ -35,7 +35,7 @@ def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS, fa
 
 
 @torch.no_grad()
-def judged_minimum(hidden: BoundMap, state: State, codes: Tensor, floor: float) -> Tensor:
+def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float) -> Tensor:
     """The codes, with :attr:`Status.NOT_A_MINIMUM` in place of CONVERGED where the curvature is negative.
 
     On a kink of the activation, where there are several, the objective beside it decides. ``floor`` is the solver's

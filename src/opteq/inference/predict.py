@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opteq import models
-from opteq.common.devices import chosen_device
+from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
-from opteq.common.files import look_into
+from opteq.common.files import check_readable
 from opteq.data.readers.folder import ENDINGS, visible
 from opteq.models import Classifier, Segmenter
 from opteq.models.prediction import Prediction
@@ -27,10 +27,10 @@ BATCH = 64
 
 def load(run: Path, device: str = "auto") -> Classifier:
     """The classifier of a finished run, or of a folder that ``save_pretrained`` wrote, on ``device``."""
-    look_into(run)
+    check_readable(run)
     if run.is_dir() and (run / "recipe.toml").exists() and not (run / "model.safetensors").exists():
         raise UserError(f"{run} is not finished: continue with `opteq train --resume --out {run}`")
-    place = chosen_device(device)
+    place = resolve_device(device)
     model = models.from_pretrained(run)
     if isinstance(model, Segmenter):
         raise UserError(f"{run} holds a model for segmentation; use model.predict(image) in Python for its label maps")
@@ -43,7 +43,7 @@ def find_images(paths: Sequence[Path]) -> list[Path]:
 
 
 def _images_of(path: Path) -> list[Path]:
-    look_into(path.parent)
+    check_readable(path.parent)
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opteq import operators as op
-from opteq.common.devices import chosen_device
+from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
 from opteq.data.readers.decode import open_image
 from opteq.equilibrium import Equilibrium
@@ -224,7 +224,7 @@ def command(
     """What ``opteq restore`` does."""
     from rich.progress import Progress
 
-    device = chosen_device(device)
+    device = resolve_device(device)
     _check_writable(out)
     seen = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
     damage = Damage(sigma, blur, seen, scale)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from opteq.common.errors import UserError, shown, unknown_name
+from opteq.common.errors import UserError, format_value, unknown_name
 
 MOST = 2**14
 """A width, a kernel's side or a number of steps is at most this, unless its option says otherwise."""
@@ -43,8 +43,8 @@ class Check:
         if self.longest is not None and len(entries) > self.longest:
             raise UserError(f"{option} should have at most {self.longest} entries; got {len(entries)}")
         if self.most is not None and any(_is_whole(entry, self.most + 1) for entry in entries):
-            raise UserError(f"{option} should be at most {self.most}; got {shown(value)}")
-        raise UserError(f"{option} should be {self.wanted}; got {shown(value)}")
+            raise UserError(f"{option} should be at most {self.most}; got {format_value(value)}")
+        raise UserError(f"{option} should be {self.wanted}; got {format_value(value)}")
 
 
 def option(default: Any, check: Check, help: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opteq.common.errors import UserError, shown, unknown_name
+from opteq.common.errors import UserError, format_value, unknown_name
 from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, Unrolled
@@ -177,7 +177,7 @@ def _read_config(folder: Path) -> DenoiserConfig:
         why = f"{CONFIG} is missing or says something else; the package has weights named {here}"
         raise UserError(f"{folder} holds no denoiser: {why}") from error
     if not isinstance(options, dict):
-        raise UserError(f"{path}: denoiser should be a table of options; got {shown(options)}")
+        raise UserError(f"{path}: denoiser should be a table of options; got {format_value(options)}")
     for name in options:
         if name not in _CHECKS:
             raise UserError(f"{path}: {unknown_name('option', name, _CHECKS)}; another version may have written it")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opteq.common.errors import UserError, needs_extra
-from opteq.common.files import look_into
+from opteq.common.files import check_readable
 from opteq.data.readers.decode import open_image
 from opteq.models.denoiser import Denoiser, holds_denoiser
 from opteq.models.pretrained import released_folder
@@ -67,7 +67,7 @@ Session = ClassifierSession | DenoiserSession
 def open_session(run: Path) -> Session:
     """The session for the folder of a run or a saved model, or for weights of the package by their name."""
     run = released_folder(run)
-    look_into(run)
+    check_readable(run)
     name = run.resolve().name
     if holds_denoiser(run):
         return DenoiserSession(Denoiser.load(run, on_failure="ignore"), name)

@@ -12,7 +12,7 @@ import tomlkit
 from tomlkit.exceptions import ParseError
 
 from opteq.common.errors import UserError
-from opteq.common.files import look_into
+from opteq.common.files import check_readable
 
 _SIGNS = ("recipe.toml", "metrics.jsonl", "config.json", "model.safetensors")
 
@@ -75,7 +75,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """The run in ``folder``. Damaged files become notes; a folder without a run raises :class:`UserError`."""
-    look_into(folder)
+    check_readable(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the run folder that `opteq train` wrote, such as runs/digits")
     if not any((folder / sign).is_file() for sign in _SIGNS):

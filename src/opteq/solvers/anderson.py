@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.common.validate import whole
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Task
-from opteq.states import choose_rows, row_norms, zeros_a_row
+from opteq.states import choose_rows, row_norms, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,10 @@ class _AndersonMixing(Method):
         self.residuals = History(start, memory)  # dG / |dG|
         self.moves = History(start, memory)  # (dY + damping dG) / |dG|
         small = torch.float32 if start.device.type == "mps" else torch.float64
-        self.gram = zeros_a_row(start, memory, memory, dtype=small)
+        self.gram = zeros_per_row(start, memory, memory, dtype=small)
         self.eye = torch.eye(memory, dtype=small, device=start.device)
-        self.used = zeros_a_row(start, memory, dtype=torch.bool)
-        self.fresh = ~zeros_a_row(start, dtype=torch.bool)
+        self.used = zeros_per_row(start, memory, dtype=torch.bool)
+        self.fresh = ~zeros_per_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
         self.ridge = ridge
 
@@ -150,7 +150,7 @@ class History:
         self.filled = 0
         plain = not torch._C._are_functorch_transforms_active()
         shape = (memory, like.shape[1])
-        self._ring = like.new_empty(like.shape[0], *shape) if plain else zeros_a_row(like, *shape)
+        self._ring = like.new_empty(like.shape[0], *shape) if plain else zeros_per_row(like, *shape)
 
     @property
     def columns(self) -> Tensor:

@@ -11,7 +11,7 @@ from opteq.common.validate import whole
 from opteq.solvers.anderson import History, with_column
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Task
-from opteq.states import row_norms, zeros_a_row
+from opteq.states import row_norms, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class _BroydenUpdates(Method):
         self.damping = damping
         self.left = History(start, memory)
         self.right = History(start, memory)
-        self.used = zeros_a_row(start, memory, dtype=torch.bool)
-        self.fresh = ~zeros_a_row(start, dtype=torch.bool)
+        self.used = zeros_per_row(start, memory, dtype=torch.bool)
+        self.fresh = ~zeros_per_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
 
     def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:  # noqa: ARG002

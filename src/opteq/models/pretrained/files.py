@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from opteq.common.errors import UserError, shown, unknown_name
-from opteq.common.files import draft, look_into, sync_folder
+from opteq.common.errors import UserError, format_value, unknown_name
+from opteq.common.files import check_readable, draft, sync_folder
 from opteq.models.pretrained.hub import fetched
 from opteq.models.pretrained.released import released, released_folder
 from opteq.models.pretrained.weights import to_bytes
@@ -61,7 +61,7 @@ def save(model: nn.Module, config: Mapping[str, Any], folder: str | Path, replac
 def locate(source: str | Path) -> tuple[Path, Path]:
     """The two files of a local folder, of weights in the package, or of ``owner/name`` on the hub, fetched at need."""
     folder = released_folder(source)
-    look_into(folder)
+    check_readable(folder)
     if folder.is_dir():
         return _in_folder(folder)
     if folder.exists():
@@ -107,11 +107,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} lacks {', '.join(missing)}; save the model again with save_pretrained")
     replaced = config.setdefault("replaced", [])
     if not isinstance(replaced, list) or not all(isinstance(part, str) for part in replaced):
-        raise UserError(f"{path}: replaced should be a list of names of parts; got {shown(replaced)}")
+        raise UserError(f"{path}: replaced should be a list of names of parts; got {format_value(replaced)}")
     for key, kind in (("name", str), ("num_classes", int), ("in_channels", int), ("options", dict), ("extra", dict)):
         value = config.setdefault(key, {})
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise UserError(f"{path}: {key} should be of type {kind.__name__}; got {shown(value)}")
+            raise UserError(f"{path}: {key} should be of type {kind.__name__}; got {format_value(value)}")
     return config
 
 

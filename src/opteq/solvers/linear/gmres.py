@@ -11,7 +11,7 @@ from opteq.common.validate import whole
 from opteq.solvers.linear.base import LinearSolver, Product, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import per_row, row_norms, zeros_a_row
+from opteq.states import per_row, row_norms, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,9 @@ class _ArnoldiCycle:
         small = torch.float32 if residual.device.type == "mps" else torch.float64
         self.base = self.point
         self.length = row_norms(residual).to(small)
-        self.basis = zeros_a_row(residual, self.restart + 1, residual.shape[1])
+        self.basis = zeros_per_row(residual, self.restart + 1, residual.shape[1])
         self.basis[:, 0] = residual * per_row(ratio(torch.ones_like(self.length), self.length), residual)
-        self.hessenberg = zeros_a_row(residual, self.restart + 1, self.restart, dtype=small)
+        self.hessenberg = zeros_per_row(residual, self.restart + 1, self.restart, dtype=small)
         self.size = 0
 
     def _least_squares(self) -> tuple[Tensor, Tensor]:
