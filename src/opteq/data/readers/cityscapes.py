@@ -15,7 +15,7 @@ from opteq.data.dataset import IGNORE_INDEX, Pixels
 from opteq.data.paths import data_folders
 from opteq.data.readers.decode import decode_one, in_pieces
 from opteq.data.readers.folder import visible
-from opteq.data.readers.source import Found, Source, Stream, reason
+from opteq.data.readers.source import FoundDataset, Source, Stream, reason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,7 +42,7 @@ class _Pair:
     labels: str
 
 
-def find_cityscapes(root: Path | None, image_size: int | None) -> Found:
+def find_cityscapes(root: Path | None, image_size: int | None) -> FoundDataset:
     """List the images of ``train`` and ``val`` and their label maps, without opening them."""
     places = data_folders("cityscapes") if root is None else [root]
     place = next((place for place in places if (place / "leftImg8bit").is_dir()), None)
@@ -51,7 +51,7 @@ def find_cityscapes(root: Path | None, image_size: int | None) -> Found:
         raise UserError(f"{looked}: no folder leftImg8bit there (give another root by data.root); {LAYOUT}")
     train, val = (_list(place, split) for split in ("train", "val"))
     files = tuple(name for pair in (*train, *val) for name in (pair.image, pair.labels))
-    return Found(place, files, partial(_read, place, train, val, image_size))
+    return FoundDataset(place, files, partial(_read, place, train, val, image_size))
 
 
 def _list(root: Path, split: str) -> list[_Pair]:

@@ -40,7 +40,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundDataset:
     """A data set that was found on disk and not read yet.
 
     The cache identifies it by ``files`` in the folder ``root``; ``read`` opens it.
