@@ -21,7 +21,7 @@ from cli_cases import call, finished, no_page, refused, root, train
 from opteq import cli, models
 from opteq.common.errors import UserError
 from opteq.report.run import read_run
-from opteq.training import opened
+from opteq.training import open_run
 from opteq.training.run.checkpoints import Checkpoints
 from training_cases import in_process, lines, train_here
 
@@ -89,8 +89,8 @@ def test_an_evaluation_that_cannot_be_kept_is_not_begun(finished: Path, monkeypa
     def begun(*_: object, **__: object) -> NoReturn:
         raise AssertionError("the test began, only to be lost")
 
-    monkeypatch.setattr(opened, "draft", refusing)
-    monkeypatch.setattr(opened, "validate", begun)
+    monkeypatch.setattr(open_run, "draft", refusing)
+    monkeypatch.setattr(open_run, "validate", begun)
     refused(call("evaluate", finished), "writing the evaluation", "Permission denied", "a copy of the run elsewhere")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.analysis.local import LocalCertificate, local_certificate
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.models.blocks.parts import Head
@@ -69,7 +69,7 @@ class CertifiedClassifier:
         if not isinstance(model.head.linear, nn.Linear):
             raise UserError("a certified radius needs classes, and this model has none")
         self.model, self.layer = model, model.equilibrium
-        with evaluating(model):
+        with evaluation_mode(model):
             self.stem = lipschitz_bound(model.stem) / min(std)
             self.equilibrium = self.layer.problem.certificate().lipschitz
 
@@ -86,7 +86,7 @@ class CertifiedClassifier:
             local: that certificate, where it is known already.
         """
         model, layer = self.model, self.layer
-        with evaluating(model):
+        with evaluation_mode(model):
             given = model.stem(x)
             features = layer(given)
             logits: Tensor = model.head(features).double()
@@ -160,7 +160,7 @@ def lipschitz_bound(module: nn.Module) -> float:
         made = math.prod(lipschitz_bound(part) for part in (module.spread, module.widen, module.narrow))
         return lipschitz_bound(module.past) + made
     if isinstance(module, nn.Sequential):
-        return math.prod(lipschitz_bound(part) for part in _folded(list(module)))
+        return math.prod(lipschitz_bound(part) for part in _fold_batch_norms(list(module)))
     if isinstance(module, nn.BatchNorm2d):
         return float(_scale(module).max())
     if isinstance(module, nn.LayerNorm):
@@ -176,7 +176,7 @@ def lipschitz_bound(module: nn.Module) -> float:
     return float(norm)
 
 
-def _folded(parts: list[nn.Module]) -> list[nn.Module]:
+def _fold_batch_norms(parts: list[nn.Module]) -> list[nn.Module]:
     """The parts, each batch normalisation that follows a convolution multiplied into its kernel."""
     result: list[nn.Module] = []
     for part in parts:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from opteq.analysis.rescaled import Rescaled
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.models.blocks.parts import Head
@@ -94,7 +94,7 @@ def class_evidence(model: Classifier, x: Tensor, target: Tensor | None = None, r
     if not isinstance(model, Classifier):
         raise TypeError(f"evidence needs a classifier of opteq.models; got {type(model).__name__}")
     x = x.detach().requires_grad_()
-    with evaluating(model), torch.enable_grad(), _frozen_scales(model.head):
+    with evaluation_mode(model), torch.enable_grad(), _frozen_scales(model.head):
         with _activations(model.head) as kept:
             handed_on = model._before_head(x)
             logits = model.head(handed_on)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.models.classifier import Classifier
 from opteq.states import blocks
 
@@ -29,7 +29,7 @@ def grad_cam(model: Classifier, x: Tensor, target: Tensor | None = None) -> Tens
     """
     if not isinstance(model, Classifier):
         raise TypeError(f"Grad-CAM needs a classifier of opteq.models; got {type(model).__name__}")
-    with evaluating(model):
+    with evaluation_mode(model):
         with torch.no_grad():
             features = model._before_head(x)
         leaves = tuple(part.detach().requires_grad_() for part in blocks(features))

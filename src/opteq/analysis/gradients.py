@@ -86,7 +86,7 @@ def compare_gradients(
     chosen = list(gradients) if gradients is not None else [Implicit(), Phantom(), OneStep(), Shine(), Unrolled()]
     loss = loss or _random_loss
     rows = []
-    with _as_it_was(layer, x) as rewind:
+    with _preserved_state(layer, x) as rewind:
         exact = _flat_gradient(_exact(layer, x), x, loss, rewind)[0]
         for gradient in chosen:
             probe = _probe(layer, layer.solver, gradient)
@@ -119,7 +119,7 @@ def _probe(layer: Equilibrium, solver: Solver, gradient: Gradient) -> Equilibriu
 
 
 @contextmanager
-def _as_it_was(layer: Equilibrium, x: State) -> Iterator[Callable[[], None]]:
+def _preserved_state(layer: Equilibrium, x: State) -> Iterator[Callable[[], None]]:
     """Yield a function that restores buffers and random state; leaving the block restores them too."""
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     on_cpu = torch.get_rng_state()
@@ -180,7 +180,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = {_watch(tensor).cdata for tensor in known}
+        self.known = {_storage_reference(tensor).cdata for tensor in known}
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -189,7 +189,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                seen = _watch(tensor)
+                seen = _storage_reference(tensor)
                 if seen.cdata not in self.known:
                     self.made[seen.cdata] = (seen, tensor.untyped_storage().nbytes())
         return result
@@ -199,7 +199,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(size for seen, size in self.made.values() if not seen.expired())  # type: ignore[no-untyped-call, misc]
 
 
-def _watch(tensor: Tensor) -> StorageWeakRef:
+def _storage_reference(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 

@@ -112,9 +112,9 @@ def local_certificate(
             assert isinstance(bound, Hidden)
             return bound.preactivation(state)
 
-        into, back = _both_ways(inside, x)
+        into, back = _jvp_and_vjp(inside, x)
         entered = _norm(lambda v: back(local.factor(local.factor_adjoint(into(v)))), x, steps, failure / 4)
-        out, home = _both_ways(hidden.features, state)
+        out, home = _jvp_and_vjp(hidden.features, state)
         left = _norm(lambda v: local.factor_adjoint(home(out(local.factor(v)))), state, steps, failure / 4)
         lipschitz = torch.where(strict, entered * left / gap, torch.inf)
         radius = None
@@ -128,7 +128,7 @@ def local_certificate(
         return LocalCertificate(strict, contraction, lipschitz, radius, (lower, upper), 1 - failure)
 
 
-def _both_ways(function: Map, at: State) -> tuple[Map, Map]:
+def _jvp_and_vjp(function: Map, at: State) -> tuple[Map, Map]:
     """``v -> J v`` and ``u -> J'u`` of a function at a point.
 
     By autograd and not by torch.func, which loads all of torch's compiler at its first derivative: seconds.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import engine
-from opteq.analysis.terms import equilibrium_inputs, evaluating
+from opteq.analysis.terms import equilibrium_inputs, evaluation_mode
 from opteq.common.errors import ConvergenceWarning, UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.problems import Problem
@@ -145,14 +145,14 @@ def counterfactuals(
     """
     found: list[Counterfactual] = []
     deadline = time.monotonic() + seconds
-    with evaluating(model):
+    with evaluation_mode(model):
         layers = {name: (layer, given) for name, layer, given in equilibrium_inputs(model, x)}
         for name, (layer, given) in layers.items():
             for term in scalable_terms(layer.problem(given)):
                 if time.monotonic() >= deadline:
                     return found
                 for factor in factors:
-                    with rescaled(layer, {term: factor}):
+                    with rescaled_terms(layer, {term: factor}):
                         logits = model(x)
                         assert layer.last is not None
                         found.append(Counterfactual(name, term, factor, logits, layer.last[0].converged))
@@ -160,7 +160,7 @@ def counterfactuals(
 
 
 @contextmanager
-def rescaled(layer: Equilibrium, factors: Mapping[str, float]) -> Iterator[None]:
+def rescaled_terms(layer: Equilibrium, factors: Mapping[str, float]) -> Iterator[None]:
     """Inside, the terms of a layer's objective are scaled, and it may take more steps."""
     problem, solver = layer.problem, layer.solver
     try:

@@ -22,7 +22,7 @@ from opteq.inference.formats import ENDINGS, Inputs, Signature
 from opteq.inference.predict import load
 from opteq.models.classifier import Classifier, equilibria
 from opteq.models.denoiser import Denoiser, holds_denoiser
-from opteq.models.prediction import checked_shape
+from opteq.models.prediction import check_shape
 from opteq.models.pretrained import released_folder
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _classifier(
         raise UserError(
             "the model was saved without the size of its images: give image_shape=(channels, height, width)"
         )
-    shape = checked_shape(shape, model.config["in_channels"])
+    shape = check_shape(shape, model.config["in_channels"])
     pixels = torch.rand(SAMPLES, *shape, generator=generator).to(next(model.parameters()).dtype)
     steps = enough_steps(model, pixels) if steps is None else steps
     made = Exportable(model, steps)
@@ -189,15 +189,15 @@ def _write(format: str, subject: _Subject, path: Path) -> bool:
         raise
     except Exception as error:  # every exporter has classes of its own
         if isinstance(subject.module, ExportableDenoiser):  # a file for one size of images would be of no use
-            raise _unwritten(subject, format, error) from error
+            raise _export_error(subject, format, error) from error
     try:
         formats.write(format, subject.module, tuple(one[:1] for one in subject.inputs), path, subject.signature, False)
     except Exception as error:
-        raise _unwritten(subject, format, error) from error
+        raise _export_error(subject, format, error) from error
     return False
 
 
-def _unwritten(subject: _Subject, format: str, error: BaseException) -> UserError:
+def _export_error(subject: _Subject, format: str, error: BaseException) -> UserError:
     while error.__cause__ is not None:  # exporters wrap the error that began it in advice to their developers
         error = error.__cause__
     said = str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -198,7 +198,7 @@ def _freeze(operator: Operator) -> None:
 
 def _step(hidden: BoundMap, y: State, ahead: State, k: int) -> tuple[State, State]:
     """The step from ``ahead``, and where the next one is taken: further along by ``k / (k + 3)``."""
-    image = _mixed(ahead, hidden.step(ahead), hidden.damping)
+    image = _damped(ahead, hidden.step(ahead), hidden.damping)
     if k == 0:
         return image, image
     pairs = zip(blocks(image), blocks(y), strict=True)
@@ -212,7 +212,7 @@ def _residual(hidden: BoundMap, y: State) -> Tensor:
     return (inner(change, change) / inner(image, image).clamp_min(1e-30)).sqrt()
 
 
-def _mixed(y: State, image: State, damping: float | Tensor) -> State:
+def _damped(y: State, image: State, damping: float | Tensor) -> State:
     if isinstance(damping, float | int):
         if damping == 1:
             return image

@@ -117,7 +117,7 @@ def restore(
     for done, (outer, inner, place) in enumerate(tiles):
         seen = tuple(slice(part.start // factor, part.stop // factor) for part in outer)
         mask = None if damage.mask is None else damage.mask[outer]
-        solved, report = _solved(image[:, seen[0], seen[1]][:, None], mask, model, damage, strength, tol)
+        solved, report = _solve_tile(image[:, seen[0], seen[1]][:, None], mask, model, damage, strength, tol)
         answer[:, place[0], place[1]] = solved[:, 0, inner[0], inner[1]]
         converged += float(report.converged.float().mean())
         worst, most = max(worst, float(report.residual.max())), max(most, int(report.steps.max()))
@@ -128,7 +128,7 @@ def restore(
     return Restored(answer, converged / len(tiles), worst, most)
 
 
-def _solved(
+def _solve_tile(
     x: Tensor, mask: Tensor | None, model: Denoiser, damage: Damage, strength: float, tol: float
 ) -> tuple[Tensor, Report]:
     """A tile, channels as the batch."""

@@ -158,10 +158,12 @@ class Classifier(nn.Module, metaclass=NamedOptions):
         Each file is written beside the old one and then put in its place, so a write that fails loses nothing. Parts
         that were replaced are noted: a configuration does not describe them, so they are given again for loading.
         """
-        from opteq.models.registry import described
+        from opteq.models.registry import meta_model
 
-        known = described(self.config)
-        return pretrained.save(self, self.config, folder, [] if known is None else pretrained.replaced(self, known))
+        known = meta_model(self.config)
+        return pretrained.save(
+            self, self.config, folder, [] if known is None else pretrained.replaced_parts(self, known)
+        )
 
     def _before_head(self, x: Tensor) -> Any:
         if x.ndim != 4:

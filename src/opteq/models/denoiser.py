@@ -15,12 +15,12 @@ from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, Unrolled
 from opteq.models.checks import Check, number, optional, whole, wholes
+from opteq.models.meta_device import on_meta_device
 from opteq.models.pretrained import weights
 from opteq.models.pretrained.released import released, released_folder
 from opteq.models.restoration import FilterPrior, Restoration
 from opteq.models.restoration.guide import Guide
 from opteq.models.restoration.noise_levels import NoiseLevels
-from opteq.models.sketch import sketched
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.solvers import FISTA, Picard, Solver
@@ -142,7 +142,9 @@ class Denoiser(nn.Module):
         if not (folder / WEIGHTS).is_file():
             raise UserError(f"{folder} holds no weights; {WEIGHTS} should be there")
         try:
-            with sketched():  # nothing is allocated before the file is known to have the shapes that are asked for
+            with (
+                on_meta_device()
+            ):  # nothing is allocated before the file is known to have the shapes that are asked for
                 model = cls(config, solver, on_failure=on_failure)
         except ValueError as error:
             raise UserError(f"{folder / CONFIG}: {error}") from error

@@ -85,10 +85,10 @@ def make_app(session: Session) -> Starlette:
     routes = [Route(path, _file(*place), methods=["GET"]) for path, place in _FILES.items()]
     routes += [
         Route("/api/model", describe, methods=["GET"]),
-        Route("/api/solve", _asked(session.answer), methods=["POST"]),
+        Route("/api/solve", _post_handler(session.answer), methods=["POST"]),
     ]
     if isinstance(session, ClassifierSession):
-        routes.append(Route("/api/certificate", _asked(session.certify, queued=True), methods=["POST"]))
+        routes.append(Route("/api/certificate", _post_handler(session.certify, queued=True), methods=["POST"]))
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)])
 
 
@@ -105,7 +105,7 @@ def _file(name: str, kind: str) -> Any:
     return serve
 
 
-def _asked(answer: Callable[..., Any], queued: bool = False) -> Any:
+def _post_handler(answer: Callable[..., Any], queued: bool = False) -> Any:
     """A handler of POST requests with an image and the other parameters of ``answer``.
 
     Where they are queued, one that a page has given up while it waited is passed over: its question has changed.
@@ -122,12 +122,12 @@ def _asked(answer: Callable[..., Any], queued: bool = False) -> Any:
                 raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
             async with turn:
                 if queued and await request.is_disconnected():
-                    return _refusal("the question was given up", 499)
+                    return _error_response("the question was given up", 499)
                 found = await run_in_threadpool(answer, image, **asked)
         except _TooLargeError as error:
-            return _refusal(str(error), 413)
+            return _error_response(str(error), 413)
         except ValueError as error:
-            return _refusal(str(error), 400)
+            return _error_response(str(error), 400)
         return JSONResponse(found, headers=_HEADERS)
 
     return handle
@@ -174,5 +174,5 @@ def _decode(image: Any) -> Image:
     return open_image(io.BytesIO(content), "the image")
 
 
-def _refusal(message: str, status: int) -> Response:
+def _error_response(message: str, status: int) -> Response:
     return JSONResponse({"error": message}, status_code=status, headers=_HEADERS)

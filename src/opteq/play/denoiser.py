@@ -14,7 +14,7 @@ from opteq.common.errors import UserError
 from opteq.inference.restore import Damage, restore
 from opteq.models.denoiser import Denoiser
 from opteq.models.prediction import ImageLike, Preprocessing
-from opteq.play.plain_values import certificate_of, finite
+from opteq.play.plain_values import certificate_of, replace_non_finite
 from opteq.report.charts.images import image_data_url
 
 MOST_PIXELS = 200 * 200
@@ -67,12 +67,12 @@ class DenoiserSession:
                 raise UserError(f"{name} should lie in [{low:g}, {high:g}]; got {value!r}")
         if not isinstance(add_noise, bool):
             raise UserError(f"add_noise should be true or false; got {add_noise!r}")
-        clean = small(image)
+        clean = shrink_to_limit(image)
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)) * sigma / 255
         given = (clean + noise if add_noise else clean).clamp(0, 1)
         with self._lock:
             result = restore(given, self.model, Damage(sigma), strength, tol)
-        return finite({
+        return replace_non_finite({
             "before": image_data_url(_bytes(given), max(given.shape)),
             "after": image_data_url(_bytes(result.image), max(given.shape)),
             "residual": result.residual,
@@ -83,7 +83,7 @@ class DenoiserSession:
         })  # fmt: skip
 
 
-def small(image: ImageLike) -> Tensor:
+def shrink_to_limit(image: ImageLike) -> Tensor:
     """``(c, h, w)`` in [0, 1], grey where all channels agree, of at most :data:`MOST_PIXELS`."""
     pixels = Preprocessing(3, None, (0.0,) * 3, (1.0,) * 3, ()).pixels(image).float() / 255
     if bool((pixels - pixels[:1]).abs().max() == 0):

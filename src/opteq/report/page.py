@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
@@ -19,7 +19,7 @@ from opteq.report.charts.robustness import robustness
 from opteq.report.denoising import write_denoising_report
 from opteq.report.examples import Example, explain
 from opteq.report.formula import formulas
-from opteq.report.frame import framed
+from opteq.report.frame import html_page
 from opteq.report.guarantees import guarantees
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.numbers import count, decimal, duration, percent, plural, scientific, short_count
@@ -101,7 +101,7 @@ def render(run: Run, found: Findings) -> str:
         ]
     parts.append(appendix(run))
     notes = tag("ul", *(tag("li", note) for note in run.notes), class_="notes") if run.notes else None
-    return framed(
+    return html_page(
         run.name, "report of a run", _subtitle(run, found), sections.headline(_numbers(run, found)), notes, join(*parts)
     )
 
@@ -189,7 +189,7 @@ def _findings(run: Run, seconds: float) -> Findings:
     colours = tuple(trained["mean"]), tuple(trained["std"])
     found.images = LabelledImages(split.images, split.labels, tuple(loaded.classes), *colours)
     try:
-        with evaluating(found.model):
+        with evaluation_mode(found.model):
             if not all(bool(torch.isfinite(weight).all()) for weight in found.model.parameters()):
                 raise ValueError("its weights are not finite")
             if split.dense:

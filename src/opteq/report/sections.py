@@ -9,7 +9,7 @@ from opteq.report.charts.curves import Chart, Series, line_chart
 from opteq.report.charts.matrix import class_accuracies, confused_pairs, confusion_matrix, legend
 from opteq.report.charts.waterfall import style_of
 from opteq.report.formula import Formula
-from opteq.report.html.markup import Html, join, raised, scroller, tag
+from opteq.report.html.markup import Html, join, scroller, superscripts, tag
 from opteq.report.html.numbers import count, decimal, percent, plural, scientific
 from opteq.report.predictions import Predictions, SolveRecord
 from opteq.report.run import Run
@@ -24,7 +24,12 @@ def section(name: str, title: str, *content: object, lead: object = None) -> Htm
 def headline(numbers: Sequence[tuple[str, str, str]]) -> Html:
     """The headline: name, value and note of each number."""
     items = [
-        tag("div", tag("dt", name), tag("dd", tag("b", raised(value)), tag("span", raised(note))), class_="number")
+        tag(
+            "div",
+            tag("dt", name),
+            tag("dd", tag("b", superscripts(value)), tag("span", superscripts(note))),
+            class_="number",
+        )
         for name, value, note in numbers
     ]
     return tag("dl", *items, class_="headline")
@@ -187,7 +192,9 @@ def _solve_facts(record: SolveRecord) -> Html:
         ("converged", percent(record.converged)),
         ("worst residual", scientific(record.worst_residual)),
     ]
-    listed = tag("dl", *(join(tag("dt", name), tag("dd", raised(value))) for name, value in facts), class_="facts")
+    listed = tag(
+        "dl", *(join(tag("dt", name), tag("dd", superscripts(value))) for name, value in facts), class_="facts"
+    )
     failures = [
         tag("p", tag("b", f"{plural(times, 'image')}: "), f"{status.message}.", class_="note")
         for status, times in record.failures.items()

@@ -41,7 +41,7 @@ class CertifiedShare:
         self.states: dict[int, State] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def counting(self) -> Iterator[None]:
         """Inside, every forward pass of the model is counted."""
         hooks = []
         for index, layer in enumerate(self.layers):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from opteq.common.files import write_atomically
 from opteq.training.evaluate import evaluate
-from opteq.training.opened import open_run
+from opteq.training.open_run import open_run
 from opteq.training.optim.losses import cross_entropy
 from opteq.training.recipe.files import load_recipe
 from opteq.training.train import train

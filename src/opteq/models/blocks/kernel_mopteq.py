@@ -89,21 +89,21 @@ class BoundKernelMOptEq(BoundMOptEq):
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """Input by the kernel, heritage (or self) and diversity."""
-        seen = torch.stack([self.kernel.height(t) for t in self._seen(y)]).sum(dim=0)
+        seen = torch.stack([self.kernel.height(t) for t in self._inner_products(y)]).sum(dim=0)
         return {"input": -seen, **self.coupling.terms(self.features(y))}
 
     def preactivation(self, y: State, signs: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
         """``W_i h_i + k'(<c_i, y_i>) c_i``."""
-        driven = self._times_injections([self.kernel.slope(t) for t in self._seen(y)])
+        driven = self._times_injections([self.kernel.slope(t) for t in self._inner_products(y)])
         return self._carry(self.coupling.fuse(self.features(y), signs), driven)
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> W_i [h'(z) W'v]_i + k''(<c_i, y_i>) c_i <c_i, v_i>``."""
         coupled = super().curvature_at(y)
-        bends = [self.kernel.bend(t) for t in self._seen(y)]
+        bends = [self.kernel.bend(t) for t in self._inner_products(y)]
 
         def product(v: State) -> State:
-            own = self._times_injections([bend * t for bend, t in zip(bends, self._seen(v), strict=True)])
+            own = self._times_injections([bend * t for bend, t in zip(bends, self._inner_products(v), strict=True)])
             return tuple(a + b for a, b in zip(blocks(coupled(v)), own, strict=True))
 
         return product
@@ -127,7 +127,7 @@ class BoundKernelMOptEq(BoundMOptEq):
         """The step and the objective, which damped steps decrease."""
         return self.step(y), self.objective(y)
 
-    def _seen(self, y: State) -> list[Tensor]:
+    def _inner_products(self, y: State) -> list[Tensor]:
         """``<c_i, y_i>``, per branch."""
         return [inner(c, part) for c, part in zip(self.injections, blocks(y), strict=True)]
 

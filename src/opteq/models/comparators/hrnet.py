@@ -11,7 +11,7 @@ from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Parts
 from opteq.models.blocks.residual import ResidualBlock, normalised_conv
 from opteq.models.checks import number, option, whole, wholes
-from opteq.models.comparators.mdeq import MultiscaleHead, all_paths, exchanged
+from opteq.models.comparators.mdeq import MultiscaleHead, all_paths, exchange_scales
 from opteq.models.comparators.residual_networks import Bottleneck
 from opteq.models.options import Options
 
@@ -52,7 +52,7 @@ class Exchange(nn.Module):
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
         """One image per branch."""
-        return exchanged(
+        return exchange_scales(
             [branch(part) for branch, part in zip(self.branches, features, strict=True)], self.paths
         )  # fmt: skip
 

@@ -105,7 +105,7 @@ def all_paths(channels: Sequence[int], norm: Callable[[int], nn.Module]) -> nn.M
     })  # fmt: skip
 
 
-def exchanged(made: Sequence[Tensor], paths: nn.ModuleDict) -> list[Tensor]:
+def exchange_scales(made: Sequence[Tensor], paths: nn.ModuleDict) -> list[Tensor]:
     """Every scale as the rectified sum of all of them."""
     totals = []
     for target, total in enumerate(made):
@@ -131,7 +131,7 @@ class MultiscaleStep(nn.Module):
         given = z if isinstance(z, tuple) else (z,)
         seen = [x, *[None] * (len(given) - 1)]
         made = [block(part, its) for block, part, its in zip(self.blocks, given, seen, strict=True)]
-        totals = exchanged(made, self.paths)
+        totals = exchange_scales(made, self.paths)
         answers = [norm(mix(total)) for norm, mix, total in zip(self.norms, self.mixed, totals, strict=True)]
         return tuple(answers) if isinstance(z, tuple) else answers[0]
 

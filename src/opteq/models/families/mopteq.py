@@ -10,7 +10,7 @@ from opteq.kernels import Polynomial, Sigmoid
 from opteq.models.blocks.kernel_mopteq import KernelMOptEq
 from opteq.models.blocks.parts import Head, Parts, Stem, make_injection, make_stem
 from opteq.models.checks import flag, number, one_of, option, optional, whole
-from opteq.models.families.geq import OfLength
+from opteq.models.families.geq import NormalisedInjection
 from opteq.models.options import BranchOptions
 from opteq.operators import Conv2d
 from opteq.operators.base import initial_norm
@@ -101,7 +101,7 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
     if options.input_length is not None:
         for branch in branches:
             assert branch.U is not None
-            branch.U = OfLength(branch.U, options.input_length)
+            branch.U = NormalisedInjection(branch.U, options.input_length)
     ties: dict[str, Any] = {
         "diversity": options.diversity,
         "activation": options.activation,

@@ -14,7 +14,7 @@ from torch import nn
 
 from opteq.common.errors import UserError, format_value, unknown_name
 from opteq.common.files import check_readable, draft, sync_folder
-from opteq.models.pretrained.hub import fetched
+from opteq.models.pretrained.hub import download
 from opteq.models.pretrained.released import released, released_folder
 from opteq.models.pretrained.weights import to_bytes
 
@@ -77,7 +77,7 @@ def locate(source: str | Path) -> tuple[Path, Path]:
             f"there is no folder {source}, and the hub was not asked, since there is a folder {folder.parent} here"
             f"{_nearest(folder)}"
         )
-    return fetched(source, CONFIG, WEIGHTS)
+    return download(source, CONFIG, WEIGHTS)
 
 
 def read_config(path: Path) -> dict[str, Any]:

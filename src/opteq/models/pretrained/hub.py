@@ -35,7 +35,7 @@ def _why_unreachable() -> str | None:
     return None
 
 
-def fetched(repository: str, *names: str) -> tuple[Path, Path]:
+def download(repository: str, *names: str) -> tuple[Path, Path]:
     """Two files of a repository ``owner/name`` on the hub, of which nothing else is fetched."""
     from huggingface_hub import hf_hub_download
 

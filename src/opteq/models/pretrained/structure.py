@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 _ASIDE = {*vars(nn.Module()), "last", "observer", "on_failure", "config", "forward", "_monitor"}
 
 
-def replaced(model: nn.Module, described: nn.Module) -> list[str]:
+def replaced_parts(model: nn.Module, described: nn.Module) -> list[str]:
     """The names of the parts of ``model`` that are not as in ``described``; only the outermost of each."""
     theirs = dict(described.named_modules(remove_duplicate=False))
     found: list[str] = []

@@ -96,7 +96,7 @@ def _read_head(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], str 
             head = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             return head, (file.metadata() or {}).get(DIGEST)
     except Exception as error:
-        raise _not_whole(path, error) from error
+        raise _incomplete(path, error) from error
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -106,10 +106,10 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:
-        raise _not_whole(path, error) from error
+        raise _incomplete(path, error) from error
 
 
-def _not_whole(path: Path, error: Exception) -> UserError:
+def _incomplete(path: Path, error: Exception) -> UserError:
     said = str(error).partition("\n")[0] or type(error).__name__
     return UserError(
         f"{path} is not a whole safetensors file ({said}): it is damaged, or something else in disguise. "

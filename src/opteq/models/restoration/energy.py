@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
 from opteq.models.restoration.guide import Guide
-from opteq.models.restoration.measurement import Measurement, checked_measurement, settled_measurement
+from opteq.models.restoration.measurement import Measurement, check_measurement, prepare_measurement
 from opteq.models.restoration.noise_levels import NoiseLevels
 from opteq.operators.base import Operator
 from opteq.operators.chain import ChainMap, ConvChain, largest_response, response_powers
@@ -162,12 +162,12 @@ class Restoration(Objective):
         if strength <= 0:
             raise ValueError(f"Restoration.strength should be positive; got {strength!r}")
         self.prior, self.strength, self.sigma = prior, float(strength), sigma
-        self.measurement = checked_measurement(measurement)
+        self.measurement = check_measurement(measurement)
 
     def bind(self, x: Any) -> BoundRestoration:
         """The energy for these measurements."""
         image, sigma = self._split(x)
-        settled = settled_measurement(self.measurement, image)
+        settled = prepare_measurement(self.measurement, image)
         seen = image if settled is None else settled.adjoint(image)
         bound = self.prior.bind(sigma, seen)
         return BoundRestoration(image, bound, settled, self.strength, self._convex)
@@ -219,7 +219,7 @@ class Restoration(Objective):
         concavity, curvature = (self.strength * float(end.max()) for end in (bound.concavity, bound.curvature))
         low, high = 1.0, 1.0
         if isinstance(self.measurement, Operator):
-            settled = settled_measurement(self.measurement, like)
+            settled = prepare_measurement(self.measurement, like)
             assert settled is not None
             low, high = float(settled.least), float(settled.most)
         elif self.measurement is not None:

@@ -18,7 +18,7 @@ def robustness(record: dict[str, Any], folder: Path) -> Html:
         record: ``robustness.json``.
         folder: of the run, with ``robustness.png``.
     """
-    parts = [_picture(folder / "robustness.png")]
+    parts = [_plot_image(folder / "robustness.png")]
     words = []
     if "corruptions" in record:
         found = record["corruptions"]
@@ -48,7 +48,7 @@ def robustness(record: dict[str, Any], folder: Path) -> Html:
     return section("robustness", "Robustness", *parts, lead=" ".join(words))
 
 
-def _picture(path: Path) -> Html | None:
+def _plot_image(path: Path) -> Html | None:
     try:
         content = base64.b64encode(path.read_bytes()).decode()
     except OSError:

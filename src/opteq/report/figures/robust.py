@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opteq.report.figures.style import COLORS, Drawn, panels, save
-from opteq.report.figures.subject import DoesNotFitError, Subject
+from opteq.report.figures.style import COLORS, CaptionedFigure, panels, save
+from opteq.report.figures.subject import FigureUnavailableError, Subject
 from opteq.training.robustness import read_record
-from opteq.training.robustness.record import certified_words
+from opteq.training.robustness.record import describe_certified
 
 Named = Sequence[tuple[str, dict[str, Any]]]
 
 
-def corruptions(subject: Subject) -> Drawn:
+def corruptions(subject: Subject) -> CaptionedFigure:
     """Bars of the mean accuracy over severities, a group for each corruption."""
     found = _found(subject, "corruptions", "--corruptions")
     figure, axes = panels(1, 1, (6, 1 + 0.28 * len(found[0][1]["accuracy"])))
@@ -23,7 +23,7 @@ def corruptions(subject: Subject) -> Drawn:
     own = found[0][1]
     means = {name: sum(row) / len(row) for name, row in own["accuracy"].items()}
     worst, best = min(means, key=lambda name: means[name]), max(means, key=lambda name: means[name])
-    return Drawn(
+    return CaptionedFigure(
         figure,
         f"Accuracy under each corruption, on average over five severities, on {own['images']} test images; dots are "
         f"the severities, the dotted line is the accuracy without. {found[0][0]}: {own['clean']:.1%} without, "
@@ -32,13 +32,13 @@ def corruptions(subject: Subject) -> Drawn:
     )
 
 
-def attack_radius(subject: Subject) -> Drawn:
+def attack_radius(subject: Subject) -> CaptionedFigure:
     """Accuracy against the radius of attacks."""
     found = _found(subject, "curves", "--curves")
     figure, axes = panels(1, 1, (5, 3.8))
     draw_radius(axes[0, 0], found)
     own = found[0][1]["radius"]
-    return Drawn(
+    return CaptionedFigure(
         figure,
         f"Accuracy on {found[0][1]['images']} test images, each pixel changed by up to the radius in {own['steps']} "
         f"steps of PGD or APGD. {found[0][0]}: from {own['apgd'][0]:.1%} to {own['apgd'][-1]:.1%} under APGD at "
@@ -46,13 +46,13 @@ def attack_radius(subject: Subject) -> Drawn:
     )
 
 
-def attack_steps(subject: Subject) -> Drawn:
+def attack_steps(subject: Subject) -> CaptionedFigure:
     """Accuracy against the steps of attacks of one radius."""
     found = _found(subject, "curves", "--curves")
     figure, axes = panels(1, 1, (5, 3.8))
     draw_steps(axes[0, 0], found)
     own = found[0][1]["steps"]
-    return Drawn(
+    return CaptionedFigure(
         figure,
         f"Accuracy on {found[0][1]['images']} test images under attacks of {255 * own['epsilon']:.3g}/255 by the "
         f"number of their steps. {found[0][0]}: {own['pgd'][0]:.1%} after {own['steps'][0]} and {own['pgd'][-1]:.1%} "
@@ -60,15 +60,15 @@ def attack_steps(subject: Subject) -> Drawn:
     )
 
 
-def certified(subject: Subject) -> Drawn:
+def certified(subject: Subject) -> CaptionedFigure:
     """Certified accuracy against the Euclidean radius."""
     found = [pair for pair in _found(subject, "curves", "--curves") if "accuracy" in pair[1]["certified"]]
     own = subject.record["curves"]["certified"]
     if "accuracy" not in own:
-        raise DoesNotFitError(own["reason"])
+        raise FigureUnavailableError(own["reason"])
     figure, axes = panels(1, 1, (5, 3.8))
     draw_certified(axes[0, 0], found)
-    return Drawn(figure, certified_words(own))
+    return CaptionedFigure(figure, describe_certified(own))
 
 
 def draw_corruptions(axes: Any, found: Named) -> None:
@@ -162,7 +162,7 @@ def _draw_certified_or_why(axes: Any, title: str, curves: dict[str, Any]) -> Non
         draw_certified(axes, [(title, curves)])
         return
     axes.set_axis_off()
-    why = "\n".join(textwrap.wrap(certified_words(curves["certified"]), 48))
+    why = "\n".join(textwrap.wrap(describe_certified(curves["certified"]), 48))
     axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes)
 
 
@@ -178,6 +178,8 @@ def _found(subject: Subject, part: str, option: str) -> Named:
     for one in (subject, *subject.beside):
         found = one.record.get(part)
         if found is None:
-            raise DoesNotFitError(f"it was not measured yet: run `opteq evaluate {one.opened.path} {option}` first")
+            raise FigureUnavailableError(
+                f"it was not measured yet: run `opteq evaluate {one.opened.path} {option}` first"
+            )
         runs.append((one.title, found))
     return runs

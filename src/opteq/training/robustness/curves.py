@@ -14,7 +14,7 @@ from opteq.analysis.certified_radius import CertifiedClassifier
 from opteq.common.errors import ConvergenceWarning, UserError
 from opteq.data import Split
 from opteq.models import Classifier
-from opteq.training.opened import OpenedRun, set_solvers
+from opteq.training.open_run import LoadedRun, set_solvers
 from opteq.training.run import rng
 
 EPSILON = 8 / 255
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 def measure_curves(
-    opened: OpenedRun, split: Split, epsilon: float = EPSILON, steps: int = 20, say: Say = lambda _: None
+    opened: LoadedRun, split: Split, epsilon: float = EPSILON, steps: int = 20, say: Say = lambda _: None
 ) -> dict[str, Any]:
     """Accuracy under PGD and APGD against radius and steps, and certified accuracy, in a form that JSON takes.
 
@@ -80,7 +80,7 @@ def measure_curves(
 
 
 @torch.no_grad()
-def certified_accuracy(opened: OpenedRun, split: Split, say: Say = lambda _: None) -> dict[str, Any]:
+def certified_accuracy(opened: LoadedRun, split: Split, say: Say = lambda _: None) -> dict[str, Any]:
     """The share of images that are classified rightly wherever they move within a radius, by proof."""
     accelerator = opened.accelerator
     model = accelerator.unwrap_model(opened.model)
@@ -92,7 +92,7 @@ def certified_accuracy(opened: OpenedRun, split: Split, say: Say = lambda _: Non
     try:
         batches = opened.batches(split)
         certify = CertifiedClassifier(model, tuple(batches.std))
-        with rng.preserved(), warnings.catch_warnings():
+        with rng.preserve_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             for images, labels in batches.epoch(0):
                 for x, truth in zip(torch.split(images, CHUNK), torch.split(labels, CHUNK), strict=True):

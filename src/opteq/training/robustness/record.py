@@ -89,7 +89,7 @@ def _curves(found: dict[str, Any]) -> str:
         f"## Attacks\n\nAccuracy in % of {found['images']} test images, every pixel changed by up to the radius in "
         f"{radius['steps']} steps.\n\n{first}",
         f"The same with a radius of {255 * steps['epsilon']:.3g}/255, by the number of steps.\n\n{second}",
-        "## Certified accuracy\n\n" + certified_words(certified),
+        "## Certified accuracy\n\n" + describe_certified(certified),
     ]
     if "accuracy" in certified:
         pairs = zip(certified["radii"], certified["accuracy"], strict=True)
@@ -97,7 +97,7 @@ def _curves(found: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def certified_words(certified: dict[str, Any]) -> str:
+def describe_certified(certified: dict[str, Any]) -> str:
     """What a certified accuracy means, or why there is none."""
     if "reason" in certified:
         return f"There is none: {certified['reason']}."

@@ -37,7 +37,7 @@ class StopRequest:
         for number in list(self._before):
             self._restore(number)
 
-    def agreed(self, step: int) -> int:
+    def agreed_signal(self, step: int) -> int:
         """The signal to stop for after this step, the same in all processes; 0 for none."""
         if self._accelerator.num_processes == 1:
             return self.received

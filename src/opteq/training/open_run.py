@@ -30,7 +30,7 @@ MAX_STEPS = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenedRun:
+class LoadedRun:
     """A trained model with the test images of its run.
 
     Attributes:
@@ -100,7 +100,7 @@ def open_run(
     device: str = "auto",
     precision: str | None = None,
     root: str | None = None,
-) -> OpenedRun:
+) -> LoadedRun:
     """The run in a folder; the arguments are those of :func:`~opteq.training.evaluate`."""
     folder = RunFolder(Path(run))
     recipe = folder.recipe()
@@ -124,7 +124,7 @@ def open_run(
     _check_classes(dataset.classes, extra.get("classes", dataset.classes))
     settings = {"tol": tol, "max_steps": max_steps, "precision": precision, "device": str(accelerator.device)}
     prepared: models.Classifier = accelerator.prepare_model(model, evaluation_mode=True)
-    return OpenedRun(folder.path, prepared, recipe, dataset, accelerator, settings, extra)
+    return LoadedRun(folder.path, prepared, recipe, dataset, accelerator, settings, extra)
 
 
 def _check_classes(found: Sequence[str], trained_on: Sequence[str]) -> None:
