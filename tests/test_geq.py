@@ -324,13 +324,13 @@ def test_inner_product_certificates() -> None:
 class Exponential(kernels.InnerProduct):
     """A kernel of one's own that outgrows ``1/2 |y|^2``, and declares nothing."""
 
-    def height(self, t: Tensor) -> Tensor:
+    def value(self, t: Tensor) -> Tensor:
         return t.exp()
 
-    def slope(self, t: Tensor) -> Tensor:
+    def derivative(self, t: Tensor) -> Tensor:
         return t.exp()
 
-    def bend(self, t: Tensor) -> Tensor:
+    def second(self, t: Tensor) -> Tensor:
         return t.exp()
 
 

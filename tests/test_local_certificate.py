@@ -136,7 +136,7 @@ def test_the_share_of_certified_samples(options: dict[str, object], share: float
     small = {"channels": 3, "hidden": [4, 4], "scales": [1, 2], "diversity": 0.0}
     model = models.create("mopteq-193k", **small, tol=1e-5, on_failure="ignore", **options).eval()
     if options == {"bound": None}:
-        for branch in model.equilibrium.problem.each():
+        for branch in model.equilibrium.problem.branch_list():
             branch.W.weight.data.mul_(1.8)
         assert model.equilibrium.problem.certificate().unique is None
     counted = CertifiedShare(model, torch.device("cpu"))

@@ -557,7 +557,7 @@ def test_weights_without_a_bound_can_begin_with_a_norm() -> None:
     torch.manual_seed(0)
     small = {"channels": 4, "hidden": [5, 6], "scales": [1, 2], "bound": None}
     model = opteq.models.create("mopteq-0.48m", initial_norm=2.0, **small)
-    for branch in model.equilibrium.problem.each():
+    for branch in model.equilibrium.problem.branch_list():
         assert 1.8 < float(branch.W.norm()) <= 2.001
     with pytest.raises(ValueError, match=r"initial_norm should be at most bound=0.9; got 2"):
         opteq.models.create("mopteq-0.48m", initial_norm=2.0, **{**small, "bound": 0.9})

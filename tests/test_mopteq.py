@@ -383,7 +383,7 @@ def test_perturbations_are_the_worst_within_their_size_and_never_larger() -> Non
         assert direction.shape == seen.shape
         assert set(direction.unique().tolist()) <= {-1.0, 0.0, 1.0}
         assert part.shape[1] == branch.U.out_channels
-    moves = [before - after for before, after in zip(chain.inputs, chain.moved(directions), strict=True)]
+    moves = [before - after for before, after in zip(chain.inputs, chain.perturbed_inputs(directions), strict=True)]
     assert (moves[0] == 0).all()
     assert all(0 < float(move.abs().max()) <= 0.3 + 1e-12 for move in moves[1:])
     # delta = eps sign(U'y) maximises -<U (x - delta) + b, y> over the cube

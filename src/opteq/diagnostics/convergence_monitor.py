@@ -44,8 +44,8 @@ class FailureCheck:
     way: str
     x: State | None = None
 
-    def kept(self) -> FailureCheck:
-        """The same for later, without the tape of the input."""
+    def detached(self) -> FailureCheck:
+        """The same check with a detached input, to keep for later."""
         return self if self.x is None else replace(self, x=map_state(Tensor.detach, self.x))
 
     def fault(self, when: str = "") -> str:
@@ -83,7 +83,7 @@ class _Pending:
     """A check whose status codes are being copied to the host."""
 
     def __init__(self, finding: FailureCheck) -> None:
-        self.finding = finding.kept()
+        self.finding = finding.detached()
         self.codes = AsyncHostCopy(finding.report.codes)
         self._versions = self._counted()
 

@@ -60,7 +60,7 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     lower = torch.zeros_like(found.smallest, dtype=torch.bool)
     for sign in (1, -1):
         direction = sign * found.direction
-        for turned in (direction, _turned(direction, rising, bent, shift)):
+        for turned in (direction, _power_steps(direction, rising, bent, shift)):
             move = root * turned
             there = hidden.project(layout.unpack(layout.pack(state) + size * _unit(move)))
             there_values, there_rounding = _objective(hidden, there)
@@ -94,7 +94,7 @@ def _sides(penalties: list[Penalty], inside: State, origin: State, image: State,
     return _Sides(like(state, tuple(slopes)), like(state, tuple(rising)))
 
 
-def _turned(direction: Tensor, rising: Tensor, bent: Product, shift: Tensor) -> Tensor:
+def _power_steps(direction: Tensor, rising: Tensor, bent: Product, shift: Tensor) -> Tensor:
     """Projected power steps: towards the most negative curvature among moves to the side of larger slopes."""
 
     def admissible(rows: Tensor) -> Tensor:

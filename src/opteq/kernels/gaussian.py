@@ -94,10 +94,10 @@ class Gaussian(Kernel):
 
     def bind(self, W: LinearMap, c: Tensor) -> GaussianSimilarity:
         """Cut, project and, where it is automatic, choose gamma."""
-        cut = _Whole(c.shape[1:]) if self.patches is None else self.patches.prepare()
+        cut = _WholeSample(c.shape[1:]) if self.patches is None else self.patches.prepare()
         grid = (1, 1, 1) if self.patches is None else _grid(self.patches, c)
         project = None if self.projection is None else self.projection.prepare()
-        view = _View(cut, project)
+        view = _PatchProjection(cut, project)
         gamma: float | Tensor
         if self.log_gamma is not None:
             gamma = self.log_gamma.to(working_dtype(self.log_gamma.dtype)).exp()
@@ -192,7 +192,7 @@ class GaussianSimilarity(Similarity):
         return sum_over_sample(weights / (2 * self.gamma))
 
 
-class _Whole(LinearMap):
+class _WholeSample(LinearMap):
     """A sample as its only patch: ``(B, ...) -> (B, 1, 1, 1, n)``."""
 
     def __init__(self, shape: torch.Size) -> None:
@@ -205,7 +205,7 @@ class _Whole(LinearMap):
         return u.reshape(u.shape[0], *self.shape)
 
 
-class _View(LinearMap):
+class _PatchProjection(LinearMap):
     """Cut into patches, then project."""
 
     def __init__(self, cut: LinearMap, project: LinearMap | None) -> None:

@@ -87,7 +87,7 @@ class Denoiser(nn.Module):
         potential = Spline(width, config.knots, config.reach, config.rho, config.mu)
         levels = NoiseLevels(width, config.least, config.most, config.degree)
         with torch.no_grad():  # potentials bend at about twice the noise of a response
-            levels.log_scale[0] = (2 * filters.prepare().composed().flatten(1).norm(dim=1)).log()
+            levels.log_scale[0] = (2 * filters.prepare().composed_kernel().flatten(1).norm(dim=1)).log()
         guide = Guide(width, config.guide, config.depth, config.repeats) if config.guide else None
         self.prior = FilterPrior(filters, potential, levels, config.margin, guide, config.steepest)
         if config.steps:

@@ -83,7 +83,7 @@ class Operator(nn.Module, metaclass=NamedOptions):
         return (_prepared.get() or {}).get(self) or self.prepare()
 
 
-def only_watches(hook: Any) -> bool:
+def is_observer_hook(hook: Any) -> bool:
     """Whether a hook changes nothing: torchinfo.summary writes sizes down (of a call of W, which never comes, none)."""
     return getattr(hook, "__module__", "").partition(".")[0] == "torchinfo"
 
@@ -97,14 +97,14 @@ def initial_norm(bound: float | None) -> float:
     return 0.9 if bound is None else 0.98 * bound
 
 
-def checked_size(name: str, value: object) -> int:
+def check_size(name: str, value: object) -> int:
     """``value`` if it is a positive integer; otherwise an error that names the option."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
     return value
 
 
-def checked_bound(value: object) -> float | None:
+def check_bound(value: object) -> float | None:
     """``value`` as a float if it is positive and finite, or None; otherwise an error."""
     if value is None:
         return None

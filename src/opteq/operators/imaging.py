@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opteq.operators.base import LinearMap, Operator, checked_size, wrong_shape
+from opteq.operators.base import LinearMap, Operator, check_size, wrong_shape
 from opteq.operators.spectral.norms import kernel_norm
 
 _BOUNDARIES = ("zeros", "circular", "valid")
@@ -35,13 +35,13 @@ class BlurMap(LinearMap):
         self.padding = (kernel.shape[0] // 2, kernel.shape[1] // 2)
 
     def __call__(self, v: Tensor) -> Tensor:
-        return self._correlated(v, self.kernel, (0, 0) if self.boundary == "valid" else self.padding)
+        return self._correlate(v, self.kernel, (0, 0) if self.boundary == "valid" else self.padding)
 
     def adjoint(self, u: Tensor) -> Tensor:
         whole = (2 * self.padding[0], 2 * self.padding[1]) if self.boundary == "valid" else self.padding
-        return self._correlated(u, self.kernel.flip(0, 1), whole)
+        return self._correlate(u, self.kernel.flip(0, 1), whole)
 
-    def _correlated(self, v: Tensor, kernel: Tensor, padding: tuple[int, int]) -> Tensor:
+    def _correlate(self, v: Tensor, kernel: Tensor, padding: tuple[int, int]) -> Tensor:
         if v.ndim != 4:
             raise wrong_shape("Blur", "(B, c, h, w)", v)
         c = v.shape[1]
@@ -176,7 +176,7 @@ class Downsample(Operator):
 
     def __init__(self, factor: int, kernel: Tensor | None = None) -> None:
         super().__init__()
-        self.factor = checked_size("factor", factor)
+        self.factor = check_size("factor", factor)
         kernel = torch.full((factor, factor), factor**-2.0) if kernel is None else kernel
         if kernel.ndim != 2 or any(not self._fits(size) for size in kernel.shape):
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opteq import engine, penalties
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
-from opteq.operators.base import Operator, only_watches
+from opteq.operators.base import Operator, is_observer_hook
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
@@ -136,10 +136,10 @@ def check_operator(W: Any, name: str) -> Operator:
     """``W`` if it is an operator without hooks."""
     if not isinstance(W, Operator):
         raise TypeError(f"{name} should be one of opteq.operators, which have an exact adjoint; got {type(W).__name__}")
-    return unhooked(W, name)
+    return check_unhooked(W, name)
 
 
-def unhooked(operator: Operator, name: str) -> Operator:
+def check_unhooked(operator: Operator, name: str) -> Operator:
     """``operator``, unless it has hooks: solvers apply its prepared map, so that a hook would have no effect.
 
     The older utilities of torch (``torch.nn.utils.spectral_norm``, ``weight_norm``, ``prune``) work by such a hook: the
@@ -164,7 +164,7 @@ def is_hooked(module: nn.Module, backward: bool = False) -> bool:
 def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
     names = ["_forward_hooks", "_forward_pre_hooks"]
     names += ["_backward_hooks", "_backward_pre_hooks"] if backward else []
-    return [[hook for hook in getattr(module, name).values() if not only_watches(hook)] for name in names]
+    return [[hook for hook in getattr(module, name).values() if not is_observer_hook(hook)] for name in names]
 
 
 def check_injection(U: Any) -> nn.Module | None:

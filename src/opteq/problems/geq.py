@@ -12,7 +12,7 @@ from opteq.kernels import Gaussian, Kernel, Similarity
 from opteq.kernels.inner_product import InnerProductSimilarity
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
+from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject, unknown_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import Hidden, Structure
 from opteq.states import State, inner, single
@@ -59,9 +59,9 @@ class GEQ(Problem):
     def bind(self, x: Tensor) -> BoundGEQ:
         """``U x + b``, the bounded W, and the kernel with its parameters settled, computed once."""
         c = inject(self.U, x)
-        W = unhooked(self.W, "W").prepare()
+        W = check_unhooked(self.W, "W").prepare()
         if self.kernel.projection is not None:
-            unhooked(self.kernel.projection, "kernel.projection")
+            check_unhooked(self.kernel.projection, "kernel.projection")
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)
         # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.
@@ -140,7 +140,7 @@ class BoundGEQ(Hidden):
     ) -> None:
         self.penalty = penalty
         self.similarity = similarity
-        self.quadratic = isinstance(similarity, InnerProductSimilarity) and similarity.kernel.bends == (0.0, 0.0)
+        self.quadratic = isinstance(similarity, InnerProductSimilarity) and similarity.kernel.second_range == (0.0, 0.0)
         self._start = penalty.project(start)
         if curvature is None:
             return
@@ -190,7 +190,7 @@ def _bound_or_norm(operator: Operator) -> float:
 
 
 def _norm(operator: Operator) -> float:
-    return float(unhooked(operator, "W").norm())
+    return float(check_unhooked(operator, "W").norm())
 
 
 def _scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:

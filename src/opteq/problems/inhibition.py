@@ -12,7 +12,7 @@ from opteq.common.validate import check_share
 from opteq.operators import Operator
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked
+from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject
 from opteq.problems.branches.branch import Branch, check_branches, injection_norm, views
 from opteq.problems.branches.common_space import MOST, CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
@@ -86,13 +86,13 @@ class Inhibition(AcceleratedProblem):
         self.penalty = penalties.get(activation)
         ScaledPenalty(self.penalty, torch.ones(1))  # refuses penalties that are not convex or not elementwise
 
-    def each(self) -> list[Branch]:
+    def branch_list(self) -> list[Branch]:
         """The branches, with their type; none where the state is one tensor."""
         return [branch for branch in self.branches or () if isinstance(branch, Branch)]
 
     def operators(self) -> list[Operator]:
         """``A``, or the ``A_i`` of all branches."""
-        return [branch.W for branch in self.each()] if self.branches is not None else [self.A]
+        return [branch.W for branch in self.branch_list()] if self.branches is not None else [self.A]
 
     def bind(self, x: State) -> BoundInhibition:
         """Every ``U x + b``, the weights of A and the step length, computed once."""
@@ -101,7 +101,7 @@ class Inhibition(AcceleratedProblem):
                 raise TypeError(f"Inhibition without branches takes one tensor; got a tuple of {len(x)}")
             injections: State = inject(self.U, x)
         else:
-            branches = self.each()
+            branches = self.branch_list()
             inputs = views(x, [branch.scale for branch in branches])
             injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
         operators = self.operators()
@@ -113,14 +113,14 @@ class Inhibition(AcceleratedProblem):
     @for_finite_weights
     def certificate(self) -> Certificate:
         """One equilibrium for every A; the rate from ``|A|``, the Lipschitz constant from ``|U| / m``."""
-        squared = sum(float(unhooked(A, "A").norm()) ** 2 for A in self.operators())
+        squared = sum(float(check_unhooked(A, "A").norm()) ** 2 for A in self.operators())
         strong, shown = strong_convexity(self.m, self.penalty)
         why = f"the objective is {shown}-strongly convex for every A, so it has exactly one minimiser"
         step = (
             f"a proximal gradient step of length t >= 1 / (m + {MOST:g} |A|^2), with |A|^2 <= {squared:.4g}: "
             "its rate is 1 - m t"
         )
-        carried, missing = injection_norm(self.each() if self.branches is not None else self.U)
+        carried, missing = injection_norm(self.branch_list() if self.branches is not None else self.U)
         lipschitz = None if carried is None else carried / strong
         reasons = {"exists": why, "unique": why, "contraction": step}
         reasons["lipschitz"] = missing or f"|U| / ({shown}), from x to the state"

@@ -16,7 +16,7 @@ from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import WrittenProblem
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
-from opteq.problems.written import BoundModule, checked_terms
+from opteq.problems.written import BoundModule, check_terms
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, inner, map_state, per_row, working_dtype
@@ -188,7 +188,7 @@ class BoundObjective(Hidden):
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
         found = self.bound.call("terms", y, self.bound.x)
-        return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
+        return check_terms(found, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
 
     def _prox(self, u: State) -> State:
         return map_state(self.penalty.prox, u) if self.penalised else u

@@ -12,7 +12,7 @@ from opteq.common.errors import ConvergenceError
 from opteq.common.validate import check_positive
 from opteq.operators import LinearMap, Operator
 from opteq.penalties import Linearised, Penalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked
+from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden, Reduction, Structure, SymmetricLinearisation
 from opteq.problems.opteq_certificate import certify, check_prior
@@ -68,7 +68,7 @@ class OptEq(Problem):
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""
         return BoundOptEq(
-            self, Block(unhooked(self.W, "W").prepare(), inject(self.U, x, self.W), self.penalty, self.mu)
+            self, Block(check_unhooked(self.W, "W").prepare(), inject(self.U, x, self.W), self.penalty, self.mu)
         )
 
     def known_contraction(self) -> bool:

@@ -67,14 +67,14 @@ class WrittenHidden(Hidden):
         """The user's terms by name, or one called "smooth"."""
         values = self.bound.call("smooth", y, self.bound.x)
         terms = values if isinstance(values, dict) else {"smooth": values}
-        return checked_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
+        return check_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
 
     def features(self, y: State) -> State:
         found: State = self.bound.call("features", y)
         return found
 
 
-def checked_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
+def check_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
     """The terms of an objective if they are what they should be: names, and one value per sample each."""
     if not isinstance(found, dict) or not found:
         got = "an empty dict" if found == {} else type(found).__name__

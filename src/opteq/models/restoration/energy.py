@@ -72,7 +72,7 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
             image: the given image, which the guide reads.
         """
         chain = self.filters.prepare()
-        kernel = chain.composed()
+        kernel = chain.composed_kernel()
         powers = response_powers(kernel)
         scale, weight = self.levels(sigma)
         low, high = (end.to(weight.dtype).expand(weight.shape[1]) for end in self.potential.curvature())

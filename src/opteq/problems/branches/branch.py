@@ -45,7 +45,7 @@ def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
     ``scales`` are the factors by which branches see a smaller image; ``who`` is what errors call a branch.
     """
     if not isinstance(x, tuple):
-        return [_shrunk(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
+        return [_pool_input(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
     if len(x) != len(scales):
         raise ValueError(f"the input should be one tensor, or a tuple with {len(scales)}, one per {who}; got {len(x)}")
     if len({part.shape[0] for part in x}) > 1:
@@ -59,7 +59,7 @@ def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
     return list(x)
 
 
-def _shrunk(x: Tensor, scale: int, who: str) -> Tensor:
+def _pool_input(x: Tensor, scale: int, who: str) -> Tensor:
     if scale == 1:
         return x
     if x.ndim != 4 or x.shape[2] % scale or x.shape[3] % scale:

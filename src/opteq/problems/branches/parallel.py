@@ -205,8 +205,8 @@ def _value(part: BoundMap, piece: State) -> Tensor:
     return value
 
 
-class SideBySide(Problem):
-    """What :class:`Parallel` and :class:`POptEq` share: parts, each with a scale."""
+class SeparableProblem(Problem):
+    """A sum of objectives without common variables, each at its own scale: :class:`Parallel` and :class:`POptEq`."""
 
     @abstractmethod
     def parts(self) -> list[tuple[Problem, int]]:
@@ -238,7 +238,7 @@ class SideBySide(Problem):
             exists=_all(one.exists for one in given),
             unique=_all(one.unique for one in given),
             contraction=max(contractions) if len(contractions) == len(given) else None,
-            lipschitz=_carried(slopes, [scale for _, scale in parts]) if known else None,
+            lipschitz=_joint_lipschitz(slopes, [scale for _, scale in parts]) if known else None,
             reasons={
                 "exists": f"every part has an equilibrium. {why('exists')}",
                 "unique": f"every part has only one. {why('unique')}",
@@ -249,12 +249,12 @@ class SideBySide(Problem):
         )
 
 
-def _carried(slopes: Sequence[float], scales: Sequence[int]) -> float:
+def _joint_lipschitz(slopes: Sequence[float], scales: Sequence[int]) -> float:
     """How far tuples of features move, at most, with one input that parts see averaged, or with an input each."""
     return max(math.hypot(*(slope / scale for slope, scale in zip(slopes, scales, strict=True))), *slopes)
 
 
-class Parallel(SideBySide):
+class Parallel(SeparableProblem):
     """Any problems side by side on one input, or on a tuple with an input each (see :func:`~opteq.Parallel.bind`).
 
     State and features are tuples with the tensors of all parts in order; the objective is the sum of theirs. Every

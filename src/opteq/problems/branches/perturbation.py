@@ -41,7 +41,7 @@ class PerturbationChain:
         """``sign(U_i' y_i)`` for every branch but the last, at the branch's own size."""
         return tuple(torch.sign(vjp(part)) for vjp, part in zip(self._vjps, y[:-1], strict=True))
 
-    def moved(self, directions: Tensors) -> Tensors:
+    def perturbed_inputs(self, directions: Tensors) -> Tensors:
         """The branches' inputs, all but the first moved by the delta of the branch before."""
         first, *rest = self.inputs
         moves = [x - self.size * _fitted(direction, x) for direction, x in zip(directions, rest, strict=True)]
@@ -49,7 +49,7 @@ class PerturbationChain:
 
     def injections(self, directions: Tensors) -> Tensors:
         """``U_i (x_i - delta_{i-1}) + b_i``."""
-        moved = self.moved(directions)
+        moved = self.perturbed_inputs(directions)
         return tuple(inject(branch.U, x) for branch, x in zip(self.branches, moved, strict=True))
 
 

@@ -17,7 +17,7 @@ from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import Branch, check_branches
 from opteq.problems.branches.mopteq_certificate import keeps_size
-from opteq.problems.branches.parallel import BoundParallel, SideBySide
+from opteq.problems.branches.parallel import BoundParallel, SeparableProblem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.opteq import OptEq
 from opteq.states import State
@@ -25,7 +25,7 @@ from opteq.states import State
 _FUSIONS = ("none", "sum", "conv")
 
 
-class POptEq(SideBySide):
+class POptEq(SeparableProblem):
     """OptEq in parallel branches: MOptEq without heritage and diversity, and its baseline.
 
     Args:
@@ -51,15 +51,15 @@ class POptEq(SideBySide):
         if fuse not in _FUSIONS:
             raise unknown_name("fuse", fuse, _FUSIONS)
         self.fuse = fuse
-        self.convolution = _convolution(self.each()) if fuse == "conv" else None
+        self.convolution = _convolution(self.branch_list()) if fuse == "conv" else None
 
-    def each(self) -> list[Branch]:
+    def branch_list(self) -> list[Branch]:
         """The branches, with their type."""
         return [branch for branch in self.branches if isinstance(branch, Branch)]
 
     def parts(self) -> list[tuple[Problem, int]]:
         """An OptEq per branch, which shares the branch's maps."""
-        return [(OptEq(branch.W, branch.U, self.penalty), branch.scale) for branch in self.each()]
+        return [(OptEq(branch.W, branch.U, self.penalty), branch.scale) for branch in self.branch_list()]
 
     def bind(self, x: State) -> BoundParallel:
         """Every branch with its own view of ``x``, and the fusion."""
@@ -90,7 +90,7 @@ class POptEq(SideBySide):
         found = super().certificate()
         if self.fuse == "none" or found.lipschitz is None:
             return found
-        branches = self.each()
+        branches = self.branch_list()
         images = [branch for branch in branches if not hasattr(branch.W, "in_features")]
         if len(images) > 1 and not all(keeps_size(branch.U) for branch in images):
             why = "a U may change the size of images, so that it is not known how often pixels are repeated"

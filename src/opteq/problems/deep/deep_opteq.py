@@ -14,7 +14,7 @@ from opteq.common.errors import unknown_name
 from opteq.common.validate import check_positive
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, inject, unhooked, unknown_norm
+from opteq.problems.base import Problem, check_unhooked, inject, unknown_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.deep.feedforward import by_gram, by_slots, read_network
@@ -93,7 +93,7 @@ class DeepOptEq(Problem):
                 raise ValueError(f"a learnable alpha starts strictly inside (0, 1); got {max(given)}")
             beside = next(iter(self.layers.parameters()), torch.empty(0))  # in the layers' dtype, where they are
             self.alpha_logit = nn.Parameter(torch.logit(beside.new_tensor(given)))
-        self._given = given
+        self._fixed_alphas = given
 
     @property
     def branches(self) -> list[Branch]:
@@ -103,14 +103,14 @@ class DeepOptEq(Problem):
     @property
     def alphas(self) -> Sequence[float | Tensor]:
         """The weight of each layer's new value."""
-        return list(torch.sigmoid(self.alpha_logit).unbind()) if self.learn_alpha else list(self._given)
+        return list(torch.sigmoid(self.alpha_logit).unbind()) if self.learn_alpha else list(self._fixed_alphas)
 
     def bind(self, x: Tensor) -> BoundDeepOptEq:
         """Every ``U x + b`` and bounded W, computed once."""
         blocks = []
         for branch in self.branches:
             c = inject(branch.U, x, branch.W) if branch.U is not None else x.new_zeros(())
-            blocks.append(Block(unhooked(branch.W, "W of a layer").prepare(), c, self.penalty, self.mu))
+            blocks.append(Block(check_unhooked(branch.W, "W of a layer").prepare(), c, self.penalty, self.mu))
         bound = BoundDeepOptEq(blocks, self.alphas, self.readout, self.regularizer, self.gamma)
         if self.first == "input":
             wanted = bound.start().shape
@@ -125,7 +125,7 @@ class DeepOptEq(Problem):
     def certificate(self) -> Certificate:
         """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``, and of the regulariser's."""
         slope = self.penalty.lipschitz
-        norms = [float(unhooked(branch.W, "W of a layer").norm()) for branch in self.branches]
+        norms = [float(check_unhooked(branch.W, "W of a layer").norm()) for branch in self.branches]
         alphas = [_number(alpha) for alpha in self.alphas]
         factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
         stretch, _ = prior_factors(self.regularizer, self.gamma)
@@ -243,9 +243,9 @@ class BoundDeepOptEq(BoundMap):
 
         The first is the state, without ``gamma grad R`` of it where there is a regulariser.
         """
-        points = [self._given(single(z))]
+        points = [self._after_prior(single(z))]
         for block, alpha in zip(self.layers, self.alphas, strict=True):
-            points.append(_towards(points[-1], block(points[-1]), alpha))
+            points.append(_interpolate(points[-1], block(points[-1]), alpha))
         return points
 
     def step(self, y: State) -> Tensor:
@@ -266,14 +266,14 @@ class BoundDeepOptEq(BoundMap):
 
         def through(v: Tensor, order: list[Any]) -> Tensor:
             for jacobian, alpha in order:
-                v = _towards(v, jacobian(v), alpha)
+                v = _interpolate(v, jacobian(v), alpha)
             return v
 
         return Linearisation(
             lambda v: through(prior(single(v)), parts), lambda v: prior(through(single(v), parts[::-1]))
         )
 
-    def _given(self, z: Tensor) -> Tensor:
+    def _after_prior(self, z: Tensor) -> Tensor:
         return z if self.regularizer is None else z - self.gamma * self.regularizer.gradient(z)
 
     def inclusion_residual(self, z: State) -> Tensor:
@@ -326,7 +326,7 @@ def _number(alpha: float | Tensor) -> float:
     return float(alpha.detach()) if isinstance(alpha, Tensor) else alpha
 
 
-def _towards(old: Tensor, new: Tensor, alpha: float | Tensor) -> Tensor:
+def _interpolate(old: Tensor, new: Tensor, alpha: float | Tensor) -> Tensor:
     return new if isinstance(alpha, float) and alpha == 1 else alpha * new + (1 - alpha) * old
 
 
