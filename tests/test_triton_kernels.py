@@ -207,7 +207,9 @@ def test_gaussian_weights(gamma: float | Tensor) -> None:
         assert found is not None
         torch.testing.assert_close(found, expected)
         weights = expected[0].contiguous()
-        torch.testing.assert_close(gaussian.bend(q, a, gamma, weights), plain_gaussian.bend(q, a, gamma, weights))
+        torch.testing.assert_close(
+            gaussian.weigh_derivative(q, a, gamma, weights), plain_gaussian.weigh_derivative(q, a, gamma, weights)
+        )
 
 
 @pytest.mark.parametrize("odd", [True, False])

@@ -85,7 +85,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             is NaN for a sample whose very first step is not finite, because its input is not; its batch mates are
             solved as if it were not there. On a GPU a warning may come after the call: with its backward pass, or with
             the next call. ``"raise"`` waits for the device in every call.
-        compile: fuse the functions of a problem that a user has written by torch.compile, in captured solves on a GPU.
+        compile: compile the functions of a user-written problem by torch.compile, in captured solves on a GPU.
             The first calls then take some seconds longer.
 
     ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
@@ -168,7 +168,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if self._monitor.unseen:
             self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
-        hidden.fuse = self.compile_functions
+        hidden.compile_functions = self.compile_functions
         layout = Layout.of(hidden.start())
         for part in blocks(x):
             if layout.batch != part.shape[0]:

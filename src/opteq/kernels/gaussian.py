@@ -176,7 +176,7 @@ class GaussianSimilarity(Similarity):
 
         def product(v: Tensor) -> Tensor:
             a = self.view(self.W(v))
-            return self.W.adjoint(self.view.adjoint(bend(q, a, self.gamma, weights)))
+            return self.W.adjoint(self.view.adjoint(weigh_derivative(q, a, self.gamma, weights)))
 
         return product
 
@@ -228,7 +228,7 @@ def weigh(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
 
 
 @overridable
-def bend(q: Tensor, a: Tensor, gamma: float | Tensor, weights: Tensor) -> Tensor:
+def weigh_derivative(q: Tensor, a: Tensor, gamma: float | Tensor, weights: Tensor) -> Tensor:
     """``e_i (2 gamma <q_i, a_i> q_i - a_i)``: the derivative of ``-e_i q_i`` along ``a_i``."""
     along = (q.to(weights.dtype) * a).sum(dim=-1)
     return _scale(2 * gamma * weights * along, q) - _scale(weights, a)

@@ -114,7 +114,7 @@ class BoundMap(ABC):
     has_merit: bool = False
     """Whether there is a merit, a number that plain steps decrease."""
 
-    fuse: bool = False
+    compile_functions: bool = False
     """Whether a user's functions may be compiled, see ``Equilibrium(compile=True)``."""
 
     @property

@@ -47,19 +47,19 @@ class AdjointByGraph:
         state: its equilibrium, a constant.
         linear: solves the adjoint system.
         coupled: whether samples depend on each other.
-        fuse: whether a user's functions are compiled.
+        compile_functions: whether a user's functions are compiled.
         most: how many steps a graph may hold. A system that needs more, and is allowed more, is solved again plainly.
     """
 
     def __init__(
-        self, flat: Flattened, state: State, linear: LinearSolver, coupled: bool, fuse: bool, most: int
+        self, flat: Flattened, state: State, linear: LinearSolver, coupled: bool, compile_functions: bool, most: int
     ) -> None:
         self.flat = flat
         self.state = state
         self.linear = linear
         self.captured = replace(linear, max_steps=min(linear.max_steps, most))
-        self.fuse = fuse
-        self.traces = Traces(flat, fuse)
+        self.compile_functions = compile_functions
+        self.traces = Traces(flat, compile_functions)
         self.layout = Layout.of(state, coupled)
         self.autocast = Autocast.current(self.layout.device)
         self.eps = rounding(self.layout, self.autocast)
@@ -78,7 +78,15 @@ class AdjointByGraph:
             return _BackwardSolve(self, linear, tensors[:held], state, Cotangents(*given))
 
         forms = tuple(None if one is None else len(blocks(one)) for one in arrived)
-        key = ("adjoint", self.flat.structure, self.flat.wanted, self.linear, self.autocast, forms, self.fuse)
+        key = (
+            "adjoint",
+            self.flat.structure,
+            self.flat.wanted,
+            self.linear,
+            self.autocast,
+            forms,
+            self.compile_functions,
+        )
         with self.autocast.off(), torch.no_grad():
             answer = cache.run(key, inputs, open_solve)
             note("backward", answer if isinstance(answer, str) else None)

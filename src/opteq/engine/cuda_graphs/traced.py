@@ -20,12 +20,12 @@ class Traces:
 
     Args:
         flat: the problem, taken apart.
-        fuse: compile what was traced.
+        compile_functions: whether traced functions are compiled.
     """
 
-    def __init__(self, flat: Flattened, fuse: bool) -> None:
+    def __init__(self, flat: Flattened, compile_functions: bool) -> None:
         self.flat = flat
-        self.fuse = fuse
+        self.compile_functions = compile_functions
         self._known: dict[str, Traced] = {}
 
     def problem(self, tensors: list[Tensor]) -> BoundMap:
@@ -68,8 +68,8 @@ class Traces:
         return lambda u: like(u, tuple(applied(blocks(u))))
 
     def _worth_tracing(self, hidden: BoundMap) -> bool:
-        """Whether a user has written it, or its closed forms are to be fused."""
-        return self.fuse or any(isinstance(value, BoundModule) for value in vars(hidden).values())
+        """Whether a user has written it, or its closed forms are to be compiled."""
+        return self.compile_functions or any(isinstance(value, BoundModule) for value in vars(hidden).values())
 
     def _traced(
         self,
@@ -80,5 +80,5 @@ class Traces:
     ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         if name not in self._known:
             with FastOperations(kernels=False):
-                self._known[name] = Traced(function, fixed, varying, self.fuse)
+                self._known[name] = Traced(function, fixed, varying, self.compile_functions)
         return self._known[name].bind(fixed)

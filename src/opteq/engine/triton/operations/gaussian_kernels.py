@@ -36,7 +36,7 @@ def weigh(
 
 
 @triton.jit(do_not_specialize=["rows", "share"])
-def bend(
+def weigh_derivative(
     patches, moves, gamma, weights, bent, rows, share, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
