@@ -218,7 +218,7 @@ def test_damped_steps_decrease_the_objective_by_what_is_promised(square: float, 
         with torch.no_grad():
             hidden = problem(x)
             y = hidden.project(2 * torch.randn(200, 12, dtype=torch.float64))
-            image, merit = hidden.measured(y)
+            image, merit = hidden.step_and_merit(y)
             torch.testing.assert_close(image, hidden.step(y))
             torch.testing.assert_close(merit, hidden.objective(y))
             t, slope = hidden.damping, problem.penalty.lipschitz

@@ -488,7 +488,7 @@ def test_a_proposal_that_raises_the_merit_is_refused(kind: type[Solver]) -> None
     assert float(third) < -10  # the secant jumps far beyond 5
     assert not torch.equal(fourth, flat_far_out(second))  # and unguarded the solver goes on from there
     visited.clear()
-    outcome = kind(max_steps=60, tol=1e-8).solve(step, start, measured=lambda y: (step(y), flat_merit(y)))
+    outcome = kind(max_steps=60, tol=1e-8).solve(step, start, step_and_merit=lambda y: (step(y), flat_merit(y)))
     assert torch.equal(visited[2], third)
     assert torch.equal(visited[3], flat_far_out(second))  # a plain step from where it was
     assert float(outcome.state) == pytest.approx(5)

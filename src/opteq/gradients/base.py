@@ -89,11 +89,11 @@ class Formulation:
         hidden, form = self.hidden, self.form
         if form is None:
             begin = hidden.start() if start is None else start
-            measured = None if hidden.contracts else hidden.measured
-            return FixedPointTask(hidden.step, begin, measured, hidden.project, hidden.damping, hidden.coupled)
+            step_and_merit = None if hidden.contracts else hidden.step_and_merit
+            return FixedPointTask(hidden.step, begin, step_and_merit, hidden.project, hidden.damping, hidden.coupled)
         begin = form.start if start is None else hidden.features(start)
-        measured = None if hidden.contracts else form.measured
-        return FixedPointTask(form.step, begin, measured, None, hidden.damping, hidden.coupled)
+        step_and_merit = None if hidden.contracts else form.step_and_merit
+        return FixedPointTask(form.step, begin, step_and_merit, None, hidden.damping, hidden.coupled)
 
     def state(self, found: State) -> State:
         """The state that belongs to what the solver found."""

@@ -87,13 +87,13 @@ class SymmetricLinearisation:
 class FeatureForm:
     """The same fixed-point problem written for the features instead of the state.
 
-    ``state`` gives the state of features; ``measured`` the step with a merit, as :attr:`BoundMap.measured`.
+    ``state`` gives the state of features; ``step_and_merit`` the step with a merit, as :attr:`BoundMap.step_and_merit`.
     """
 
     step: Callable[[State], State]
     start: State
     state: Callable[[State], State]
-    measured: Callable[[State], tuple[State, Tensor]] | None = None
+    step_and_merit: Callable[[State], tuple[State, Tensor]] | None = None
 
 
 class BoundMap(ABC):
@@ -128,13 +128,13 @@ class BoundMap(ABC):
     extrapolate, and no merit is computed."""
 
     @property
-    def measured(self) -> Callable[[State], tuple[State, Tensor]] | None:
+    def step_and_merit(self) -> Callable[[State], tuple[State, Tensor]] | None:
         """The step together with its merit, where the problem has one."""
         # Not kept as an attribute: a map that holds its own method lives, with all its tensors, until the garbage
         # collector comes by.
-        return self._measured if self.has_merit else None
+        return self._step_and_merit if self.has_merit else None
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         raise NotImplementedError(f"{type(self).__name__} has no merit")
 
     @abstractmethod

@@ -181,7 +181,7 @@ class BoundObjective(Hidden):
             return SymmetricLinearisation(self.curvature_at(y), lambda w: w, lambda v: v)
         return super().linearise(y)
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         values, slope = self.value_and_gradient(y)
         merit = values + self._penalty_of(y) if self.penalised else values
         return self._prox(self._forward_step(y, slope)), merit

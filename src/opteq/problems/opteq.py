@@ -245,7 +245,7 @@ class BoundOptEq(Hidden):
             lambda z: self.block(single(z)),
             torch.zeros_like(self.features(self.start())),
             lambda z: self.block.activation(single(z)),
-            self._measured_features if self.has_merit else None,
+            self._features_and_merit if self.has_merit else None,
         )
 
     def compact_form(self) -> FeatureForm | None:
@@ -260,12 +260,12 @@ class BoundOptEq(Hidden):
         form = self.feature_form()
         return form if single(form.start).numel() <= self.block.c.numel() else None
 
-    def _measured_features(self, z: State) -> tuple[State, Tensor]:
+    def _features_and_merit(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""
         image, merit = self._activated(single(z))
         return self.block.back(image), merit
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step, and the merit ``1/2 |z|^2 - psi(z)`` that plain steps decrease, from the same pre-activation."""
         return self._activated(self.features(y))
 

@@ -26,7 +26,7 @@ from opteq.solvers.status import Status
 from opteq.states import Autocast, Layout, State, blocks
 
 Step = Callable[[State], State]
-MeasuredStep = Callable[[State], tuple[State, Tensor]]
+StepAndMerit = Callable[[State], tuple[State, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class FixedPointTask:
     Attributes:
         step: the map; it keeps the shape of its argument.
         start: a tensor or a tuple of tensors, batch first.
-        measured: the same map together with a merit, one value per sample that plain steps decrease. It guards methods
-            that extrapolate.
+        step_and_merit: the same map together with a merit, one value per sample that plain steps decrease. It guards
+            methods that extrapolate.
         project: brings a state to where the problem makes sense, for methods that extrapolate.
         damping: the damping that the problem recommends; a number, or one per sample ``(B,)``.
         coupled: whether samples depend on each other, so that the batch is solved as one.
@@ -144,7 +144,7 @@ class FixedPointTask:
 
     step: Step
     start: State
-    measured: MeasuredStep | None = None
+    step_and_merit: StepAndMerit | None = None
     project: Step | None = None
     damping: float | Tensor = 1.0
     coupled: bool = False
@@ -186,13 +186,13 @@ class Solver(metaclass=NamedOptions):
         step: Step,
         start: State,
         *,
-        measured: MeasuredStep | None = None,
+        step_and_merit: StepAndMerit | None = None,
         project: Step | None = None,
         damping: float | Tensor = 1.0,
         coupled: bool = False,
     ) -> Outcome:
         """Solve ``y = step(y)`` from ``start``; the arguments are those of :class:`FixedPointTask`."""
-        return self.run(FixedPointTask(step, start, measured, project, damping, coupled))
+        return self.run(FixedPointTask(step, start, step_and_merit, project, damping, coupled))
 
     def run(self, task: FixedPointTask) -> Outcome:
         """Solve ``task``."""
@@ -206,7 +206,7 @@ class Solver(metaclass=NamedOptions):
         start = task.start
         layout = Layout.of(start, task.coupled or self.couples_batch)
         caller = Autocast.current(layout.device)
-        evaluate = Evaluation(task.step, None if self.takes_every_step else task.measured, layout, caller)
+        evaluate = Evaluation(task.step, None if self.takes_every_step else task.step_and_merit, layout, caller)
         with caller.off():
             image, merit = evaluate.state(start)
             first, packed = layout.pack(start), layout.pack(image)
@@ -274,9 +274,9 @@ def _by_row(damping: float | Tensor, layout: Layout) -> float | Tensor:
 class Evaluation:
     """The map in the caller's precision, on states and on matrices, checked and with its rounding noted."""
 
-    def __init__(self, step: Step, measured: MeasuredStep | None, layout: Layout, caller: Autocast) -> None:
+    def __init__(self, step: Step, step_and_merit: StepAndMerit | None, layout: Layout, caller: Autocast) -> None:
         self.step = step
-        self.measured = measured
+        self.step_and_merit = step_and_merit
         self.layout = layout
         self.caller = caller
         self.eps = torch.finfo(caller.dtype).eps if caller.enabled and caller.dtype else 0.0
@@ -284,7 +284,7 @@ class Evaluation:
     def state(self, state: State) -> tuple[State, Tensor | None]:
         """Image and merit of a state."""
         with self.caller.entered():
-            image, merit = (self.step(state), None) if self.measured is None else self.measured(state)
+            image, merit = (self.step(state), None) if self.step_and_merit is None else self.step_and_merit(state)
         self.layout.check(image, "what the map returns")
         self.eps = max(self.eps, *(torch.finfo(part.dtype).eps for part in blocks(image)))
         if merit is not None and self.layout.coupled:

@@ -38,20 +38,20 @@ class Traces:
         def step(fixed: list[Tensor], varying: list[Tensor]) -> Sequence[Tensor]:
             return blocks(self.flat.with_tensors(fixed).step(like(start, tuple(varying))))
 
-        def measured(fixed: list[Tensor], varying: list[Tensor]) -> Sequence[Tensor]:
-            image, merit = self.flat.with_tensors(fixed)._measured(like(start, tuple(varying)))
+        def step_and_merit(fixed: list[Tensor], varying: list[Tensor]) -> Sequence[Tensor]:
+            image, merit = self.flat.with_tensors(fixed)._step_and_merit(like(start, tuple(varying)))
             return [*blocks(image), merit]
 
         stepped = self._traced("step", step, tensors, blocks(start))
         hidden.step = lambda y: like(y, tuple(stepped(blocks(y))))  # type: ignore[method-assign]
-        if hidden.measured is not None and not hidden.contracts:
-            both = self._traced("measured", measured, tensors, blocks(start))
+        if hidden.step_and_merit is not None and not hidden.contracts:
+            both = self._traced("step_and_merit", step_and_merit, tensors, blocks(start))
 
             def with_merit(y: State) -> tuple[State, Tensor]:
                 *image, merit = both(blocks(y))
                 return like(y, tuple(image)), merit
 
-            hidden._measured = with_merit  # type: ignore[method-assign]
+            hidden._step_and_merit = with_merit  # type: ignore[method-assign]
         return hidden
 
     def product(self, tensors: list[Tensor], state: State, product: Product, v: State) -> Product:

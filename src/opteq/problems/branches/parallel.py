@@ -45,7 +45,7 @@ class BoundParallel(BoundMap):
         self.coupled = any(part.coupled for part in parts)
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
-        self.has_merit = all(part.measured is not None for part in parts)
+        self.has_merit = all(part.step_and_merit is not None for part in parts)
 
     @cached_property
     def damping(self) -> float | Tensor:  # type: ignore[override]
@@ -112,10 +112,10 @@ class BoundParallel(BoundMap):
         features = BoundParallel([_Form(form) for form in forms])
         return FeatureForm(features.step, features.start(), features.features)
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
-        measured = [part.measured(piece) for part, piece in self._pairs(y) if part.measured is not None]
-        merits = torch.stack([merit for _, merit in measured]).sum(dim=0)
-        return self._join(image for image, _ in measured), merits
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
+        pairs = [part.step_and_merit(piece) for part, piece in self._pairs(y) if part.step_and_merit is not None]
+        merits = torch.stack([merit for _, merit in pairs]).sum(dim=0)
+        return self._join(image for image, _ in pairs), merits
 
     def _pieces(self, y: State) -> list[State]:
         """The state of each part, in the form that the part has it in."""
