@@ -16,7 +16,7 @@ class ConvergenceWarning(UserWarning):
 class ConvergenceError(RuntimeError):
     """The same as :class:`ConvergenceWarning`, raised where the caller asked for ``on_failure="raise"``.
 
-    Also where a value was asked for that takes a solve of its own, an envelope's for instance, and that one failed.
+    Also raised where a value needs an inner solve, an envelope's for instance, and that solve failed.
     """
 
 

@@ -26,13 +26,14 @@ class GEQ(Problem):
 
     Args:
         W: operator from the state to the space in which it is compared.
-        U: what carries the input there (its bias is b). With the Gaussian kernel it maps into the space of W's output,
-            with the linear, polynomial and sigmoid kernels into that of the state; None takes the input as it is.
-        kernel: one of :mod:`opteq.kernels`, or one's own; ``Gaussian()`` by default.
+        U: module from the input to that space (its bias is b). With the Gaussian kernel it maps into the space of W's
+            output, with the linear, polynomial and sigmoid kernels into that of the state; None takes the input as it
+            is.
+        kernel: one of :mod:`opteq.kernels`, or your own; ``Gaussian()`` by default.
         activation: name or :class:`~opteq.penalties.Penalty`.
 
-    Give W a bound. Damping and backward solver are chosen from it whenever an input is bound; without one the norm of
-    W is computed each time, which for a convolution costs as much as many steps.
+    Give W a bound. The damping and the backward solver are chosen from it whenever an input is bound. Without one, the
+    norm of W is computed each time, which for a convolution costs as much as many steps.
 
     >>> import torch, opteq
     >>> from opteq.kernels import Gaussian

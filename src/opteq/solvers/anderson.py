@@ -18,13 +18,13 @@ class Anderson(DampedSolver):
     """Anderson acceleration (type II) with a memory of a few steps.
 
     With ``g = T(y) - y`` and the last differences ``dY``, ``dG``, the weights ``w`` minimise ``|g - dG w|`` and
-    ``y <- y - dY w + damping (g - dG w)``. Differences are stored divided by ``|dG|``, so the Gram matrix holds
-    cosines, whatever the scale of the problem; it is solved in float64 with a ridge at its rounding level. A row
-    whose columns have become dependent keeps only the newest one. Nothing here can raise a singular-matrix error.
+    ``y <- y - dY w + damping (g - dG w)``. Differences are stored divided by ``|dG|``, so the Gram matrix holds cosines
+    at every scale of the problem. The system is solved in float64 with a ridge at its rounding level. A row whose
+    columns have become dependent keeps only the newest one. No singular-matrix error is possible.
 
     Args:
-        memory: number of differences. Five is where most of the gain is; more costs memory and conditioning.
-        damping: share of the residual that is added; None takes what the problem recommends, else 1.
+        memory: number of differences. Five give most of the gain; more cost memory and conditioning.
+        damping: share of the residual that is added; None takes the problem's recommendation, else 1.
 
     >>> import torch
     >>> outcome = Anderson(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))

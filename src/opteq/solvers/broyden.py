@@ -19,13 +19,13 @@ class Broyden(DampedSolver):
     """Good Broyden updates of an inverse Jacobian, kept as a sum of ``memory`` rank-one terms.
 
     With ``g = T(y) - y`` the step is ``y <- y + H g``, where ``H ~ (I - J)^-1`` starts as ``damping I`` and after a
-    move ``s`` with change of residual ``-t`` becomes ``H + (s - H t) (H's)' / <H's, t>``, so that ``H t = s``.
-    When the memory is full the estimate begins anew: each term was made to fit those before it, so what is left after
-    dropping the oldest is no estimate of anything.
+    move ``s`` with change of residual ``-t`` becomes ``H + (s - H t) (H's)' / <H's, t>``, so that ``H t = s``. When the
+    memory is full the estimate is reset: each term corrects those before it, so without the oldest the rest would be no
+    estimate.
 
     Args:
         memory: number of terms.
-        damping: scale of the first estimate; None takes what the problem recommends, else 1.
+        damping: scale of the first estimate; None takes the problem's recommendation, else 1.
 
     >>> import torch
     >>> outcome = Broyden(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class AverageBranches(nn.Module):
     """The mean of images of several sizes, after each was pooled or repeated to one size.
 
-    This is how the GEQ paper fuses its branches. Larger images are averaged over squares, smaller ones have their
-    pixels repeated, so that a constant image stays what it is. All have the same number of channels.
+    This is how the GEQ paper fuses its branches. Larger images are averaged over squares, and pixels of smaller ones
+    are repeated, so a constant image does not change. All have the same number of channels.
 
     Args:
         size: height and width of the result; None takes those of the largest image.

@@ -23,7 +23,7 @@ class Branch(nn.Module, metaclass=NamedOptions):
     Args:
         W: an operator; its adjoint goes back to the features.
         U: a module whose bias is the branch's bias; None where the problem allows a branch without input.
-        scale: whole factor by which the branch sees a smaller image.
+        scale: integer factor by which the input of the branch is downsampled.
     """
 
     def __init__(self, W: Operator, U: nn.Module | None = None, scale: int = 1) -> None:

@@ -37,17 +37,17 @@ class DeepOptEq(Problem):
     Args:
         layers: pairs ``(W, U)`` or :class:`Branch` objects, all with features of one shape. A layer with ``U=None``
             gets no input; at least one layer needs one.
-        alpha: weight of the new value, in (0, 1]; one number or one per layer.
+        alpha: weight of the new value, in (0, 1]; one number, or one per layer.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all layers.
         mu: divides every ``W'``.
         learn_alpha: make the alphas parameters, kept inside (0, 1).
-        readout: applied to the fixed point to give the features; None hands on the fixed point.
+        readout: module from the fixed point to the features; None for the fixed point itself.
         regularizer: a smooth R on the features, as in :class:`~opteq.problems.opteq.OptEq`: the first layer is given
             ``z - gamma grad R(z)``. Then ``gamma grad R(z_0)`` joins the first row of Theorem 2's inclusions; for one
             layer the fixed point minimises ``alpha M + gamma R``, for more there is no such sum.
         gamma: weight of the regulariser.
-        start: where solvers begin: ``"zeros"``, or ``"input"``, ``z_0 = x`` as the paper prints it, for inputs of the
-            features' shape. It makes a difference where the number of steps is fixed or there are several equilibria.
+        start: the initial state: ``"zeros"``, or ``"input"``, ``z_0 = x`` as in the paper, for inputs of the features'
+            shape. It matters where the number of steps is fixed or there are several equilibria.
 
     >>> import torch, opteq
     >>> from opteq import operators as op
@@ -172,10 +172,11 @@ class DeepOptEq(Problem):
         Args:
             mlp: linear layers with one activation between them, e.g. Linear, ReLU, Linear; or convolutions of stride 1
                 that keep the size of images, e.g. Conv2d, ReLU, Conv2d, with alpha 1.
-            alpha: 1 gives a chain with a leading zero layer that cuts the loop, reached in one sweep (Lemmas 1 and 2,
-                corrected). Below 1 the hidden layers appear twice, so that their feedback cancels exactly, each time
-                behind as many zero layers as make a sweep contract: the smaller alpha, the more. Either way there is
-                one equilibrium, which the certificate confirms; every solver finds it, to the precision of its ``tol``.
+            alpha: 1 gives a chain with a leading zero layer that cuts the loop; one sweep reaches the equilibrium
+                (Lemmas 1 and 2, corrected). Below 1 the hidden layers appear twice, so that their feedback cancels
+                exactly. Zero layers before each make a sweep contract: the smaller alpha, the more of them. Either way
+                there is one equilibrium, which the certificate confirms; every solver finds it, to the precision of its
+                ``tol``.
             nonexpansive: with alpha 1 and a positively homogeneous activation (ReLU and the like), scale every W to
                 norm 1 at most, so that each layer is a prox.
 

@@ -21,7 +21,8 @@ class GMRES(LinearSolver):
     Where the system has no solution, a row ends with :attr:`Status.SINGULAR`.
 
     Args:
-        restart: vectors kept before the method begins again from its last answer; memory grows with it.
+        restart: number of basis vectors after which the method restarts from its current solution; memory grows with
+            it.
     """
 
     restart: int = 20
