@@ -1,11 +1,12 @@
-"""All that exists for speed, behind one interface.
+"""Fast implementations, behind one interface.
 
-The library computes everything without this package. At four places it asks for a faster implementation:
-to solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), to compute the
-bounded weights of a module (:func:`bounded_weights`), and for an operation of a user's function (:func:`substitute`).
-None means "not mine": the plain path runs. Nothing else in the library imports from here, and a test sees to it.
+The library can compute everything without this package. At four places it calls it for a faster implementation: to
+solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), to compute the bounded
+weights of a module (:func:`bounded_weights`), and for an operation of a user's function (:func:`substitute`). None
+means that there is no fast path, and the plain path runs. Nothing else in the library imports from here, as a test
+checks.
 
-Today there is one backend, :mod:`opteq.engine.cuda_graphs`. It takes any problem, a user's as ours, apart into its
+Today there is one backend, :mod:`opteq.engine.cuda_graphs`. It flattens any problem, built-in or user-written, into its
 tensors and its structure, captures solves and backward passes as CUDA graphs, and replays them. Results agree with the
 plain path to the tolerance of the solve. :func:`report` says which path a call takes, and why.
 """

@@ -91,9 +91,9 @@ class HiddenProblem(WrittenProblem):
     implicit gradient follow by autograd.
 
     - ``penalty``: an activation's name or a :class:`~opteq.penalties.Penalty`; the activation is its prox.
-    - ``smooth(y, x)``: one value per sample, or a dict of several with names, whose sum it is.
-    - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
-    - ``features(y)``: what the network hands on; ``y`` by default.
+    - ``smooth(y, x)``: one value per sample, or a dict of named terms, which are summed.
+    - ``start(x)``: the initial state, which also sets its shape; zeros like ``x`` by default.
+    - ``features(y)``: the output of the layer; ``y`` by default.
 
     >>> import torch, opteq
     >>> class Denoiser(opteq.HiddenProblem):
@@ -110,7 +110,7 @@ class HiddenProblem(WrittenProblem):
 
     @abstractmethod
     def smooth(self, y: State, x: Tensor) -> Tensor | dict[str, Tensor]:
-        """g(y; x), one value per sample; or a dict of terms, each with one value per sample, whose sum it is."""
+        """g(y; x), one value per sample; or a dict of terms with one value per sample each, which are summed."""
 
     def bind(self, x: Tensor) -> BoundMap:
         """The problem with ``x`` bound, everything by autograd."""
@@ -118,7 +118,7 @@ class HiddenProblem(WrittenProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """Existence where the activation's range is bounded; the rest needs bounds that only the author knows."""
+        """Existence if the activation's range is bounded; the rest needs bounds that only the author of g knows."""
         exists, unique, reasons = existence(None, self._activation().bounded)
         why = "no bound on the curvature of smooth is known; override certificate() to state one"
         return Certificate(exists, unique, None, None, {**reasons, "contraction": why, "lipschitz": why})

@@ -37,22 +37,22 @@ class AcceleratedProblem(Problem):
 class Inhibition(AcceleratedProblem):
     """``min sum f(y) + m/2 |y|^2 + 1/2 |A'y|^2 - <U x + b, y>``, with features y.
 
-    Units that share a filter of A inhibit each other: an input that one of them explains is taken from the others, as
-    in sparse coding. The objective is m-strongly convex for *every* A, so that no weight needs a bound: there is one
-    equilibrium, its Jacobian is symmetric, and conjugate gradients solve the backward system. In the form of all hidden
-    problems ``g = 1/2 |A'y|^2 - (1 - m)/2 |y|^2 - <U x + b, y>``.
+    Units that share a filter of A inhibit each other: an input that one of them explains is subtracted from the others,
+    as in sparse coding. The objective is m-strongly convex for *every* A, so no weight needs a bound. There is one
+    equilibrium, its Jacobian is symmetric, and conjugate gradients solve the backward system. As a hidden problem it
+    has ``g = 1/2 |A'y|^2 - (1 - m)/2 |y|^2 - <U x + b, y>``.
 
-    The step is the proximal gradient step of the whole objective, of length ``t = 1 / (m + |A|^2)`` with ``|A|``
-    measured by a few Lanczos steps when an input is bound; accelerated (:class:`~opteq.FISTA`) by default. The features
-    are y and not ``A'y``, for ``A'y`` is what is suppressed.
+    The step is the proximal gradient step of the whole objective, of length ``t = 1 / (m + |A|^2)``. A few Lanczos
+    steps measure ``|A|`` when an input is bound. The default solver is :class:`~opteq.FISTA`. The features are y, and
+    not ``A'y``, which the objective suppresses.
 
-    With branches, ``A'y = sum_i S_i' A_i' y_i``: all of them meet in one common space, of the size of the largest state
-    (see :class:`~opteq.problems.branches.common_space.CommonSpaceMap`), and inhibit each other across scales.
+    With branches, ``A'y = sum_i S_i' A_i' y_i``: they share one common space, of the size of the largest state (see
+    :class:`~opteq.problems.branches.common_space.CommonSpaceMap`), and inhibit each other across scales.
 
     Args:
         A: operator from the common space to the state, with a bound or without; or a list of
             :class:`~opteq.Branch`, whose ``W`` are the ``A_i``. State and features are then tuples.
-        U: what carries the input into the state's space (its bias is b); None takes the input as it is. Branches bring
+        U: module from the input to the space of the state (its bias is b); None for the input itself. Branches have
             their own.
         m: strong convexity, in (0, 1]. The equilibrium moves by at most ``|U| / m`` times as much as the input.
         activation: name or elementwise convex :class:`~opteq.penalties.Penalty`.

@@ -28,17 +28,17 @@ _MARGIN = 1.1
 class Objective(WrittenProblem):
     """A network defined by the objective that it minimises: ``sum of terms(y, x) + penalty(y)``.
 
-    - ``terms(y, x)``: a dict with one number per sample for each name; their sum is the smooth part F.
+    - ``terms(y, x)``: a dict of named terms with one value per sample each; their sum is the smooth part F.
     - ``penalty``: the non-smooth part h, an activation's name or an elementwise convex
       :class:`~opteq.penalties.Penalty` (``"relu"``: y is not negative); None by default.
-    - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
-    - ``features(y)``: what the network hands on; ``y`` by default.
-    - ``curvature``: a bound on the largest eigenvalue of F's Hessian: a number, one per sample ``(B,)``, or a method
-      that gives one for ``x``. It sets the step length. Where it is None, it is measured for every batch.
+    - ``start(x)``: the initial state, which also sets its shape; zeros like ``x`` by default.
+    - ``features(y)``: the output of the layer; ``y`` by default.
+    - ``curvature``: a bound on the largest eigenvalue of F's Hessian: a number, one value per sample ``(B,)``, or a
+      method of ``x`` that returns either. It sets the step length. None measures it for every batch.
 
     The step is the proximal gradient step ``prox_{t h}(y - t grad F(y; x))`` with t the inverse of the curvature. The
-    fixed points are the stationary points of ``F + h`` whatever t is. A curvature that is too small is noticed and
-    corrected by :class:`~opteq.FISTA`, the default solver of objectives.
+    fixed points are the stationary points of ``F + h`` for every t. :class:`~opteq.FISTA`, the default solver of
+    objectives, detects and corrects a curvature that is too small.
 
     >>> import torch, opteq
     >>> class Denoiser(opteq.Objective):
@@ -55,7 +55,7 @@ class Objective(WrittenProblem):
     curvature: Any
 
     def terms(self, y: Any, x: Any) -> dict[str, Tensor]:
-        """The terms of the smooth part, each one number per sample."""
+        """The terms of the smooth part, one value per sample each."""
         raise NotImplementedError(f"{type(self).__name__} should define terms(y, x), one number per sample each")
 
     def bind(self, x: Any) -> BoundObjective:
@@ -63,7 +63,7 @@ class Objective(WrittenProblem):
         return BoundObjective(self, x)
 
     def default_solver(self) -> FISTA:
-        """FISTA until the estimated distance to the minimiser is small, however many steps that takes."""
+        """FISTA, which stops by the estimated distance to the minimiser, with a high limit on the steps."""
         return FISTA(measure="error", max_steps=10_000)
 
     def default_gradient_steps(self) -> int:
@@ -72,7 +72,7 @@ class Objective(WrittenProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """Nothing is known of terms that are written freely; override this where more is."""
+        """Unknown, since terms may be any functions; override this where more is known."""
         return unknown("nothing is known about the terms; override certificate() to state what is")
 
 

@@ -28,8 +28,8 @@ class OptEq(Problem):
     form of the paper. It contracts when ``L |W|^2 < mu``, with L the largest slope of sigma.
 
     Args:
-        W: operator from features to state; its adjoint goes back.
-        U: what carries the input into the state's space (its bias is b); None takes the input as it is.
+        W: operator from features to state; its adjoint maps back.
+        U: module from the input to the space of the state (its bias is b); None for the input itself.
         activation: name or :class:`~opteq.penalties.Penalty`. A :class:`~opteq.penalties.LinearActivation` gives the
             variant with a symmetric positive definite S.
         mu: divides the coupling; ``mu >= L |W|^2`` makes the step a prox (Theorem 1).
@@ -72,7 +72,7 @@ class OptEq(Problem):
         )
 
     def known_contraction(self) -> bool:
-        """Whether the bound on W alone, whatever the weights, makes a step contract."""
+        """Whether the bound on W makes a step contract, for all weights within it."""
         if isinstance(self.penalty, nn.Module):  # its slope is learned, and reading it would make a device wait
             return False
         bound = self.W.bound

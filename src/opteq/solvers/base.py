@@ -58,12 +58,12 @@ class Outcome:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """How a solve went, per sample.
+    """The outcome of a solve, per sample.
 
     Attributes:
-        method, steps: what was used, in words, and the steps taken ``(B,)``.
-        residual: relative residual of the answer, ``(B,)``; NaN where no system was solved. Where a problem was solved
-            in the smaller variable of its features, theirs, which is at least that of the state.
+        method, steps: the method in words, and the number of steps ``(B,)``.
+        residual: relative residual of the result, ``(B,)``; NaN where no system was solved. Where a problem was solved
+            in its features, it is theirs, which is at least that of the state.
         codes: a :class:`~opteq.solvers.status.Status` as an integer, ``(B,)``.
         tol: the tolerance that was applied.
         history: residual after every step, or a function that waits for it: :attr:`trace` reads it.
@@ -108,7 +108,7 @@ class Report:
     __repr__ = __str__  # tensors of a whole batch would be all that is seen
 
     def failures(self) -> Tensor:
-        """Which samples ended without what was asked for."""
+        """Which samples failed, ``(B,)``."""
         fine = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
         return torch.stack([self.codes != int(status) for status in fine]).all(dim=0)
 

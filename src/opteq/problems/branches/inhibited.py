@@ -28,7 +28,7 @@ from opteq.states import Layout, State, blocks, map_state
 
 
 class Inhibited(AcceleratedProblem):
-    """A hidden problem with inhibition: ``sum f + m/2 |y|^2 + g(y; x) + 1/2 |A'y|^2``, g that of the problem.
+    """A hidden problem with inhibition: ``sum f + m/2 |y|^2 + g(y; x) + 1/2 |A'y|^2``, with the problem's g.
 
     With OptEq's or MOptEq's g, feedback that excites (``-1/2 |W'y|^2``, heritage) and feedback that inhibits act
     together. The objective is strongly convex for every A while the first stays below m: ``|W|^2 < m`` for OptEq. The
@@ -37,7 +37,7 @@ class Inhibited(AcceleratedProblem):
     Args:
         problem: a hidden problem: :class:`~opteq.OptEq`, :class:`~opteq.MOptEq` (diversity with a smoothing),
             :class:`~opteq.GEQ`, :class:`~opteq.POptEq`, or one that a user has written.
-        A: operator from the common space to the state; a list with one for each tensor of the state.
+        A: operator from the common space to the state; for a tuple state, a list with one per tensor.
         m: factor of ``1/2 |y|^2``, in (0, 1].
 
     >>> import torch, opteq
@@ -92,7 +92,7 @@ class Inhibited(AcceleratedProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """From m, from ``|A|``, and from how strongly the other terms pull the other way."""
+        """From m, ``|A|`` and the most negative curvature of the other terms."""
         inner = self.problem
         if isinstance(inner, OptEq) and inner.regularizer is None:
             norm = float(check_unhooked(inner.W, "W").norm())

@@ -32,26 +32,26 @@ class MOptEq(Problem):
 
         sum_i [ sum f(y_i) + 1/2 |y_i|^2 - <U_i x_i + b_i, y_i> + 1/2 (lambda D(z_i, z_{i+1}) - H(z_i, z_{i+1})) ]
 
-    with features ``z_i = W_i' y_i``, the last branch beside the first, and ``x_i`` the input averaged over squares
-    of ``scale`` pixels. Heritage H is the inner product of neighbours, diversity D the sum of products of different
-    channels (see :mod:`opteq.couplings`). The step is ``y_i <- sigma(W_i h_i + U_i x_i + b_i)`` in all branches at
-    once, with the fusion h of :class:`~opteq.couplings.Coupling`. One branch with lambda 0 is OptEq.
+    with features ``z_i = W_i' y_i`` on a ring (the last branch is a neighbour of the first) and ``x_i`` the input
+    averaged over squares of ``scale`` pixels. Heritage H is the inner product of neighbours, diversity D the sum of
+    products of different channels (see :mod:`opteq.couplings`). The step is ``y_i <- sigma(W_i h_i + U_i x_i + b_i)``
+    in all branches at once, with ``h`` of :class:`~opteq.couplings.Coupling`. One branch with lambda 0 is OptEq.
 
-    D has kinks. With ``smoothing=0`` the step jumps where a product of channels changes sign, a fixed point need not
-    exist, and for lambda in use many samples end in small cycles: they are reported as ``CYCLING``, never as converged.
-    ``smoothing`` > 0 makes the step continuous and such cycles go away.
+    D has kinks. With ``smoothing=0`` the step is discontinuous where a product of channels changes sign, and a fixed
+    point need not exist. For usual values of lambda many samples end in small cycles: their status is ``CYCLING``,
+    never converged. ``smoothing`` > 0 makes the step continuous and avoids such cycles.
 
     Args:
         branches: :class:`Branch` objects, whose features all have the same number of channels.
         diversity: lambda, the weight of D.
-        perturbation: largest entry of the perturbations that branches hand on in training mode, see
+        perturbation: largest entry of the perturbations that branches pass on in training mode, see
             :class:`~opteq.problems.branches.perturbation.PerturbationChain`; 0 for none.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
         smoothing: tau in ``D = sum sqrt(M^2 + tau^2)``. The step's slope grows with ``lambda |channel|^2 / tau``.
         heritage: False puts ``-1/2 |z_i|^2`` in the place of H, as in OptEq; with lambda 0 that is POptEq.
-        settle: steps of a first solve after which perturbations are frozen, 8 by default. They depend on signs, so to
-            solve for them and the state together may never end; eight steps leave less than one entry in a hundred that
-            the equilibrium would have otherwise (``problem(x).perturbation_agreement(state)`` tells).
+        settle: steps of a first solve after which perturbations are frozen, 8 by default. They depend on signs, so a
+            joint solve for them and the state may never converge. After eight steps less than 1 % of the entries differ
+            from those at the equilibrium (measured by ``problem(x).perturbation_agreement(state)``).
 
     >>> import torch, opteq
     >>> branches = [opteq.Branch(opteq.operators.Dense(4, 6, bound=0.7), torch.nn.Linear(3, 6)) for _ in range(3)]
@@ -126,14 +126,14 @@ class MOptEq(Problem):
         return blocks(outcome.state)
 
     def channels(self) -> int | None:
-        """How many channels features have; None where the operators do not say."""
+        """Number of channels of the features; None where the operators do not define it."""
         return next((count for branch in self.branch_list() if (count := feature_channels(branch.W)) is not None), None)
 
     def known_convexity(self, sizes: Sequence[int] | None = None) -> bool:
-        """Whether the bounds of the W alone, whatever the weights, make the objective strongly convex.
+        """Whether the bounds of the W make the objective strongly convex, for all weights within them.
 
         Args:
-            sizes: heights of the features, which say how much resampling damps; None for nothing known.
+            sizes: heights of the features, which determine how much resampling damps; None if unknown.
         """
         bounds = [branch.W.bound for branch in self.branch_list()]
         channels = self.channels() if self.coupling.diversity else 1

@@ -210,7 +210,7 @@ class SeparableProblem(Problem):
 
     @abstractmethod
     def parts(self) -> list[tuple[Problem, int]]:
-        """The problems, and the factor by which each sees a smaller image."""
+        """The problems, and the factor by which the input of each is downsampled."""
 
     takes_tuples = True
 
@@ -255,14 +255,15 @@ def _joint_lipschitz(slopes: Sequence[float], scales: Sequence[int]) -> float:
 
 
 class Parallel(SeparableProblem):
-    """Any problems side by side on one input, or on a tuple with an input each (see :func:`~opteq.Parallel.bind`).
+    """Independent problems on one input, or on a tuple with one input each (see :func:`~opteq.Parallel.bind`).
 
-    State and features are tuples with the tensors of all parts in order; the objective is the sum of theirs. Every
-    part keeps its closed forms, and the weakest of them decides how gradients are solved.
+    State and features are tuples with the tensors of all parts in order; the objective is the sum of the parts'
+    objectives. Every part keeps its closed forms. The part with the weakest structure decides which linear solver
+    computes gradients.
 
     Args:
         problems: the parts.
-        scales: for each part, the whole factor by which it sees a smaller image; None means 1 for all.
+        scales: per part, the integer factor by which its input is downsampled; None means 1 for all.
 
     >>> import torch, opteq
     >>> parts = [opteq.OptEq(opteq.operators.Conv2d(2, 3, 3, bound=0.9), torch.nn.Conv2d(1, 3, 1)) for _ in range(2)]

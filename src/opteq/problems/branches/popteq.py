@@ -31,8 +31,8 @@ class POptEq(SeparableProblem):
     Args:
         branches: :class:`Branch` objects.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
-        fuse: what is made of the branches' features. ``"none"`` hands on the tuple; ``"sum"`` adds them up at the
-            finest size, pixels of coarser ones repeated; ``"conv"`` applies a 3x3 convolution without bias to their
+        fuse: how the branches' features are combined. ``"none"`` returns the tuple. ``"sum"`` adds them at the finest
+            size, with the pixels of coarser ones repeated. ``"conv"`` applies a 3x3 convolution without bias to their
             concatenation at that size, which keeps the number of channels.
 
     >>> import torch, opteq
@@ -69,7 +69,7 @@ class POptEq(SeparableProblem):
         return bound
 
     def fusion(self, features: tuple[Tensor, ...]) -> Tensor:
-        """What ``fuse`` says, at the finest of the features' sizes."""
+        """Combine the features by ``fuse``, at the finest of their sizes."""
         if features[0].ndim == 4:
             height, width = max(z.shape[2] for z in features), max(z.shape[3] for z in features)
             features = tuple(
