@@ -175,7 +175,7 @@ def test_errors_come_before_the_work(options: dict[str, Any], message: str) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_one_clear_line() -> None:
-    with pytest.raises(UserError, match="torch sees no GPU here; use --device cpu"):
+    with pytest.raises(UserError, match="torch finds none; use --device cpu"):
         bench(device="cuda")
 
 

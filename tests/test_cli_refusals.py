@@ -112,7 +112,7 @@ def test_images_of_a_size_that_the_model_cannot_take(root: Path, tmp_path: Path)
 
 
 def test_no_gpu(root: Path, tmp_path: Path) -> None:
-    refused(train(root, tmp_path / "run", "train.device=cuda"), "torch sees no GPU here", "train.device=cpu")
+    refused(train(root, tmp_path / "run", "train.device=cuda"), "torch finds none", "train.device=cpu")
 
 
 def test_a_corrupt_image(root: Path, tmp_path: Path) -> None:

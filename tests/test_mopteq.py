@@ -641,7 +641,7 @@ def test_wrong_branches_and_inputs() -> None:
     with pytest.raises(ValueError, match="integer multiple"):
         hidden.step(hidden.start())
     flat = [opteq.Branch(op.Conv2d(2, 3, 3, bound=0.5), nn.Linear(2, 3)) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"expects an input of shape \(batch, 3, height, width\), got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"expects an input of shape \(batch, 3, height, width\); got \(2, 3\)"):
         opteq.Equilibrium(MOptEq(flat))(torch.randn(2, 2))
     # Operators that do not say how many channels they have are found out when they meet.
     nameless = MOptEq([opteq.Branch(op.Identity(), nn.Linear(4, n)) for n in (3, 5)])

@@ -172,7 +172,7 @@ def lipschitz_bound(module: nn.Module) -> float:
         return 1.0  # windows do not overlap; at the border they may hold a single pixel
     norm = module_norm(module)
     if norm is None:
-        raise UserError(f"no Lipschitz constant is known of a {type(module).__name__}")
+        raise UserError(f"no Lipschitz constant is known for a {type(module).__name__}")
     return float(norm)
 
 

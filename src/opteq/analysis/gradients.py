@@ -82,7 +82,7 @@ def compare_gradients(
     if repeats < 1:
         raise ValueError(f"repeats should be at least 1; got {repeats}")
     if isinstance(layer.solver, SAM):
-        raise ValueError("SAM ends at no equilibrium, so there is no exact gradient to compare with")
+        raise ValueError("SAM does not end at an equilibrium, so there is no exact gradient to compare with")
     chosen = list(gradients) if gradients is not None else [Implicit(), Phantom(), OneStep(), Shine(), Unrolled()]
     loss = loss or _random_loss
     rows = []

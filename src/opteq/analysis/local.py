@@ -101,7 +101,7 @@ def local_certificate(
         found = strict_minima(hidden, state, steps, failure / 4)
         if found is None or not isinstance(hidden, Hidden):
             why = "its samples depend on each other" if hidden.coupled else "its Jacobian has no symmetric form"
-            raise ValueError(f"a local certificate needs an objective and samples of their own; here {why}")
+            raise ValueError(f"a local certificate needs an objective and independent samples; here {why}")
         strict, lower, upper = found
         local = hidden.linearise(state)
         assert isinstance(local, SymmetricLinearisation)

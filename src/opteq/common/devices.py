@@ -12,5 +12,5 @@ def resolve_device(device: str) -> str:
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device should be auto, cpu or cuda; got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda was asked for, but torch sees no GPU here; use --device cpu")
+        raise UserError("--device cuda needs a GPU, and torch finds none; use --device cpu")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"

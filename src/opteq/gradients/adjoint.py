@@ -105,6 +105,6 @@ def check_symmetry(local: Linearisation | SymmetricLinearisation, linear: Linear
     """Raise where ``linear`` needs a symmetric system and the problem has none."""
     if isinstance(local, Linearisation) and isinstance(linear, CG | MINRES):
         raise ValueError(
-            f"{type(linear).__name__} needs a symmetric system, and this problem's Jacobian has no symmetry; "
+            f"{type(linear).__name__} needs a symmetric system, and this problem's Jacobian is not symmetric; "
             "use Implicit(linear=GMRES()) or leave the choice to Implicit()"
         )

@@ -50,7 +50,7 @@ class Implicit(Gradient):
             raise TypeError(f"Implicit.linear should be CG(), MINRES(), GMRES() or None; got {self.linear!r}")
         if self.linear is not None and (self.tol is not None or self.max_steps != type(self).max_steps):
             raise ValueError(
-                f"Implicit.tol and max_steps have no effect beside linear, which brings its own; got tol={self.tol}, "
+                f"Implicit.tol and max_steps have no effect with linear, which has its own; got tol={self.tol}, "
                 f"max_steps={self.max_steps}. Give them to {type(self.linear).__name__}"
             )
 

@@ -91,7 +91,7 @@ def register_model(name: str | Callable[..., Any], summary: str = "", family: st
     if callable(name):
         return register_model(name.__name__)(name)
     if name in MODELS:
-        raise UserError(f"there is a model {name!r} already; choose another name, or unregister_model it first")
+        raise UserError(f"there is a model {name!r} already; choose another name, or call unregister_model first")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise UserError(f"a model's name has letters, digits, dots, dashes and underscores; got {name!r}")
 

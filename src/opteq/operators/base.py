@@ -100,7 +100,7 @@ def initial_norm(bound: float | None) -> float:
 def check_size(name: str, value: object) -> int:
     """``value`` if it is a positive integer; otherwise an error that names the option."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        raise ValueError(f"{name} should be a positive integer; got {value!r}")
     return value
 
 
@@ -109,10 +109,10 @@ def check_bound(value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"bound must be a positive finite number, or None for no bound, got {value!r}.")
+        raise ValueError(f"bound should be a positive finite number, or None for no bound; got {value!r}")
     return float(value)
 
 
 def wrong_shape(who: str, expected: str, got: Tensor) -> ValueError:
     """The error for an input of the wrong shape."""
-    return ValueError(f"{who} expects an input of shape {expected}, got {tuple(got.shape)}.")
+    return ValueError(f"{who} expects an input of shape {expected}; got {tuple(got.shape)}")

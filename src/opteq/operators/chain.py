@@ -80,7 +80,7 @@ class ConvChain(Operator):
         self.channels = tuple(check_size("channels", c) for c in channels)
         self.kernel_size = check_size("kernel_size", kernel_size)
         if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, got {kernel_size}.")
+            raise ValueError(f"kernel_size should be odd; got {kernel_size}")
         self.zero_mean = zero_mean
         self.bound = check_bound(bound)
         pairs = zip(self.channels[:-1], self.channels[1:], strict=True)

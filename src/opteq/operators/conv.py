@@ -159,12 +159,12 @@ class SeparableConv2d(_Convolution):
 def _odd_pair(kernel_size: object) -> tuple[int, int]:
     pair = kernel_size if isinstance(kernel_size, (tuple, list)) else (kernel_size, kernel_size)
     if len(pair) != 2:
-        raise ValueError(f"kernel_size must be an odd integer or a pair of them, got {kernel_size!r}.")
+        raise ValueError(f"kernel_size should be an odd integer or a pair of them; got {kernel_size!r}")
     height, width = (check_size("kernel_size", size) for size in pair)
     if height % 2 == 0 or width % 2 == 0:
         raise ValueError(
-            f"kernel_size must be odd, got {kernel_size!r}: "
-            "with an even kernel the output would differ in size from the input."
+            f"kernel_size should be odd; got {kernel_size!r}: "
+            "with an even kernel the output would differ in size from the input"
         )
     return height, width
 

@@ -27,13 +27,13 @@ class PatchesMap(LinearMap):
             shape: of the image; its last three entries are ``(c, h, w)``, so ``x.shape`` will do.
         """
         if len(shape) < 3:
-            raise ValueError(f"shape must end with (channels, height, width), got {tuple(shape)}.")
+            raise ValueError(f"shape should end with (channels, height, width); got {tuple(shape)}")
         channels, height, width = shape[-3:]
         if channels % self.split:
-            raise ValueError(f"the {channels} channels of the image cannot be split into groups of split={self.split}.")
+            raise ValueError(f"the {channels} channels of the image cannot be split into groups of split={self.split}")
         if height % self.patch or width % self.patch:
             raise ValueError(
-                f"the {height} x {width} pixels of the image cannot be cut into squares of patch={self.patch}."
+                f"the {height} x {width} pixels of the image cannot be cut into squares of patch={self.patch}"
             )
         return channels // self.split, height // self.patch, width // self.patch
 

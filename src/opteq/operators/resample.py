@@ -45,7 +45,7 @@ def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
     """
     there = (size, size) if isinstance(size, int) else (size[0], size[1])
     if z.ndim != 4:
-        raise ValueError(f"resample expects images (batch, channels, height, width), got {tuple(z.shape)}.")
+        raise ValueError(f"resample expects images (batch, channels, height, width); got {tuple(z.shape)}")
     here = (z.shape[2], z.shape[3])
     if here == there:
         return z
@@ -55,7 +55,7 @@ def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
         return spread(z, factor)
     raise ValueError(
         f"resample cannot go from {here} to {there}: "
-        "one size must be an integer multiple of the other, by the same factor in height and width."
+        "one size should be an integer multiple of the other, by the same factor in height and width"
     )
 
 

@@ -149,7 +149,7 @@ def check_unhooked(operator: Operator, name: str) -> Operator:
         if isinstance(part, Operator) and is_hooked(part, backward=True):
             kinds = sorted({type(hook).__name__ for hooks in _hooks(part, backward=True) for hook in hooks})
             raise ValueError(
-                f"{name} has hooks ({', '.join(kinds)}), which would have no effect: its weights are read once a "
+                f"{name} has hooks ({', '.join(kinds)}), which would have no effect: its weights are read once per "
                 "batch, not at every call. Reparametrise it by torch.nn.utils.parametrize (for instance "
                 "torch.nn.utils.parametrizations.spectral_norm), and watch values by a hook on U or on the layer"
             )
@@ -170,7 +170,7 @@ def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
 def check_injection(U: Any) -> nn.Module | None:
     """``U`` if it is a module or nothing."""
     if U is not None and not isinstance(U, nn.Module):
-        raise TypeError(f"U should be a torch module that carries the input into the state's space; got {U!r}")
+        raise TypeError(f"U should be a torch module from the input to the space of the state; got {U!r}")
     return U
 
 

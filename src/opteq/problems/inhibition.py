@@ -80,7 +80,7 @@ class Inhibition(AcceleratedProblem):
             self.branches: nn.ModuleList | None = None
         else:
             if U is not None:
-                raise ValueError("U has no effect beside branches, which bring their own: Branch(A, U, scale)")
+                raise ValueError("U has no effect with branches, which have their own: Branch(A, U, scale)")
             self.branches = nn.ModuleList(check_branches(A))
         self.m = check_share("m", m)
         self.penalty = penalties.get(activation)
@@ -165,7 +165,7 @@ class BoundInhibition(BoundObjective):
     def feature_form(self) -> FeatureForm:
         """The state itself, where that is the feature."""
         if self.rest is not None:
-            raise ValueError("a solver that works on features can't solve a problem with inhibition beside other terms")
+            raise ValueError("a solver that works on features can't solve a problem with inhibition and other terms")
         return super().feature_form()
 
     def gradient(self, y: State) -> State:

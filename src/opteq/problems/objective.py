@@ -56,7 +56,7 @@ class Objective(WrittenProblem):
 
     def terms(self, y: Any, x: Any) -> dict[str, Tensor]:
         """The terms of the smooth part, one value per sample each."""
-        raise NotImplementedError(f"{type(self).__name__} should define terms(y, x), one number per sample each")
+        raise NotImplementedError(f"{type(self).__name__} should define terms(y, x), one value per sample each")
 
     def bind(self, x: Any) -> BoundObjective:
         """The objective with ``x`` bound, and a step length per sample."""
@@ -143,7 +143,7 @@ class BoundObjective(Hidden):
         return values, slope
 
     def terms(self, y: State) -> dict[str, Tensor]:
-        """The user's terms, and the penalty where there is one; one number per sample each."""
+        """The user's terms, and the penalty where there is one; one value per sample each."""
         found = dict(self._smooth_parts(y))
         if self.penalised:
             name = "penalty" if "penalty" not in found else "penalty (non-smooth)"

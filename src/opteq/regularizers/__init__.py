@@ -23,7 +23,7 @@ def get(regularizer: str | Regularizer) -> Regularizer:
     if isinstance(regularizer, Regularizer):
         return regularizer
     if not isinstance(regularizer, str):
-        raise TypeError(f"a regularizer is a name or an instance, such as 'ridge' or Ridge(), not {regularizer!r}.")
+        raise TypeError(f"a regularizer is a name or an instance, such as 'ridge' or Ridge(); got {regularizer!r}")
     if regularizer not in _BY_NAME:
         raise unknown_name("regularizer", regularizer, _BY_NAME)
     return _BY_NAME[regularizer]()

@@ -98,7 +98,7 @@ class SAM(Solver):
                 (share if field == "eta" else positive)(self, field)
             elif lipschitz is None:
                 raise ValueError(
-                    f"SAM.{field} must be given: the gradient of {type(self.regularizer).__name__} has no known "
+                    f"give SAM.{field}: the gradient of {type(self.regularizer).__name__} has no known "
                     "Lipschitz constant to choose it by"
                 )
 

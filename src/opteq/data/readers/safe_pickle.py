@@ -57,7 +57,7 @@ class _Reader(pickle.Unpickler):
             return _ALLOWED[module, name]
         except KeyError:
             raise UserError(
-                f"{self.path}: refused, it asks to run {module}.{name}, which no CIFAR file does; "
+                f"{self.path}: refused, it would run {module}.{name}, which no CIFAR file does; "
                 "delete it and fetch the archive from its official address"
             ) from None
 

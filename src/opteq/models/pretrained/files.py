@@ -74,7 +74,7 @@ def locate(source: str | Path) -> tuple[Path, Path]:
     if folder.parent.is_dir():
         # Who keeps models in runs/ and misspells one should not wait for the hub to say that it has no such owner.
         raise UserError(
-            f"there is no folder {source}, and the hub was not asked, since there is a folder {folder.parent} here"
+            f"there is no folder {source}, and the hub was not searched, since there is a folder {folder.parent} here"
             f"{_nearest(folder)}"
         )
     return download(source, CONFIG, WEIGHTS)
@@ -124,7 +124,7 @@ def _in_folder(folder: Path) -> tuple[Path, Path]:
     if WEIGHTS in missing and pickles:
         raise UserError(
             f"{folder} has weights only as a pickle ({pickles[0]}), which could run code when it is read, so it was "
-            f"left alone; convert it to {WEIGHTS} where you trust it"
+            f"not read; convert it to {WEIGHTS} where you trust it"
         )
     raise UserError(f"{folder} lacks {' and '.join(missing)}; a model's folder holds {CONFIG} and {WEIGHTS}")
 

@@ -74,7 +74,7 @@ class Inhibited(AcceleratedProblem):
         rest = self.problem.bind(x)
         if not isinstance(rest, Hidden) or isinstance(rest, BoundObjective) or rest.coupled:
             raise TypeError(
-                f"Inhibited wraps problems of the form sum f + 1/2 |y|^2 + g with samples of their own; "
+                f"Inhibited wraps problems of the form sum f + 1/2 |y|^2 + g with independent samples; "
                 f"{type(self.problem).__name__} is none"
             )
         if isinstance(rest, BoundMOptEq):

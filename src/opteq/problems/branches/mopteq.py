@@ -77,7 +77,7 @@ class MOptEq(Problem):
         self.perturbation = check_not_negative("perturbation", perturbation)
         self.settle = 8 if settle is None else check_whole("settle", settle)
         if perturbation and len(self.branches) == 1:
-            raise ValueError(f"{perturbation=} has no effect on a single branch, which has none to hand it on to")
+            raise ValueError(f"{perturbation=} has no effect on a single branch; it passes from branch to branch")
         if settle is not None and not perturbation:
             raise ValueError(f"{settle=} has no effect with perturbation=0, which it would freeze")
         channels = [feature_channels(branch.W) for branch in self.branch_list()]

@@ -107,7 +107,7 @@ class BoundParallel(BoundMap):
     def feature_form(self) -> FeatureForm:
         """Every part written for its features."""
         if self.fusion is not None:
-            raise ValueError('a solver that works on features needs them apart: use fuse="none"')
+            raise ValueError('a solver that works on features needs those of every branch: use fuse="none"')
         forms = [part.feature_form() for part in self.parts]
         features = BoundParallel([_Form(form) for form in forms])
         return FeatureForm(features.step, features.start(), features.features)
@@ -152,7 +152,7 @@ class HiddenParallel(BoundParallel, Hidden):
         """The penalty, where all parts have the same."""
         first, *others = [part.penalty for part in self.hidden]
         if any(other is not first and other != first for other in others):
-            raise ValueError("the parts have different penalties; ask the parts, hidden.parts[i].penalty")
+            raise ValueError("the parts have different penalties; use hidden.parts[i].penalty")
         return first
 
     def linearise(self, y: State) -> SymmetricLinearisation:

@@ -27,7 +27,7 @@ class PerturbationChain:
     def __init__(self, branches: Sequence[Branch], inputs: Sequence[Tensor], size: float) -> None:
         if len({x.shape[1:2] for x in inputs}) > 1:
             raise ValueError(
-                "perturbations are handed from branch to branch, so the inputs of all branches should have the same "
+                "perturbations pass from branch to branch, so the inputs of all branches should have the same "
                 f"number of channels; got shapes {[tuple(x.shape) for x in inputs]}"
             )
         self.branches = branches

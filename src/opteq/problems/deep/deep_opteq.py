@@ -81,7 +81,7 @@ class DeepOptEq(Problem):
         self.first = start
         branches = [_branch(layer, index) for index, layer in enumerate(layers)]
         if not branches or all(branch.U is None for branch in branches):
-            raise ValueError("DeepOptEq needs at least one layer with U, which is how the input comes in")
+            raise ValueError("DeepOptEq needs at least one layer with U, since the input enters through U")
         self.layers = nn.ModuleList(branches)
         self.penalty = penalties.get(activation)
         self.mu = check_positive("mu", mu)
@@ -236,7 +236,7 @@ class BoundDeepOptEq(BoundMap):
     def feature_form(self) -> FeatureForm:
         """The map itself, where the features are the state."""
         if self.readout is not None:
-            raise ValueError("a solver that works on features can't look through the read-out of a DeepOptEq")
+            raise ValueError("a solver that works on features can't invert the read-out of a DeepOptEq")
         return super().feature_form()
 
     def trajectory(self, z: State) -> list[Tensor]:
