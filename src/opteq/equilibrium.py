@@ -54,7 +54,7 @@ def dynamo_disable(function: Function) -> Function:
 
     @functools.wraps(function)
     def called(*given: Any, **named: Any) -> Any:
-        # Who compiles a model has loaded the compiler before the model is called.
+        # A compiled model has loaded the compiler before it is called.
         if "torch._dynamo" not in sys.modules:
             return function(*given, **named)
         _disable(function)

@@ -1,4 +1,4 @@
-"""What a solve reports: one report for the forward pass, one for the backward pass."""
+"""The solution of a layer, with a report of the forward pass and one of the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates at the point: what holds at an equilibrium that was found, where the weights alone prove nothing.
+"""Certificates at a computed equilibrium, for problems whose weights alone prove nothing.
 
 With ``D = diag sigma'(a)`` at the pre-activation a of a state, ``M = -hess g`` and ``S = D^1/2 M D^1/2``, the
 eigenvalues of S decide (see :class:`LocalCertificate`). They are bounded by Lanczos steps from a random start, whose
@@ -24,7 +24,7 @@ Map = Callable[[State], State]
 
 @dataclass(frozen=True)
 class LocalCertificate:
-    """What holds at each of B equilibria, all of it together with at least ``probability`` for a sample.
+    """Guarantees at each of B equilibria; for a sample they hold jointly with at least ``probability``.
 
     Attributes:
         strict_minimum: whether the state is a strict local minimum of the objective, isolated, and the implicit
@@ -73,7 +73,7 @@ def strict_minima(hidden: BoundMap, state: State, steps: int = 60, failure: floa
 def local_certificate(
     layer: Equilibrium, x: State, steps: int = 60, failure: float = 1e-3, start: State | None = None
 ) -> LocalCertificate:
-    """What holds at the equilibria of ``layer`` for ``x``, per sample, with the layer in its present mode.
+    """Guarantees at the equilibria of ``layer`` for ``x``, per sample, with the layer in its current mode.
 
     It is about the states that the solver finds, so give the layer a tight tolerance and float32 at least. Cost: four
     times ``steps`` products with derivatives of a step, and memory for ``steps`` states.

@@ -32,7 +32,7 @@ def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[An
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """What is saved for a backward pass inside is kept, whoever asked for something else.
+    """Inside, tensors are saved for backward without saved-tensor hooks.
 
     A checkpoint (``torch.utils.checkpoint`` with ``use_reentrant=False``) and ``save_on_cpu`` put hooks on what is
     saved, and torch.func refuses to run beside hooks. The tensors of a step are kept, then, as without a checkpoint.

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and one clear line where a disk refuses them."""
+"""Atomic writes of files, and errors of the file system in one line."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ IGNORE_INDEX = 255
 
 
 class LazyImages(Protocol):
-    """What :class:`~opteq.data.StreamedImages` have in common with a tensor of images; indexing decodes."""
+    """The interface that :class:`~opteq.data.StreamedImages` share with a tensor of images; indexing decodes."""
 
     @property
     def dtype(self) -> torch.dtype: ...

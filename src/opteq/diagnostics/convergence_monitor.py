@@ -49,7 +49,7 @@ class FailureCheck:
         return self if self.x is None else replace(self, x=map_state(Tensor.detach, self.x))
 
     def fault(self, when: str = "") -> str:
-        """What is wrong with the input, where it has values that are not finite and a sample is lost for that."""
+        """A sentence about non-finite values of the input, if they are why a sample failed; else empty."""
         if self.x is None or int(Status.NON_FINITE) not in self.report.codes.tolist():
             return ""
         for bad in (~torch.isfinite(part) for part in blocks(self.x)):
@@ -92,7 +92,7 @@ class _Pending:
         return any(code not in _FINE for code in self.codes.read())
 
     def fault(self) -> str:
-        """What is wrong with the input, unless it was seen to be overwritten since."""
+        """The same, unless the input was overwritten since."""
         return self.finding.fault(" of an earlier call") if self._versions == self._counted() else ""
 
     def _counted(self) -> list[int | None]:

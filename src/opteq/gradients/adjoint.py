@@ -63,7 +63,7 @@ class Symmetrised:
 
 
 def adjoint_product(local: Linearisation | SymmetricLinearisation) -> Product:
-    """What is applied again and again in the adjoint system: S of :func:`symmetrised`."""
+    """The product of the symmetrised adjoint system: S of :func:`symmetrised`."""
     if isinstance(local, Linearisation):
         return local.adjoint
     return local.scaled if local.reduction is None else local.reduction.product

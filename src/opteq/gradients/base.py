@@ -1,4 +1,4 @@
-"""What every gradient is: a way to find the equilibrium of a bound problem and to make it differentiable."""
+"""The base class of gradients: solve a bound problem and make the equilibrium differentiable."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Formulation:
         return cls(hidden, None if same_steps else hidden.compact_form())
 
     def task(self, start: State | None) -> FixedPointTask:
-        """What the solver is given; ``start`` is a state, or None for the problem's own."""
+        """The task of the solver; ``start`` is a state, or None for the problem's own."""
         hidden, form = self.hidden, self.form
         if form is None:
             begin = hidden.start() if start is None else start

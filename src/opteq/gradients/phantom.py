@@ -1,4 +1,4 @@
-"""A few steps on a tape, begun at the equilibrium: the one-step gradient and phantom gradients."""
+"""Gradients through a few recorded steps at the equilibrium: the one-step gradient and phantom gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SHINE: share the inverse estimate of the way forward with the way back."""
+"""SHINE: the backward pass reuses the forward solver's estimate of the inverse Jacobian."""
 
 from __future__ import annotations
 

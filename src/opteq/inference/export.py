@@ -216,7 +216,7 @@ def _compare(found: Tensor, expected: Tensor, format: str, subject: _Subject) ->
 
 
 def command(run: Path, format: str, steps: int | None, out: Path | None, console: Console) -> None:
-    """What ``opteq export`` does."""
+    """Run ``opteq export``."""
     if format not in ENDINGS:
         raise unknown_name("format", format, ENDINGS)
     default = run / f"model{ENDINGS[format]}" if run.is_dir() else Path(f"{run.name}{ENDINGS[format]}")

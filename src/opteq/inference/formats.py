@@ -19,7 +19,7 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Signature:
-    """What a file takes and gives.
+    """The inputs and the output of an exported file.
 
     Attributes:
         inputs: names of the inputs.

@@ -87,7 +87,7 @@ def command(
     device: str,
     console: Console,
 ) -> None:
-    """What ``opteq predict`` does."""
+    """Run ``opteq predict``."""
     files = find_images(images)
     if explain is not None and len(files) > MOST_EXPLAINED:
         raise UserError(f"--explain takes at most {MOST_EXPLAINED} images; got {len(files)}")

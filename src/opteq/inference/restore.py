@@ -33,7 +33,7 @@ _LARGEST_BLUR = 20.0
 
 @dataclass(frozen=True)
 class Damage:
-    """What happened to the image.
+    """The degradation of the image.
 
     Attributes:
         sigma: standard deviation of the noise, of 255.
@@ -162,7 +162,7 @@ Window = tuple[slice, ...]
 
 
 def _tiles(height: int, width: int, tile: int, overlap: int) -> Iterator[tuple[Window, Window, Window]]:
-    """What a tile sees, which part of that counts, and where it goes."""
+    """The input window of a tile, the part of it that is used, and its position in the output."""
     for top in range(0, height, tile):
         for left in range(0, width, tile):
             place = (slice(top, min(top + tile, height)), slice(left, min(left + tile, width)))
@@ -221,7 +221,7 @@ def command(
     device: str,
     console: Console,
 ) -> None:
-    """What ``opteq restore`` does."""
+    """Run ``opteq restore``."""
     from rich.progress import Progress
 
     device = resolve_device(device)

@@ -1,4 +1,4 @@
-"""What a kernel is: the way in which GEQ compares its state with its input."""
+"""The base class of kernels, by which GEQ compares its state with its input."""
 
 from __future__ import annotations
 

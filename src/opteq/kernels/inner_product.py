@@ -1,4 +1,4 @@
-"""Kernels that look at the input through one number, its inner product with the state: linear, polynomial, sigmoid."""
+"""Kernels of the inner product of input and state: linear, polynomial, sigmoid."""
 
 from __future__ import annotations
 

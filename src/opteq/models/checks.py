@@ -1,4 +1,4 @@
-"""What a value of a model's option may be, said once: the test and the words of its error message."""
+"""Checks of a model's options: each is a test and the words of its error message."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def each_of(names: Iterable[str]) -> Check:
 
 
 def either(first: Check, *rest: Check) -> Check:
-    """What any of the checks lets through."""
+    """A value that passes any of the checks."""
     checks = (first, *rest)
 
     def convert(value: Any) -> Any:
@@ -124,7 +124,7 @@ def either(first: Check, *rest: Check) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """What ``check`` lets through, or None, which may be written ``"none"``: TOML has no word for it."""
+    """A value that passes ``check``, or None, which may be written ``"none"``: TOML has no null."""
     return either(check, Check("none", lambda value: value is None or value == "none", lambda _: None))
 
 

@@ -30,7 +30,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class DenoiserConfig:
-    """What a denoiser is made of.
+    """The configuration of a denoiser.
 
     Attributes:
         channels, kernel_size: of the :class:`~opteq.operators.ConvChain` of filters.
@@ -170,7 +170,7 @@ _CHECKS: dict[str, Check] = {
 
 
 def _read_config(folder: Path) -> DenoiserConfig:
-    """What ``config.json`` says, with every value checked."""
+    """The content of ``config.json``, with every value checked."""
     path = folder / CONFIG
     try:
         options = json.loads(path.read_bytes())["denoiser"]

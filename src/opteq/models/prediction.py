@@ -29,7 +29,7 @@ LEAST = 1e-6
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a classifier says about one image.
+    """A classifier's prediction for one image.
 
     Attributes:
         classes: the names of all classes.

@@ -1,4 +1,4 @@
-"""What a linear map is here: a product, its exact adjoint, and a norm that can be trusted."""
+"""Linear maps: a product, its exact adjoint, and a certified bound on its norm."""
 
 from __future__ import annotations
 

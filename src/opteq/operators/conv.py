@@ -51,7 +51,7 @@ class SeparableConvMap(LinearMap):
 
 
 class _Convolution(Operator):
-    """What both kinds share: their sizes, and the norm that they start with."""
+    """The base class of both convolutions: sizes, and the initial norm."""
 
     other_names = {"in_channels": "c", "out_channels": "m"}  # noqa: RUF012  # read by the metaclass
 

@@ -1,4 +1,4 @@
-"""What happens to images that are measured: blur, hidden pixels, a coarser grid."""
+"""Measurement operators for images: blur, missing pixels, downsampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a penalty is: a function f and its activation sigma = prox_f, as one object."""
+"""The base class of penalties: a function f and its activation sigma = prox_f, as one object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows of a classifier: the solve step by step, evidence, terms and certificate."""
+"""A classifier on the page: the solve step by step, evidence, terms and certificate."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ClassifierSession:
         self._terms = self._read_terms()
 
     def describe(self) -> dict[str, Any]:
-        """What the page needs to know before an image is given."""
+        """The data of the page before an image is given."""
         return {
             "kind": "classifier",
             "name": self.name,
@@ -131,7 +131,7 @@ class ClassifierSession:
         })  # fmt: skip
 
     def certify(self, image: ImageLike, tol: float | None = None, factors: Mapping[str, float] | None = None) -> Any:
-        """What holds at the equilibrium of an image, and how far the image is from another prediction.
+        """The certificate at the equilibrium of an image, and its distance from another prediction.
 
         See :func:`~opteq.analysis.local_certificate` and :class:`~opteq.analysis.CertifiedClassifier`.
         """

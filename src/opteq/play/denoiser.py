@@ -1,4 +1,4 @@
-"""What the page shows of a denoiser: the image before and after, and how its energy was minimised."""
+"""A denoiser on the page: the image before and after, and how its energy was minimised."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DenoiserSession:
         self._lock = Lock()
 
     def describe(self) -> dict[str, Any]:
-        """What the page needs to know before an image is given."""
+        """The data of the page before an image is given."""
         return {
             "kind": "denoiser",
             "name": self.name,

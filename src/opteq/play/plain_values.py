@@ -19,7 +19,7 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def certificate_of(problem: Problem) -> Any:
-    """What the weights of a problem alone prove, for every input."""
+    """The certificate of a problem from its weights, for every input."""
     try:
         certificate = problem.certificate()
     except (ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What a potential is: a function psi of one number, its derivative, and the exact range of its curvature."""
+"""The base class of potentials: a function psi of one number, its derivative, and the exact range of its curvature."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
         return None
 
     def certificate(self) -> Certificate:
-        """What is guaranteed, from the weights as they are now."""
+        """Guarantees computed from the current weights."""
         return unknown(f"{type(self).__name__} declares nothing to conclude this from")
 
     def _check_input(self, x: Any) -> None:
@@ -80,7 +80,7 @@ class WrittenProblem(Problem):
         return torch.zeros_like(blocks(x)[0])
 
     def features(self, y: State) -> State:
-        """What the network hands on."""
+        """The output of the layer."""
         return y
 
 

@@ -1,4 +1,4 @@
-"""What is guaranteed about an equilibrium, and which statement says so."""
+"""Guarantees about an equilibrium, with the statements that justify them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Certificate:
         return "\n".join([*lines, f"where {where}"] if where else lines)
 
     def symbols(self) -> dict[str, str]:
-        """What the symbols in the reasons mean."""
+        """The meanings of the symbols in the reasons."""
         return symbols_in(" ".join(self.reasons.values()))
 
 

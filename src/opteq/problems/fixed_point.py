@@ -1,4 +1,4 @@
-"""A layer of a user's own, ``z = f(z, x)``, with no objective behind it."""
+"""A user-written fixed-point layer, ``z = f(z, x)``, without an objective."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FixedPoint(Problem):
         return torch.zeros_like(blocks(x)[0]) if self.first is None else self.first(x)
 
     def features(self, z: State) -> State:
-        """What the layer hands on."""
+        """The output of the layer."""
         return z if self.read is None else self.read(z)
 
     def bind(self, x: State) -> BoundFixedPoint:

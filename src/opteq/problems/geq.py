@@ -1,4 +1,4 @@
-"""GEQ: the network whose state is to resemble its input, by a kernel."""
+"""GEQ: the state maximises a kernel's similarity to the input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A problem with its input bound: what a solver iterates, what a gradient differentiates, what a person reads."""
+"""A problem with its input bound: its step, its Jacobian, and its objective with terms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Product = Callable[[State], State]
 
 
 class Structure(Enum):
-    """What is known of ``I - J`` before a single product: it decides which linear solver is the right one."""
+    """The structure of ``I - J``, which decides which linear solver is used."""
 
     POSITIVE = "symmetric and positive definite after scaling: conjugate gradients"
     SYMMETRIC = "symmetric after scaling: MINRES"
@@ -100,7 +100,7 @@ class BoundMap(ABC):
     """A map with its input bound, whose fixed point is sought. Weights and input terms were computed once, already."""
 
     structure: Structure = Structure.GENERAL
-    """What is known of the Jacobian; see :class:`~opteq.problems.hidden.Structure`."""
+    """The structure of the Jacobian; see :class:`~opteq.problems.hidden.Structure`."""
 
     coupled: bool = False
     """Whether samples depend on each other, so that a batch is one system."""
@@ -146,7 +146,7 @@ class BoundMap(ABC):
         """One application of the map."""
 
     def features(self, y: State) -> State:
-        """What the network hands on: the state itself unless the problem says otherwise."""
+        """The output of the layer: the state itself by default."""
         return y
 
     def project(self, y: State) -> State:

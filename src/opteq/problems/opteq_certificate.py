@@ -1,4 +1,4 @@
-"""What is guaranteed of OptEq, with a smooth prior R on its features or without."""
+"""The certificate of OptEq, with or without a smooth prior R on its features."""
 
 from __future__ import annotations
 

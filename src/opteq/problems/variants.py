@@ -1,4 +1,4 @@
-"""Variants of OptEq: seen through an affine change of variable, or with a regulariser that has kinks."""
+"""Variants of OptEq: with an affine change of variable, or with a non-smooth regulariser."""
 
 from __future__ import annotations
 

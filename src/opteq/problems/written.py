@@ -30,7 +30,7 @@ class BoundModule:
         self.reused = InputOnly([*blocks(x), *module.parameters(), *module.buffers(), *_weights(self.maps.values())])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the user's function of this name gives; it reuses what was computed already."""
+        """Call the user's function of this name; operations on known tensors are reused."""
         with use_prepared(self.maps), self.reused:
             return getattr(self.module, name)(*arguments)
 

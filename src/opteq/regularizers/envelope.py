@@ -1,4 +1,4 @@
-"""What a proximal layer really minimises: the Moreau envelope of its regulariser."""
+"""The Moreau envelope of a regulariser, which is what a proximal layer minimises."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def headline(numbers: Sequence[tuple[str, str, str]]) -> Html:
 
 
 def objective(found: Sequence[tuple[str, Formula]]) -> Html:
-    """What the network minimises."""
+    """The objective that the network minimises."""
     lead = join(
         "The middle of this network is an equilibrium layer. For every image it finds a state ",
         tag("i", "y"),

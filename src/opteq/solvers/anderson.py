@@ -43,7 +43,7 @@ class Anderson(DampedSolver):
 
 
 def ridge(dtype: torch.dtype, eps: float) -> float:
-    """What is added to a Gram matrix of cosines: inner products carry ``dtype``'s rounding, differences the map's."""
+    """The ridge of a Gram matrix of cosines: inner products carry ``dtype``'s rounding, differences the map's."""
     return max(50 * torch.finfo(dtype).eps, 0.1 * eps)
 
 
@@ -164,7 +164,7 @@ class History:
 
     @property
     def newest(self) -> Tensor:
-        """What was written last, ``(R, N)``."""
+        """The newest column, ``(R, N)``."""
         return self._ring[:, self.slot]
 
     def push(self, vector: Tensor, scale: Tensor, rows: Tensor) -> None:

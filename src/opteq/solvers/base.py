@@ -1,4 +1,4 @@
-"""What every fixed-point solver is: a frozen set of options, and one entry, :meth:`Solver.solve`."""
+"""The base class of fixed-point solvers: frozen options, and one entry point, :meth:`Solver.solve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broyden's method with limited memory: a Newton step whose Jacobian is learned from the steps taken."""
+"""Broyden's method with limited memory: a Newton step whose inverse Jacobian is estimated from earlier steps."""
 
 from __future__ import annotations
 

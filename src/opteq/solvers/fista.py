@@ -1,4 +1,4 @@
-"""FISTA: accelerated proximal gradient steps with restarts and step lengths that correct themselves, per sample."""
+"""FISTA: accelerated proximal gradient steps with adaptive restarts and step lengths, per sample."""
 
 from __future__ import annotations
 

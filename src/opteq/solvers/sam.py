@@ -1,4 +1,4 @@
-"""SAM: among several equilibria, the one that a regulariser likes best."""
+"""SAM: among several equilibria, the one at which a regulariser is least."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opteq.states import map_state, row_norms
 
 
 class Prior(Protocol):
-    """What SAM needs of a regulariser R."""
+    """The interface of a regulariser R for SAM."""
 
     @property
     def couples_batch(self) -> bool:

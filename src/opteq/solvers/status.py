@@ -1,4 +1,4 @@
-"""How a solve ended, sample by sample, in words that say what to try."""
+"""The status of a solve, per sample, with a message that says what to try."""
 
 from __future__ import annotations
 

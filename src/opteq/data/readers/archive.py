@@ -1,4 +1,4 @@
-"""Members of a tar archive, read into memory: nothing is unpacked, and nothing in it can lead astray.
+"""Members of a tar archive, read into memory without unpacking to disk.
 
 What is checked: the checksum of the compression, which tar's own end would leave unread; that a wanted member is a
 plain file and no link; and that neither a member nor the whole is larger than any archive of images that is read

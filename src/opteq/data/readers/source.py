@@ -1,4 +1,4 @@
-"""What a reader returns: the files that identify a data set, and its images in chunks."""
+"""The result of a reader: the files that identify a data set, and its images in chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of the features of several branches."""
+"""Fusion of the features of several branches."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def scaled_weight(kernel: Tensor, gain: Tensor, height: int, width: int) -> Tens
 
 
 class Monotone(FixedPoint):
-    """What monDEQ of one tier and of several share.
+    """The base class of monDEQs of one tier and of several.
 
     Args:
         channels: of the state; one number, or one per tier.

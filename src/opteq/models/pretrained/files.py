@@ -72,7 +72,7 @@ def locate(source: str | Path) -> tuple[Path, Path]:
         otherwise = f"{',' if hub else ' and'} no weights of that name in the package ({names}){hub}"
         raise UserError(f"there is no folder {source}{_nearest(folder) or otherwise}")
     if folder.parent.is_dir():
-        # Who keeps models in runs/ and misspells one should not wait for the hub to say that it has no such owner.
+        # A misspelt folder below an existing one is no repository: the hub is not searched for it.
         raise UserError(
             f"there is no folder {source}, and the hub was not searched, since there is a folder {folder.parent} here"
             f"{_nearest(folder)}"

@@ -40,7 +40,7 @@ def download(repository: str, *names: str) -> tuple[Path, Path]:
     from huggingface_hub import hf_hub_download
 
     unreachable = _why_unreachable()
-    # What was fetched before can be had without the network.
+    # Files that were downloaded before need no network.
     fetch = partial(hf_hub_download, local_files_only=True) if unreachable else hf_hub_download
     try:
         config, weights = (Path(fetch(repository, name)) for name in names)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# What says nothing of what a model computes, or is compared otherwise.
+# Attributes that do not affect what a model computes, or are compared elsewhere.
 _ASIDE = {*vars(nn.Module()), "last", "observer", "on_failure", "config", "forward", "_monitor"}
 
 

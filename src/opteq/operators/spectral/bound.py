@@ -88,7 +88,7 @@ def scale_for(bound: float, weight: Tensor, *before: Tensor) -> Tensor:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """What rounding the bounded weight back to a 16-bit format may add to its norm, relatively."""
+    """The largest relative increase of the norm when the bounded weight is rounded to a 16-bit format."""
     return torch.finfo(dtype).eps / 2 if torch.finfo(dtype).bits < 32 else 0.0
 
 

@@ -144,7 +144,7 @@ class MOptEq(Problem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """What follows from the norms of the W, from lambda and from the number of channels."""
+        """Guarantees from the norms of the W, lambda and the number of channels."""
         return certify(self.penalty, self.coupling, self.branch_list(), self.channels())
 
 

@@ -1,4 +1,4 @@
-"""What is guaranteed of MOptEq."""
+"""The certificate of MOptEq."""
 
 from __future__ import annotations
 

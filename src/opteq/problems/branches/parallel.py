@@ -1,4 +1,4 @@
-"""Problems side by side: each sees the input at its own scale, and none sees the others."""
+"""Independent problems solved together, each with the input at its own scale."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BoundParallel(BoundMap):
     """Bound problems side by side. The state is a tuple with all tensors of all parts, in order."""
 
     fusion: Callable[[tuple[Tensor, ...]], Tensor] | None = None
-    """What is made of all features; None hands on the tuple."""
+    """Combines the features of all parts; None returns the tuple."""
 
     def __init__(self, parts: Sequence[BoundMap]) -> None:
         self.parts = list(parts)
@@ -97,7 +97,7 @@ class BoundParallel(BoundMap):
         return Linearisation(self._each(one.product for one in local), self._each(one.adjoint for one in local))
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
-        """What any part says about its own piece."""
+        """The diagnoses of the parts, combined."""
         found = codes
         for part, piece in self._pairs(y):
             diagnosed = part.diagnose(piece, codes)
@@ -224,7 +224,7 @@ class SeparableProblem(Problem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """What holds for all parts, since none depends on another."""
+        """Guarantees that hold for all parts, which are independent."""
         parts = self.parts()
         given = [part.certificate() for part, _ in parts]
 

@@ -1,4 +1,4 @@
-"""The input perturbations that MOptEq hands from branch to branch while it is trained."""
+"""The input perturbations that MOptEq passes from branch to branch in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POptEq: OptEq in parallel branches, and what is made of their features."""
+"""POptEq: OptEq in parallel branches, with optional fusion of their features."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class POptEq(SeparableProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """What holds for all branches; repeating pixels ``r`` times in height and width has norm r."""
+        """Guarantees that hold for all branches; repeating pixels ``r`` times in height and width has norm r."""
         found = super().certificate()
         if self.fuse == "none" or found.lipschitz is None:
             return found

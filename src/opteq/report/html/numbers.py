@@ -140,7 +140,7 @@ def with_symbols(reason: str) -> str:
 
 
 def explain_symbols(meanings: Mapping[str, str]) -> str:
-    """What symbols mean, in one sentence.
+    """The meanings of symbols, in one sentence.
 
     >>> explain_symbols({"L": "the largest slope of the activation", "mu": "the number that divides the coupling"})
     'L is the largest slope of the activation; μ is the number that divides the coupling'

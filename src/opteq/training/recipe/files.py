@@ -27,7 +27,7 @@ _FOLDER = Path(str(resources.files("opteq"))) / "recipes"
 
 
 AnyRecipe = Recipe | DenoisingRecipe
-"""What a recipe file may hold."""
+"""Recipes that a file may contain."""
 
 
 def recipes(denoising: bool = False) -> list[str]:

@@ -12,7 +12,7 @@ FILE = "robustness.json"
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What earlier evaluations found: ``corruptions`` and ``curves``, each where it was measured; empty for none."""
+    """The record of earlier evaluations: ``corruptions`` and ``curves``, each if it was measured."""
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def _curves(found: dict[str, Any]) -> str:
 
 
 def describe_certified(certified: dict[str, Any]) -> str:
-    """What a certified accuracy means, or why there is none."""
+    """An explanation of the certified accuracy, or of why there is none."""
     if "reason" in certified:
         return f"There is none: {certified['reason']}."
     where = {
