@@ -137,8 +137,8 @@ def copy_if_shared(state: State, other: State) -> State:
     """The same state, copied where it lies in the memory of ``other``."""
     if torch._C._are_functorch_transforms_active():  # which give out no memory
         return state
-    taken = {part.untyped_storage().data_ptr() for part in blocks(other)}
-    return map_state(lambda part: part.clone() if part.untyped_storage().data_ptr() in taken else part, state)
+    storages = {part.untyped_storage().data_ptr() for part in blocks(other)}
+    return map_state(lambda part: part.clone() if part.untyped_storage().data_ptr() in storages else part, state)
 
 
 def zeros_per_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -96,9 +96,9 @@ class APGD(metaclass=NamedOptions):
                 # The first step has no step before it.
                 weight = 1 - MOMENTUM if step > 1 else 1.0
                 x, before = (x + weight * (ascent - x) + (1 - weight) * (x - before)).clamp(least, most), x
-                found = self._evaluate_at(model, x, labels)
-                rises += (found.loss > now.loss).to(rises)
-                now = found
+                point = self._evaluate_at(model, x, labels)
+                rises += (point.loss > now.loss).to(rises)
+                now = point
                 best = _where(now.rank() > best.rank(), now, best)
                 top = _where(now.loss > top.loss, now, top)
                 if step in checks:
@@ -143,12 +143,12 @@ def checkpoints(steps: int) -> set[int]:
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]
     """
-    found, share, stretch = set(), 0.0, 0.22
+    checked_steps, share, stretch = set(), 0.0, 0.22
     while share + stretch <= 1:
         share += stretch
-        found.add(math.ceil(steps * share - 1e-9))
+        checked_steps.add(math.ceil(steps * share - 1e-9))
         stretch = max(stretch - 0.03, 0.06)
-    return found
+    return checked_steps
 
 
 def dlr(logits: Tensor, labels: Tensor) -> Tensor:

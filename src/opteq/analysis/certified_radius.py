@@ -157,8 +157,8 @@ def lipschitz_bound(module: nn.Module) -> float:
     if isinstance(module, ResidualBlock) and isinstance(module.weights, nn.Identity):
         return lipschitz_bound(module.past) + lipschitz_bound(module.first) * lipschitz_bound(module.second)
     if isinstance(module, InvertedBlock) and isinstance(module.weights, nn.Identity):
-        made = math.prod(lipschitz_bound(part) for part in (module.spread, module.widen, module.narrow))
-        return lipschitz_bound(module.past) + made
+        bound = math.prod(lipschitz_bound(part) for part in (module.spread, module.widen, module.narrow))
+        return lipschitz_bound(module.past) + bound
     if isinstance(module, nn.Sequential):
         return math.prod(lipschitz_bound(part) for part in _fold_batch_norms(list(module)))
     if isinstance(module, nn.BatchNorm2d):

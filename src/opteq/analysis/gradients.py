@@ -163,11 +163,11 @@ def _kept_bytes(layer: Equilibrium, x: State, loss: Loss, rewind: Callable[[], N
     """Bytes allocated by the forward pass that are alive before the backward pass."""
     rewind()
     x = map_state(_leaf, x)
-    made = _Storages([*blocks(x), *layer.parameters(), *layer.buffers()])
-    with made, torch.enable_grad():
+    storages = _Storages([*blocks(x), *layer.parameters(), *layer.buffers()])
+    with storages, torch.enable_grad():
         value = loss(layer(x))
     gc.collect()
-    kept = made.alive()
+    kept = storages.alive()
     del value  # until here it held on to its graph
     return kept
 
@@ -189,9 +189,9 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                seen = _storage_reference(tensor)
-                if seen.cdata not in self.known:
-                    self.made[seen.cdata] = (seen, tensor.untyped_storage().nbytes())
+                reference = _storage_reference(tensor)
+                if reference.cdata not in self.known:
+                    self.made[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
         return result
 
     def alive(self) -> int:

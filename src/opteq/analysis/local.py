@@ -59,10 +59,10 @@ def strict_minima(hidden: BoundMap, state: State, steps: int = 60, failure: floa
         steps: of Lanczos.
         failure: probability that a bound fails for a sample.
     """
-    found = curvature_at_solution(hidden, state, steps, failure)
-    if found is None or not isinstance(hidden, Hidden) or hidden.coupled:
+    extremes = curvature_at_solution(hidden, state, steps, failure)
+    if extremes is None or not isinstance(hidden, Hidden) or hidden.coupled:
         return None
-    lower, upper = 1 - found.upper, 1 - found.lower  # found is about I - S
+    lower, upper = 1 - extremes.upper, 1 - extremes.lower  # the extremes are those of I - S
     rounding = 100 * torch.finfo(Layout.of(state).dtype).eps * torch.maximum(lower.abs(), upper.abs())
     lower, upper = lower - rounding, upper + rounding
     apart = hidden.distance_to_kink(map_state(Tensor.detach, state))
@@ -98,11 +98,11 @@ def local_certificate(
         if hidden.jumps:
             raise ValueError("a local certificate needs a smooth g; give diversity a smoothing above 0")
         state = map_state(Tensor.detach, layer.solve(x, start).state)
-        found = strict_minima(hidden, state, steps, failure / 4)
-        if found is None or not isinstance(hidden, Hidden):
+        minima = strict_minima(hidden, state, steps, failure / 4)
+        if minima is None or not isinstance(hidden, Hidden):
             why = "its samples depend on each other" if hidden.coupled else "its Jacobian has no symmetric form"
             raise ValueError(f"a local certificate needs an objective and independent samples; here {why}")
-        strict, lower, upper = found
+        strict, lower, upper = minima
         local = hidden.linearise(state)
         assert isinstance(local, SymmetricLinearisation)
         gap = torch.where(strict, 1 - upper, torch.nan)
@@ -158,8 +158,8 @@ def _norm(square: Map, shaped: State, steps: int, failure: float) -> Tensor:
     """The norm of an operator from above, ``(B,)``, given ``v -> A'A v``."""
     layout = Layout.of(shaped)
     rows = layout.pack(shaped)
-    found = extreme_eigenvalues(lambda v: layout.pack(square(layout.unpack(v))), rows, steps, failure)
+    extremes = extreme_eigenvalues(lambda v: layout.pack(square(layout.unpack(v))), rows, steps, failure)
     # All eigenvalues are at least 0: no shift is needed, and the bound is on the largest one alone.
     share = missing_share(rows.shape[1], max(1, min(steps, rows.shape[1])), failure)
-    largest = found.largest.clamp_min(0) / (1 - share) if share < 1 else torch.full_like(found.largest, torch.inf)
+    largest = extremes.largest.clamp_min(0) / (1 - share) if share < 1 else torch.full_like(extremes.largest, torch.inf)
     return (largest * (1 + 100 * torch.finfo(rows.dtype).eps)).sqrt()

@@ -93,8 +93,8 @@ class RescaledHidden(Hidden):
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The scaled objective, term by term."""
-        found = super().terms(y)
-        return {**found, "quadratic": self.factors.get("quadratic", 1.0) * found["quadratic"]}
+        terms = super().terms(y)
+        return {**terms, "quadratic": self.factors.get("quadratic", 1.0) * terms["quadratic"]}
 
 
 def scalable_terms(hidden: BoundMap) -> list[str]:
@@ -143,20 +143,20 @@ def counterfactuals(
     Layers whose problem is no sum of terms are left out. The model runs in evaluation mode and is left as it was. After
     ``seconds`` no further term is begun.
     """
-    found: list[Counterfactual] = []
+    results: list[Counterfactual] = []
     deadline = time.monotonic() + seconds
     with evaluation_mode(model):
         layers = {name: (layer, given) for name, layer, given in equilibrium_inputs(model, x)}
         for name, (layer, given) in layers.items():
             for term in scalable_terms(layer.problem(given)):
                 if time.monotonic() >= deadline:
-                    return found
+                    return results
                 for factor in factors:
                     with rescaled_terms(layer, {term: factor}):
                         logits = model(x)
                         assert layer.last is not None
-                        found.append(Counterfactual(name, term, factor, logits, layer.last[0].converged))
-    return found
+                        results.append(Counterfactual(name, term, factor, logits, layer.last[0].converged))
+    return results
 
 
 @contextmanager

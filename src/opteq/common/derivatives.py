@@ -20,14 +20,14 @@ def gradient(function: Callable[[Any], Any], at: Any, has_aux: bool = False) -> 
 
 def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The value of a function of a state, and ``v -> J' v`` for its Jacobian J there."""
-    found: Any
+    result: Any
     if torch.compiler.is_compiling():
-        found = torch.func.vjp(function, at)
+        result = torch.func.vjp(function, at)
     else:
         with without_saved_tensor_hooks():
-            found = torch.func.vjp(function, at)
-    vjp = found[1]
-    return found[0], lambda v: vjp(v)[0]
+            result = torch.func.vjp(function, at)
+    vjp = result[1]
+    return result[0], lambda v: vjp(v)[0]
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class ChannelStatistics:
 
 def channel_statistics(pieces: Iterable[Pixels], channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel over all images in ``pieces``."""
-    found = ChannelStatistics(channels)
+    statistics = ChannelStatistics(channels)
     for piece in pieces:
-        found.add(piece)
-    return found.statistics()
+        statistics.add(piece)
+    return statistics.statistics()

@@ -119,10 +119,10 @@ def _find(name: str, root: Path | None, image_size: int | None, test_only: bool)
         return find_superclasses(root, image_size, test_only)
     if name == "cityscapes":
         return find_cityscapes(root, image_size)
-    found = _ARRAYS[name](root)
+    dataset = _ARRAYS[name](root)
     if image_size is None:
-        return found
-    return replace(found, read=partial(_resized_source, found.read, image_size))
+        return dataset
+    return replace(dataset, read=partial(_resized_source, dataset.read, image_size))
 
 
 def _resized_digits(size: int | None) -> Dataset:

@@ -132,7 +132,7 @@ def stream_dataset(name: str, splits: tuple[Listing, ...], image_size: int | Non
         workers = min(MOST_WORKERS, os.cpu_count() or 1)
     train = splits[0]
     decoder = Decoder.like(train.files, 0, image_size)
-    made = [
+    streamed = [
         Split(StreamedImages(listing.files, decoder, workers), torch.from_numpy(listing.labels)) for listing in splits
     ]
     statistics = ChannelStatistics(decoder.shape[0])
@@ -140,5 +140,5 @@ def stream_dataset(name: str, splits: tuple[Listing, ...], image_size: int | Non
     for piece in in_pieces(sample, decoder.shape, lambda row: decoder(train.files, row), os.cpu_count() or 1):
         statistics.add(piece)
     mean, std = statistics.statistics()
-    unseen = made[2] if len(made) > 2 else None
-    return Dataset(name, train.classes, made[0], made[1], mean, std, unseen)
+    unseen = streamed[2] if len(streamed) > 2 else None
+    return Dataset(name, train.classes, streamed[0], streamed[1], mean, std, unseen)

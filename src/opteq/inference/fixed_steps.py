@@ -94,11 +94,11 @@ class Exportable(nn.Module):
             layer.measure = True
         try:
             self(pixels)
-            found = [layer.residual for layer in self.layers if layer.residual is not None]
+            residuals = [layer.residual for layer in self.layers if layer.residual is not None]
         finally:
             for layer in self.layers:
                 layer.measure, layer.residual = False, None
-        return torch.stack(found).amax(dim=0) if found else pixels.new_zeros(len(pixels))
+        return torch.stack(residuals).amax(dim=0) if residuals else pixels.new_zeros(len(pixels))
 
 
 class ExportableDenoiser(nn.Module):
@@ -173,13 +173,13 @@ def enough_steps(model: Classifier, pixels: Tensor, most: int = 500) -> int:
 
 
 def _replace_equilibria(model: nn.Module, steps: int) -> list[FixedSteps]:
-    made = []
+    layers = []
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, Equilibrium):
-                made.append(FixedSteps(child.problem, steps))
-                setattr(parent, name, made[-1])
-    return made
+                layers.append(FixedSteps(child.problem, steps))
+                setattr(parent, name, layers[-1])
+    return layers
 
 
 def _freeze(operator: Operator) -> None:

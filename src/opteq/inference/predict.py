@@ -39,7 +39,7 @@ def load(run: Path, device: str = "auto") -> Classifier:
 
 def find_images(paths: Sequence[Path]) -> list[Path]:
     """The files among ``paths`` and those in the folders among them, folder by folder in the order of their names."""
-    return [found for path in paths for found in _images_of(path)]
+    return [image for path in paths for image in _images_of(path)]
 
 
 def _images_of(path: Path) -> list[Path]:
@@ -48,12 +48,12 @@ def _images_of(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"there is no image or folder {path}")
-    found = sorted(
+    images = sorted(
         one for one in path.rglob("*") if visible(one.name) and one.suffix.lower() in ENDINGS and one.is_file()
     )
-    if not found:
+    if not images:
         raise UserError(f"{path} holds no images ({', '.join(ending[1:] for ending in ENDINGS)})")
-    return found
+    return images
 
 
 def predict_files(model: Classifier, files: Sequence[Path]) -> Iterator[tuple[Path, Prediction]]:
@@ -94,14 +94,14 @@ def command(
     if explain is not None and not explain.parent.is_dir():
         raise UserError(f"--explain {explain}: there is no folder {explain.parent}")
     model = load(run, device)
-    found = list(predict_files(model, files))
+    predictions = list(predict_files(model, files))
     if explain is not None:
         from opteq.report.explanation import write_explanation
 
         write_explanation(model, list(files), [file.name for file in files], explain, run.resolve().name)
     if as_json:
         # One object for one file, a list for anything else: what comes out depends on what was asked for alone.
-        objects = [as_dict(file, prediction, top) for file, prediction in found]
+        objects = [as_dict(file, prediction, top) for file, prediction in predictions]
         single = len(images) == 1 and images[0].is_file()
         print(json.dumps(objects[0] if single else objects, indent=2, ensure_ascii=False))
         return
@@ -110,7 +110,7 @@ def command(
 
     table = Table("image", "class", "probability", "other classes")
     table.columns[2].justify = "right"
-    for file, prediction in found:
+    for file, prediction in predictions:
         (label, share), *others = prediction.top(top)
         doubt = "" if prediction.converged else f" (not converged, residual {prediction.residual:.0e})"
         rest = ", ".join(f"{name} {p:.1%}" for name, p in others)

@@ -115,9 +115,9 @@ def restore(
     tiles = list(_tiles(height, width, tile, overlap))
     converged, worst, most = 0.0, 0.0, 0
     for done, (outer, inner, place) in enumerate(tiles):
-        seen = tuple(slice(part.start // factor, part.stop // factor) for part in outer)
+        window = tuple(slice(part.start // factor, part.stop // factor) for part in outer)
         mask = None if damage.mask is None else damage.mask[outer]
-        solved, report = _solve_tile(image[:, seen[0], seen[1]][:, None], mask, model, damage, strength, tol)
+        solved, report = _solve_tile(image[:, window[0], window[1]][:, None], mask, model, damage, strength, tol)
         answer[:, place[0], place[1]] = solved[:, 0, inner[0], inner[1]]
         converged += float(report.converged.float().mean())
         worst, most = max(worst, float(report.residual.max())), max(most, int(report.steps.max()))
@@ -226,8 +226,8 @@ def command(
 
     device = resolve_device(device)
     _check_writable(out)
-    seen = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
-    damage = Damage(sigma, blur, seen, scale)
+    pixels = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
+    damage = Damage(sigma, blur, pixels, scale)
     if not 0 < strength < math.inf:
         raise UserError(f"--strength should be positive and finite; got {strength:g}")
     if not 0 < tol < 1:
@@ -245,8 +245,8 @@ def command(
         )
     write_image(result.image, out)
     size = f"{result.image.shape[2]} x {result.image.shape[1]}"
-    told = f"{out}: {size} pixels, {result.steps} steps at most, worst residual {result.residual:.1e}"
+    message = f"{out}: {size} pixels, {result.steps} steps at most, worst residual {result.residual:.1e}"
     if result.minimised == 1:
-        console.print(f"{told}; the energy was minimised to {tol:.0e}")
+        console.print(f"{message}; the energy was minimised to {tol:.0e}")
     else:
-        console.print(f"{told}; the energy was NOT minimised in {1 - result.minimised:.0%} of the parts: see --tol")
+        console.print(f"{message}; the energy was NOT minimised in {1 - result.minimised:.0%} of the parts: see --tol")

@@ -138,8 +138,8 @@ class Preprocessing:
             )
         if self.size is not None:
             opened = resize_and_crop(opened, *self.size)
-        made = np.array(opened.convert("L" if self.channels == 1 else "RGB"))
-        return torch.from_numpy(made[None] if made.ndim == 2 else made.transpose(2, 0, 1).copy())
+        array = np.array(opened.convert("L" if self.channels == 1 else "RGB"))
+        return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """The model's input for uint8 pixels ``(..., channels, h, w)``."""

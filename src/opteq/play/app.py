@@ -115,20 +115,20 @@ def _post_handler(answer: Callable[..., Any], queued: bool = False) -> Any:
 
     async def handle(request: Request) -> Response:
         try:
-            asked = await _read(request)
-            image = _decode(asked.pop("image", None))
-            unknown = sorted(set(asked) - set(known))
+            parameters = await _read(request)
+            image = _decode(parameters.pop("image", None))
+            unknown = sorted(set(parameters) - set(known))
             if unknown:
                 raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
             async with turn:
                 if queued and await request.is_disconnected():
                     return _error_response("the question was given up", 499)
-                found = await run_in_threadpool(answer, image, **asked)
+                reply = await run_in_threadpool(answer, image, **parameters)
         except _TooLargeError as error:
             return _error_response(str(error), 413)
         except ValueError as error:
             return _error_response(str(error), 400)
-        return JSONResponse(found, headers=_HEADERS)
+        return JSONResponse(reply, headers=_HEADERS)
 
     return handle
 
@@ -146,12 +146,12 @@ async def _read(request: Request) -> dict[str, Any]:
         if len(content) > LARGEST_REQUEST:
             raise _TooLargeError(f"the request should have at most {LARGEST_REQUEST // 2**20} MB")
     try:
-        asked = json.loads(content)
+        parameters = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError("the request is not valid JSON") from error
-    if not isinstance(asked, dict):
+    if not isinstance(parameters, dict):
         raise UserError("the request should be a JSON object")
-    return asked
+    return parameters
 
 
 def _decode(image: Any) -> Image:

@@ -91,9 +91,9 @@ class ClassifierSession:
         pixels = self.preprocessing.pixels(image)
         x = self._input(pixels)
         with self._lock, _temporary_settings(self.layer, tol, factors):
-            found = class_evidence(self.model, x)
-            if rival is not None and rival != int(found.target[0]):
-                found = class_evidence(self.model, x, rival=torch.tensor([rival]))
+            evidence = class_evidence(self.model, x)
+            if rival is not None and rival != int(evidence.target[0]):
+                evidence = class_evidence(self.model, x, rival=torch.tensor([rival]))
             with torch.no_grad():
                 logits = self.model(x)[0]
                 report = None if self.layer is None or self.layer.last is None else self.layer.last[0]
@@ -101,7 +101,7 @@ class ClassifierSession:
         if not bool(logits.isfinite().all()):
             raise UserError("the model's logits are not finite, so it names no class; look at its weights")
         channels = sorted(
-            ((f"{b}.{c}" if len(found.features) > 1 else str(c), share) for b, one in enumerate(found.channels())
+            ((f"{b}.{c}" if len(evidence.features) > 1 else str(c), share) for b, one in enumerate(evidence.channels())
              for c, share in enumerate(one[0].tolist())),
             key=lambda pair: -abs(pair[1]),
         )  # fmt: skip
@@ -109,15 +109,15 @@ class ClassifierSession:
             "image": image_data_url(pixels),
             "logits": logits.tolist(),
             "probabilities": logits.softmax(0).tolist(),
-            "predicted": int(found.target[0]),
+            "predicted": int(evidence.target[0]),
             "evidence": {
-                "rival": int(found.rival[0]),
-                "difference": float(found.difference[0]),
+                "rival": int(evidence.rival[0]),
+                "difference": float(evidence.difference[0]),
                 "channels": channels[:8],
                 "others": sum(share for _, share in channels[8:]),
-                "bias": float(found.bias[0]),
-                "pixels": signed_map(found.pixels[0].sum(dim=0)),
-                "exact": found.affine,
+                "bias": float(evidence.bias[0]),
+                "pixels": signed_map(evidence.pixels[0].sum(dim=0)),
+                "exact": evidence.affine,
             },
             "solve": None if report is None else {
                 "method": report.method,
@@ -144,20 +144,20 @@ class ClassifierSession:
             with torch.no_grad():
                 given = self._certified.stem(self._input(pixels))
             try:
-                found = local_certificate(layer, given, CERTIFIED_STEPS)
+                certificate = local_certificate(layer, given, CERTIFIED_STEPS)
             except ValueError as error:
                 return {"error": str(error)}
             assert layer.last is not None
             norm = inner(given, given).sqrt()
             return replace_non_finite({
                 "converged": bool(layer.last[0].converged[0]),
-                "strict_minimum": bool(found.strict_minimum[0]),
-                "contraction": float(found.contraction[0]),
-                "lipschitz": float(found.lipschitz[0]),
-                "radius": None if found.radius is None else float(found.radius[0]),
+                "strict_minimum": bool(certificate.strict_minimum[0]),
+                "contraction": float(certificate.contraction[0]),
+                "lipschitz": float(certificate.lipschitz[0]),
+                "radius": None if certificate.radius is None else float(certificate.radius[0]),
                 "norm": float(norm[0]),
-                "probability": found.probability,
-                **self._distances(pixels, found),
+                "probability": certificate.probability,
+                **self._distances(pixels, certificate),
             })  # fmt: skip
 
     def _distances(self, pixels: Tensor, local: LocalCertificate) -> dict[str, Any]:

@@ -68,13 +68,13 @@ def for_finite_weights(certify: Callable[[M], Certificate]) -> Callable[[M], Cer
                 return unknown(f"{name} has entries that are not finite")
         overflow = "the weights are so large that bounds of what they do overflow"
         try:
-            found = certify(problem)
+            result = certify(problem)
         except OverflowError:
             return unknown(overflow)
         for name in ("contraction", "lipschitz"):
-            if not math.isfinite(getattr(found, name) or 0.0):
-                found = replace(found, **{name: None}, reasons={**found.reasons, name: overflow})
-        return found
+            if not math.isfinite(getattr(result, name) or 0.0):
+                result = replace(result, **{name: None}, reasons={**result.reasons, name: overflow})
+        return result
 
     return certificate
 

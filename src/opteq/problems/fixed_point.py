@@ -84,5 +84,5 @@ class BoundFixedPoint(BoundMap):
         return image
 
     def features(self, y: State) -> State:
-        found: State = self.bound.call("features", y)
-        return found
+        features: State = self.bound.call("features", y)
+        return features

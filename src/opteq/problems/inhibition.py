@@ -189,8 +189,8 @@ class BoundInhibition(BoundObjective):
         other = None if self.rest is None else self.rest.curvature_at(y)
 
         def product(v: State) -> State:
-            found = map_state(lambda part, back: torch.add(back, part, alpha=self.m), v, self.A(self.A.adjoint(v)))
-            return found if other is None else map_state(torch.sub, found, other(v))
+            image = map_state(lambda part, back: torch.add(back, part, alpha=self.m), v, self.A(self.A.adjoint(v)))
+            return image if other is None else map_state(torch.sub, image, other(v))
 
         return product
 
@@ -200,10 +200,10 @@ class BoundInhibition(BoundObjective):
         return map_state(torch.sub, pushed, self.A(self.A.adjoint(y)))
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
-        seen = self.A.adjoint(y)
+        image = self.A.adjoint(y)
         terms = {
             "quadratic": self.m / 2 * inner(y, y),
-            "inhibition": sum_over_sample(seen.to(working_dtype(seen.dtype)).square()) / 2,
+            "inhibition": sum_over_sample(image.to(working_dtype(image.dtype)).square()) / 2,
         }
         return terms | ({"input": -inner(self.injections, y)} if self.rest is None else self.rest.smooth_terms(y))
 

@@ -120,8 +120,8 @@ class BoundObjective(Hidden):
         return self._start
 
     def features(self, y: State) -> State:
-        found: State = self.bound.call("features", y)
-        return found
+        features: State = self.bound.call("features", y)
+        return features
 
     def value(self, y: State) -> Tensor:
         """F(y), one number per sample."""
@@ -144,11 +144,11 @@ class BoundObjective(Hidden):
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The user's terms, and the penalty where there is one; one value per sample each."""
-        found = dict(self._smooth_parts(y))
+        terms = dict(self._smooth_parts(y))
         if self.penalised:
-            name = "penalty" if "penalty" not in found else "penalty (non-smooth)"
-            found[name] = self._penalty_of(y)
-        return found
+            name = "penalty" if "penalty" not in terms else "penalty (non-smooth)"
+            terms[name] = self._penalty_of(y)
+        return terms
 
     def smooth(self, y: State) -> Tensor:
         """``t F - 1/2 |y|^2``."""
@@ -187,8 +187,8 @@ class BoundObjective(Hidden):
         return self._prox(self._forward_step(y, slope)), merit
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
-        found = self.bound.call("terms", y, self.bound.x)
-        return check_terms(found, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
+        terms = self.bound.call("terms", y, self.bound.x)
+        return check_terms(terms, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
 
     def _prox(self, u: State) -> State:
         return map_state(self.penalty.prox, u) if self.penalised else u
@@ -207,10 +207,10 @@ class BoundObjective(Hidden):
         def product(rows: Tensor) -> Tensor:
             return layout.pack(hessian(layout.unpack(rows)))
 
-        found = largest_magnitude(product, layout.pack(start))
+        curvature = largest_magnitude(product, layout.pack(start))
         # Where the start knows nothing (a Hessian of zeros, or of NaN), any length is as good as another.
-        usable = torch.isfinite(found) & (found > torch.finfo(layout.dtype).tiny ** 0.5)
-        return torch.where(usable, found, 1.0).to(layout.dtype)
+        usable = torch.isfinite(curvature) & (curvature > torch.finfo(layout.dtype).tiny ** 0.5)
+        return torch.where(usable, curvature, 1.0).to(layout.dtype)
 
     def _declared(self, curvature: Any) -> Tensor:
         first = blocks(self._start)[0]

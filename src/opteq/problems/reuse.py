@@ -37,8 +37,8 @@ class InputOnly(TorchFunctionMode):
         key = self._key(func, args, kwargs)
         if key is None:
             substitute = engine.substitute(func)
-            found = None if substitute is None else substitute(*args, **kwargs)
-            return func(*args, **kwargs) if found is None else found
+            replacement = None if substitute is None else substitute(*args, **kwargs)
+            return func(*args, **kwargs) if replacement is None else replacement
         if key in self._found:
             return self._found[key]
         result = func(*args, **kwargs)

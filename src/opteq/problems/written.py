@@ -70,16 +70,16 @@ class WrittenHidden(Hidden):
         return check_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
 
     def features(self, y: State) -> State:
-        found: State = self.bound.call("features", y)
-        return found
+        features: State = self.bound.call("features", y)
+        return features
 
 
-def check_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
+def check_terms(terms: Any, batch: int, who: str) -> dict[str, Tensor]:
     """The terms of an objective if they are what they should be: names, and one value per sample each."""
-    if not isinstance(found, dict) or not found:
-        got = "an empty dict" if found == {} else type(found).__name__
+    if not isinstance(terms, dict) or not terms:
+        got = "an empty dict" if terms == {} else type(terms).__name__
         raise TypeError(f"{who} should return a dict from names to tensors, one value per sample each; got {got}")
-    for name, values in found.items():
+    for name, values in terms.items():
         if not isinstance(values, Tensor) or values.shape != (batch,):
             got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             which = "it" if name == "smooth" else f"{name!r}"
@@ -87,4 +87,4 @@ def check_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
                 f"{who}: {which} should be one value per sample, shape ({batch},); got {got}. "
                 "Sum over every dimension but the first"
             )
-    return found
+    return terms

@@ -59,13 +59,13 @@ def _energy(model: Denoiser) -> Html:
 
 def _tests(folder: Path) -> Html | None:
     try:
-        found: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())["sets"]
+        sets: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())["sets"]
     except (OSError, ValueError, KeyError):
         return _section("Tests", tag("p", "Not evaluated yet: `opteq evaluate RUN` writes PSNR and SSIM here."))
     head = ("images", "sigma", "noisy, dB", "PSNR, dB", "SSIM", "minimised")
     rows = [
         (name, sigma, f"{one['noisy_psnr']:.2f}", f"{one['psnr']:.2f}", f"{one['ssim']:.4f}", f"{one['converged']:.0%}")
-        for name, levels in found.items()
+        for name, levels in sets.items()
         for sigma, one in levels.items()
     ]
     body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]

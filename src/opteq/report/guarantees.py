@@ -88,8 +88,8 @@ def _reason(words: str, unknown: bool) -> Html:
         return tag("p", with_symbols(words))
     parts = list(zip(rest[::2], rest[1::2], strict=True))
     if len({reason for _, reason in parts}) == 1:
-        told = f"Each of the {len(parts)} parts: {with_symbols(parts[0][1])}"
-        return tag("p", told if unknown else f"{with_symbols(head)} {told}")
+        text = f"Each of the {len(parts)} parts: {with_symbols(parts[0][1])}"
+        return tag("p", text if unknown else f"{with_symbols(head)} {text}")
     first = tag("p", f"The first of {len(parts)} parts: {with_symbols(parts[0][1])}" if unknown else with_symbols(head))
     listed = tag("ol", *(tag("li", with_symbols(reason)) for _, reason in parts), start="0")
     return join(first, tag("details", tag("summary", f"All {len(parts)} parts"), listed))

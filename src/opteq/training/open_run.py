@@ -53,7 +53,7 @@ class LoadedRun:
 
     def batches(self, split: Split) -> Batches:
         """Batches of a split, normalised by mean and std of training: images under another root may have others."""
-        made = Batches(
+        batches = Batches(
             split,
             self.extra.get("mean", self.dataset.mean),
             self.extra.get("std", self.dataset.std),
@@ -64,8 +64,8 @@ class LoadedRun:
             empty_shares=True,
             num_classes=len(self.dataset.classes),
         )
-        check_input_size(self.model, made)
-        return made
+        check_input_size(self.model, batches)
+        return batches
 
     def counts(self, split: Split, attack: Attack | None = None, change: Change | None = None) -> Metrics:
         """Metrics of one split over all processes, its images changed or attacked, or as they are."""
@@ -127,10 +127,10 @@ def open_run(
     return LoadedRun(folder.path, prepared, recipe, dataset, accelerator, settings, extra)
 
 
-def _check_classes(found: Sequence[str], trained_on: Sequence[str]) -> None:
-    if list(found) != list(trained_on):
+def _check_classes(classes: Sequence[str], trained_on: Sequence[str]) -> None:
+    if list(classes) != list(trained_on):
         raise UserError(
-            f"the images have the classes {', '.join(found)}, but the model was trained on "
+            f"the images have the classes {', '.join(classes)}, but the model was trained on "
             f"{', '.join(trained_on)}; give the right ones with --root"
         )
 

@@ -111,8 +111,8 @@ def find_cifar(name: str, root: Path | None) -> FoundDataset:
                 if present and folder.name == version.folder:
                     missing = next(file for file in version.files if file not in present)
                     raise UserError(f"{folder / missing}: missing, although others are there; {_remedy(name)}")
-    looked = ", ".join(map(str, places))
-    raise UserError(f"{looked}: no archive and no unpacked folder of {name} there; {_remedy(name)}")
+    searched = ", ".join(map(str, places))
+    raise UserError(f"{searched}: no archive and no unpacked folder of {name} there; {_remedy(name)}")
 
 
 def _read_folder(name: str, version: Version, folder: Path) -> Source:

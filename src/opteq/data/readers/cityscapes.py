@@ -47,8 +47,8 @@ def find_cityscapes(root: Path | None, image_size: int | None) -> FoundDataset:
     places = data_folders("cityscapes") if root is None else [root]
     place = next((place for place in places if (place / "leftImg8bit").is_dir()), None)
     if place is None:
-        looked = ", ".join(str(place) for place in places)
-        raise UserError(f"{looked}: no folder leftImg8bit there (give another root by data.root); {LAYOUT}")
+        searched = ", ".join(str(place) for place in places)
+        raise UserError(f"{searched}: no folder leftImg8bit there (give another root by data.root); {LAYOUT}")
     train, val = (_list(place, split) for split in ("train", "val"))
     files = tuple(name for pair in (*train, *val) for name in (pair.image, pair.labels))
     return FoundDataset(place, files, partial(_read, place, train, val, image_size))
@@ -82,8 +82,8 @@ def _read(root: Path, train: list[_Pair], val: list[_Pair], image_size: int | No
 
     def checked(pixels: Pixels, path: Path) -> Pixels:
         if pixels.shape[-2:] != (height, width):
-            found = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
-            raise UserError(f"{path} is {found} pixels but {first} is {width}x{height}; fetch the archives again")
+            size = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
+            raise UserError(f"{path} is {size} pixels but {first} is {width}x{height}; fetch the archives again")
         return pixels
 
     def stream(pairs: list[_Pair]) -> Stream:

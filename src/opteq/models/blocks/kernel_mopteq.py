@@ -89,8 +89,8 @@ class BoundKernelMOptEq(BoundMOptEq):
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """Input by the kernel, heritage (or self) and diversity."""
-        seen = torch.stack([self.kernel.value(t) for t in self._inner_products(y)]).sum(dim=0)
-        return {"input": -seen, **self.coupling.terms(self.features(y))}
+        similarity = torch.stack([self.kernel.value(t) for t in self._inner_products(y)]).sum(dim=0)
+        return {"input": -similarity, **self.coupling.terms(self.features(y))}
 
     def preactivation(self, y: State, signs: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
         """``W_i h_i + k'(<c_i, y_i>) c_i``."""

@@ -69,12 +69,12 @@ class MOptEqOptions(BranchOptions):
             )
 
     def idle(self) -> dict[str, str]:
-        found = super().idle()
+        unused = super().idle()
         if not self.diversity:
-            found["smoothing"] = "with diversity=0, whose kinks it would round"
+            unused["smoothing"] = "with diversity=0, whose kinks it would round"
         if not self.perturbation:
-            found["settle"] = "with perturbation=0, which it would freeze"
-        return found
+            unused["settle"] = "with perturbation=0, which it would freeze"
+        return unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,8 @@ def _branches(options: BranchOptions, stem: Stem) -> list[Branch]:
     return [
         Branch(
             Conv2d(options.channels, size, options.weight_kernel, bound=options.bound),
-            make_injection(seen, size, options),
+            make_injection(channels, size, options),
             scale,
         )
-        for size, seen, scale in zip(options.hidden, stem.channels, options.scales, strict=True)
+        for size, channels, scale in zip(options.hidden, stem.channels, options.scales, strict=True)
     ]

@@ -81,9 +81,9 @@ def measured_square(A: CommonSpaceMap, state: State) -> Tensor:
     """
     one = map_state(lambda part: part.new_zeros(1, *part.shape[1:]), state)
     layout = Layout.of(one)
-    found = largest_magnitude(lambda rows: layout.pack(A(A.adjoint(layout.unpack(rows)))), layout.pack(one))
-    usable = torch.isfinite(found)
-    return _MARGIN * torch.where(usable, found, 1.0)[0]
+    square = largest_magnitude(lambda rows: layout.pack(A(A.adjoint(layout.unpack(rows)))), layout.pack(one))
+    usable = torch.isfinite(square)
+    return _MARGIN * torch.where(usable, square, 1.0)[0]
 
 
 @torch.no_grad()

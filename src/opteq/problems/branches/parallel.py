@@ -98,11 +98,11 @@ class BoundParallel(BoundMap):
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """The diagnoses of the parts, combined."""
-        found = codes
+        combined = codes
         for part, piece in self._pairs(y):
             diagnosed = part.diagnose(piece, codes)
-            found = torch.where(diagnosed != codes, diagnosed, found)
-        return found
+            combined = torch.where(diagnosed != codes, diagnosed, combined)
+        return combined
 
     def feature_form(self) -> FeatureForm:
         """Every part written for its features."""
@@ -143,9 +143,9 @@ class HiddenParallel(BoundParallel, Hidden):
 
     def distance_to_kink(self, y: State) -> Tensor | None:
         """The least of the parts'."""
-        found = [part.distance_to_kink(piece) for part, piece in self._hidden_pairs(y)]
-        known = [distance for distance in found if distance is not None]
-        return torch.stack(known).amin(dim=0) if len(known) == len(found) else None
+        distances = [part.distance_to_kink(piece) for part, piece in self._hidden_pairs(y)]
+        known = [distance for distance in distances if distance is not None]
+        return torch.stack(known).amin(dim=0) if len(known) == len(distances) else None
 
     @property
     def penalty(self) -> Penalty:  # type: ignore[override]  # read only

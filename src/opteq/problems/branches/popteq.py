@@ -87,14 +87,14 @@ class POptEq(SeparableProblem):
     @for_finite_weights
     def certificate(self) -> Certificate:
         """Guarantees that hold for all branches; repeating pixels ``r`` times in height and width has norm r."""
-        found = super().certificate()
-        if self.fuse == "none" or found.lipschitz is None:
-            return found
+        certificate = super().certificate()
+        if self.fuse == "none" or certificate.lipschitz is None:
+            return certificate
         branches = self.branch_list()
         images = [branch for branch in branches if not hasattr(branch.W, "in_features")]
         if len(images) > 1 and not all(keeps_size(branch.U) for branch in images):
             why = "a U may change the size of images, so that it is not known how often pixels are repeated"
-            return replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": why})
+            return replace(certificate, lipschitz=None, reasons={**certificate.reasons, "lipschitz": why})
         scales = [branch.scale for branch in branches]
         slopes = [part.certificate().lipschitz or 0.0 for part, _ in self.parts()]
         # Pixels of a branch at scale s are repeated s / (least s) times; where that is no whole number, some of them
@@ -108,11 +108,14 @@ class POptEq(SeparableProblem):
             carried = module_norm(self.convolution)
             if carried is None:
                 why = "the norm of the convolution is not known: it has hooks, which may change what it gives"
-                return replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": why})
+                return replace(certificate, lipschitz=None, reasons={**certificate.reasons, "lipschitz": why})
             bound = float(carried) * max(math.hypot(*pooled), *repeated)
             rule = "|conv| sqrt of the sum of squares (for a tuple, the largest times its scale)"
-        reasons = {**found.reasons, "lipschitz": f"{rule}, at the finest size. {found.reasons['lipschitz']}"}
-        return Certificate(found.exists, found.unique, found.contraction, bound, reasons)
+        reasons = {
+            **certificate.reasons,
+            "lipschitz": f"{rule}, at the finest size. {certificate.reasons['lipschitz']}",
+        }
+        return Certificate(certificate.exists, certificate.unique, certificate.contraction, bound, reasons)
 
 
 def _convolution(branches: list[Branch]) -> nn.Conv2d:

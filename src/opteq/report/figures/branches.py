@@ -42,18 +42,18 @@ def _measures(subject: Subject) -> BranchMeasures:
 
 def heritage_diversity(subject: Subject) -> CaptionedFigure:
     """Average diversity against average heritage, a point per image."""
-    found = {one.title: _measures(one) for one in (subject, *subject.beside)}
+    measures = {one.title: _measures(one) for one in (subject, *subject.beside)}
     figure, axes = panels(1, 1, (5, 4))
-    plot_averages(found, axes[0, 0])
+    plot_averages(measures, axes[0, 0])
     for points, color in zip(axes[0, 0].collections, COLORS, strict=False):
         points.set_color(color)
     axes[0, 0].legend()
     axes[0, 0].set(xlabel="average heritage H (inner product per channel)", ylabel="average diversity term D")
     words = "; ".join(
         f"{name}: mean H {float(one.heritage.mean()):.3g}, mean D {float(one.diversity.mean()):.3g}"
-        for name, one in found.items()
+        for name, one in measures.items()
     )
-    count = len(next(iter(found.values())).heritage)
+    count = len(next(iter(measures.values())).heritage)
     return CaptionedFigure(
         figure,
         f"Heritage and diversity of {count} test images at the equilibrium, a point per image. H is how alike the same "
@@ -67,12 +67,14 @@ def channel_correlations(subject: Subject) -> CaptionedFigure:
     figure, axes = panels(len(runs), 2, (4.6, 3.9))
     words = []
     for row, one in zip(axes, runs, strict=True):
-        found = _measures(one)
-        plot_correlation(found, axes=row[0])
-        mean = BranchMeasures(found.heritage, found.diversity, tuple(m.mean(dim=0)[None] for m in found.correlations))
+        measures = _measures(one)
+        plot_correlation(measures, axes=row[0])
+        mean = BranchMeasures(
+            measures.heritage, measures.diversity, tuple(m.mean(dim=0)[None] for m in measures.correlations)
+        )
         plot_correlation(mean, axes=row[1])
         row[0].set_title(f"{one.title}: one image")
-        row[1].set_title(f"{one.title}: mean of {len(found.heritage)}")
+        row[1].set_title(f"{one.title}: mean of {len(measures.heritage)}")
         for each in row:
             each.images[0].set_clim(vmin=0)  # dark is unrelated
         words.append(f"{_diagonal(mean.correlations[0][0]):.3g} times as large ({one.title})")
@@ -110,11 +112,11 @@ def perturbations(subject: Subject) -> CaptionedFigure:
         warnings.simplefilter("ignore", ConvergenceWarning)
         try:
             generator = torch.Generator(given.device).manual_seed(0)
-            found = compare_perturbations(layer, given, accuracy, [s * spread for s in _SIZES], 5, generator)
+            effects = compare_perturbations(layer, given, accuracy, [s * spread for s in _SIZES], 5, generator)
         except (TypeError, ValueError) as error:
             raise FigureUnavailableError(str(error)) from error
     figure, axes = panels(1, 1, (5, 3.8))
-    plot_perturbations(found, axes[0, 0])
+    plot_perturbations(effects, axes[0, 0])
     for line, color, name in zip(axes[0, 0].get_lines(), COLORS, _KINDS, strict=False):
         line.set(color=color, label=name)
     axes[0, 0].legend()
@@ -124,7 +126,7 @@ def perturbations(subject: Subject) -> CaptionedFigure:
         xlabel="largest entry of the perturbation",
         ylabel=f"accuracy on {len(labels)} test images",
     )
-    last = found[-1]
+    last = effects[-1]
     return CaptionedFigure(
         figure,
         "Accuracy against the size of a perturbation of the equilibrium's input: reconstructed from the equilibrium "

@@ -80,15 +80,15 @@ def attention(subject: Subject) -> CaptionedFigure:
     x, pixels, _ = subject.images(_COUNT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = model_attention(subject.model, x)
-    if found is None:
+        maps = model_attention(subject.model, x)
+    if maps is None:
         raise FigureUnavailableError("only GEQ with a Gaussian kernel weighs patches")
     figure, axes = panels(2, len(x), _CELL)
     image: Any = None
-    low, high = float(found.min()), float(found.max())
+    low, high = float(maps.min()), float(maps.max())
     for column in range(len(x)):
         _show(axes[0, column], pixels[column])
-        image = axes[1, column].imshow(found[column].float().cpu().numpy(), cmap="inferno", vmin=low, vmax=high)
+        image = axes[1, column].imshow(maps[column].float().cpu().numpy(), cmap="inferno", vmin=low, vmax=high)
         _bare(axes[1, column])
     axes[0, 0].set_ylabel("image")
     axes[1, 0].set_ylabel("weight of patches")
@@ -97,7 +97,7 @@ def attention(subject: Subject) -> CaptionedFigure:
         figure,
         f"The weights exp(-γ|q|²) of the patches at the equilibrium of {len(x)} test images, averaged over channel "
         f"groups and branches: 1 where the state matches the input, 0 where a patch is ignored. Here they lie between "
-        f"{low:.2f} and {high:.2f}, {float(found.mean()):.2f} on average.",
+        f"{low:.2f} and {high:.2f}, {float(maps.mean()):.2f} on average.",
     )
 
 

@@ -71,10 +71,10 @@ def accuracy(subject: Subject) -> float:
 
 
 def _flat(tables: dict[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tables.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _differ(own: dict[str, Any], other: dict[str, Any]) -> set[str]:

@@ -47,9 +47,9 @@ def train(recipe: DenoisingRecipe, out: str | Path, resume: bool = False, consol
         rng.seed(recipe.train.seed)
         trainer = DenoisingTrainer(recipe, accelerator)
         checkpoints = Checkpoints(folder.checkpoints)
-        found = checkpoints.latest() if resume else None
-        if found is not None:
-            trainer.resume(found)
+        checkpoint = checkpoints.latest() if resume else None
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
             console.print(f"{folder.path} continues after step {trainer.step}", highlight=False)
         full = "make room, then continue with --resume: the checkpoints are intact"
         with plain_errors(f"writing to {folder.path}", full), StopRequest(accelerator) as stop:
@@ -158,14 +158,14 @@ class DenoisingTrainer:
                 f"step {self.step}: {means['skipped']:.0%} of the steps since the last line were skipped because their "
                 "loss or gradient was not finite; try a lower train.lr"
             )
-        found = {
+        line = {
             "epoch": len(self.history) + 1, "step": self.step, "train_loss": means["loss"] / (1 - means["skipped"]),
             "solver_steps": means["solver_steps"], "gradient_steps": means["gradient_steps"],
             "converged": 1 - means["failed"], "skipped_steps": round(means["skipped"] * counted),
             "seconds": self._before + time.monotonic() - self._began,
         }  # fmt: skip
-        self.history.append(found)
-        return found
+        self.history.append(line)
+        return line
 
     def averaged_model(self) -> Denoiser:
         """The model with averaged weights."""

@@ -15,8 +15,8 @@ def as_gradient(loss: Tensor) -> Tensor:
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The Euclidean norm of all gradients; not finite where one entry is not."""
-    found = [weight.grad for weight in parameters if weight.grad is not None]
-    return nn.utils.get_total_norm(found)
+    gradients = [weight.grad for weight in parameters if weight.grad is not None]
+    return nn.utils.get_total_norm(gradients)
 
 
 def start_momentum(optimizer: torch.optim.SGD) -> torch.optim.SGD:

@@ -33,8 +33,8 @@ class Corrupted:
         mean, std = (images.new_tensor(values).view(1, -1, 1, 1) for values in (batches.mean, batches.std))
         pixels = (255 * (images * std + mean)).round().clamp(0, 255).to(torch.uint8)
         first = index * batches.batch_size + batches.share(index).start
-        made = corruptions.corrupt(pixels, self.name, self.severity, seed=self.seed, first=first)
-        return (made.to(images.dtype) / 255 - mean) / std
+        corrupted = corruptions.corrupt(pixels, self.name, self.severity, seed=self.seed, first=first)
+        return (corrupted.to(images.dtype) / 255 - mean) / std
 
 
 def source_of(published: PublishedCorruptions | None) -> str:

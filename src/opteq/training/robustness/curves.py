@@ -52,13 +52,13 @@ def measure_curves(
     clean = opened.counts(split).accuracy
 
     def accuracies(pairs: Sequence[tuple[float, int]]) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {"pgd": [], "apgd": []}
+        curves: dict[str, list[float]] = {"pgd": [], "apgd": []}
         for radius, count in pairs:
             for name, attack in (("pgd", PGD(radius, count)), ("apgd", APGD(radius, count))):
-                found[name].append(opened.counts(split, attack).accuracy)
-            last = f"PGD {found['pgd'][-1]:.1%}, APGD {found['apgd'][-1]:.1%}"
+                curves[name].append(opened.counts(split, attack).accuracy)
+            last = f"PGD {curves['pgd'][-1]:.1%}, APGD {curves['apgd'][-1]:.1%}"
             say(f"attack of {255 * radius:.3g}/255, steps {count}: accuracy under {last}")
-        return found
+        return curves
 
     radii = [share * epsilon for share in SHARES if share * epsilon <= 1]
     counts = sorted({count for count in STEPS if count < steps} | {steps})
@@ -97,9 +97,9 @@ def certified_accuracy(opened: LoadedRun, split: Split, say: Say = lambda _: Non
             for images, labels in batches.epoch(0):
                 for x, truth in zip(torch.split(images, CHUNK), torch.split(labels, CHUNK), strict=True):
                     if len(truth):
-                        found = certify(x)
-                        source, probability = found.source, found.probability
-                        counts += _counted(found.radius, found.predicted == truth)
+                        certified = certify(x)
+                        source, probability = certified.source, certified.probability
+                        counts += _counted(certified.radius, certified.predicted == truth)
     except UserError as error:
         return {"reason": str(error)}
     finally:

@@ -79,7 +79,7 @@ class RunFolder:
         If the block fails before anything was written, no empty folder is left behind.
         """
         remedy = "choose a folder that you may write to with --out"
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             with plain_errors(f"making the run folder {self.path}", remedy):
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class RunFolder:
                 remove_drafts(self.path)
                 yield
         except BaseException:
-            for path in made:
+            for path in missing:
                 with suppress(OSError):  # it is not empty
                     path.rmdir()
             raise

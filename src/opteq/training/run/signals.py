@@ -43,8 +43,8 @@ class StopRequest:
             return self.received
         if step % AGREE_EVERY:
             return 0
-        mine = torch.tensor([self.received], device=self._accelerator.device)
-        return int(self._accelerator.gather(mine).max())
+        received = torch.tensor([self.received], device=self._accelerator.device)
+        return int(self._accelerator.gather(received).max())
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = number
