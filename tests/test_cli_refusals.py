@@ -307,7 +307,7 @@ def test_equilibria_that_are_lost(root: Path, tmp_path: Path) -> None:
     )
     assert not (tmp_path / "lost/model.safetensors").exists()
     result = train(root, tmp_path / "strict", "model.options.max_steps=1", "guard.lost=1", "guard.converged=0.9")
-    refused(result, "of the equilibria reached the solver's tolerance", "asks for 90%", status=3)
+    refused(result, "of the equilibria reached the solver's tolerance", "requires 90%", status=3)
 
 
 def test_the_last_good_checkpoint_stays(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

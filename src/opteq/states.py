@@ -151,8 +151,8 @@ def zeros_per_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -
 class Layout:
     """How a state lies in a matrix ``(B, N)``.
 
-    A channels-last image is flattened in its own memory order, so that packing it copies nothing. The matrix
-    is in float32 or better whatever the state's dtype: sums of bfloat16 differences would be noise.
+    A channels-last image is flattened in its own memory order, so that packing it copies nothing. The matrix is in
+    float32 or better for every dtype of the state: sums of bfloat16 differences would be noise.
 
     ``coupled`` states, whose samples depend on each other, are one row: their batch is solved as a whole.
     """
@@ -308,7 +308,7 @@ class Autocast:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 
     def off(self) -> AbstractContextManager[object]:
-        """No autocast, whatever the caller's setting: Gram matrices of bfloat16 products would be noise."""
+        """No autocast, independent of the caller's setting: Gram matrices of bfloat16 products would be noise."""
         if self.dtype is None or not self.enabled:
             return nullcontext()
         return torch.autocast(self.device_type, enabled=False)

@@ -22,7 +22,7 @@ class Similarity(ABC):
     A plain object that lives for one batch. Only :meth:`value` has to be written; :meth:`gradient` and
     :meth:`curvature_at` follow by autograd, and closed forms make them faster.
 
-    ``W`` is the operator of the problem, its weights settled, and ``c`` is ``U x + b``.
+    ``W`` is the operator of the problem, with prepared weights, and ``c`` is ``U x + b``.
     """
 
     def __init__(self, W: LinearMap, c: Tensor) -> None:

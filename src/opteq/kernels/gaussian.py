@@ -30,9 +30,9 @@ class Gaussian(Kernel):
     the state count, those that do not are ignored, which is why the weights read as attention. ``U x + b`` lives in
     the space of W's output.
 
-    The eigenvalues of ``hess s`` lie in ``|W|^2 |P|^2 [-1, 2e^(-3/2)]`` whatever gamma is. So, with L the largest
-    slope of the activation, the objective is strongly convex and has one equilibrium for
-    ``L |W|^2 |P|^2 < 2.2408``, and plain steps contract below 1.
+    The eigenvalues of ``hess s`` lie in ``|W|^2 |P|^2 [-1, 2e^(-3/2)]`` for every gamma. So, with L the largest slope
+    of the activation, the objective is strongly convex and has one equilibrium for ``L |W|^2 |P|^2 < 2.2408``, and
+    plain steps contract below 1.
 
     Args:
         gamma: sharpness. A positive number, or ``"auto"``: 0.2 / M for each sample, with M the smallest ``|q_i|^2`` of
@@ -132,7 +132,7 @@ class Gaussian(Kernel):
 
 
 class GaussianSimilarity(Similarity):
-    """The Gaussian kernel with its input bound and its gamma settled.
+    """The Gaussian kernel with its input bound and its gamma computed.
 
     Attributes:
         gamma: a number, or a tensor that broadcasts against the weights.

@@ -15,7 +15,7 @@ from opteq.common.options import NamedOptions
 
 
 class LinearMap(ABC):
-    """A linear map whose weights are settled: ``A(v)`` and ``A.adjoint(u)``, with ``<A v, u> = <v, A' u>``.
+    """A linear map with prepared weights: ``A(v)`` and ``A.adjoint(u)``, with ``<A v, u> = <v, A' u>``.
 
     A plain object, not a module. It lives for one batch: :meth:`Operator.prepare` makes it once and a solver then
     applies it many times, so that nothing about the weights is computed twice.
@@ -46,9 +46,10 @@ def use_prepared(maps: Mapping[Operator, LinearMap]) -> Iterator[None]:
 class Operator(nn.Module, metaclass=NamedOptions):
     """A linear map with parameters, an exact adjoint and, on request, a bounded spectral norm.
 
-    ``bound=b`` keeps the spectral norm at or below ``b`` at every moment, whatever an optimiser or a checkpoint
-    writes into the parameters: the weight that acts is ``weight * min(1, b / s(weight))``, where ``s`` is a certified
-    upper bound of the norm (see :mod:`opteq.operators.spectral.norms`). ``bound=None`` uses the weight as it is.
+    ``bound=b`` keeps the spectral norm at or below ``b`` at every moment, for all values that an optimiser or a
+    checkpoint writes into the parameters: the weight that acts is ``weight * min(1, b / s(weight))``, where ``s`` is a
+    certified upper bound of the norm (see :mod:`opteq.operators.spectral.norms`). ``bound=None`` uses the weight as it
+    is.
 
     The bounded weight is a function of the parameters and of nothing else. No buffer remembers anything, so training,
     evaluation, checkpoints, copies and ``torch.func`` transformations all see the same map. (In another dtype it is

@@ -15,7 +15,7 @@ from opteq.operators.spectral.norms import kernel_norm
 
 
 class ChainMap(LinearMap):
-    """Convolutions with settled weights, one after the other, on an image that is extended by zeros once.
+    """Convolutions with prepared weights, one after the other, on an image that is extended by zeros once.
 
     Padding between the convolutions would make another map, which the composed kernel says nothing about: here
     ``A v`` is exactly the composed convolution of the image extended by zeros, at the positions of the image.

@@ -14,7 +14,7 @@ from opteq.operators.spectral.norms import certified_norm, kernel_norm
 
 
 class ConvMap(LinearMap):
-    """Convolution with a settled weight ``(m, c, k1, k2)``, stride 1 and zero padding that keeps the image's size."""
+    """Convolution with a prepared weight ``(m, c, k1, k2)``, stride 1 and zero padding that keeps the image's size."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

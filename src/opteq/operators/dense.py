@@ -13,7 +13,7 @@ from opteq.operators.spectral.norms import certified_norm, kernel_norm
 
 
 class DenseMap(LinearMap):
-    """``A v = v @ weight.T`` on the last dimension, with a settled weight ``(n, m)``."""
+    """``A v = v @ weight.T`` on the last dimension, with a prepared weight ``(n, m)``."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

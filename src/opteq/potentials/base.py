@@ -77,7 +77,7 @@ class Potential(nn.Module, metaclass=NamedOptions):
 
     @property
     def convex(self) -> bool:
-        """Whether psi is convex whatever its parameters are."""
+        """Whether psi is convex for all values of its parameters."""
         return False
 
     @property

@@ -70,5 +70,5 @@ class Envelope(Regularizer):
 
     @property
     def gradient_lipschitz(self) -> float:
-        """1, whatever R: ``I - prox`` is nonexpansive."""
+        """1 for every R: ``I - prox`` is nonexpansive."""
         return 1.0

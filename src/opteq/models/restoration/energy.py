@@ -167,10 +167,10 @@ class Restoration(Objective):
     def bind(self, x: Any) -> BoundRestoration:
         """The energy for these measurements."""
         image, sigma = self._split(x)
-        settled = prepare_measurement(self.measurement, image)
-        seen = image if settled is None else settled.adjoint(image)
-        bound = self.prior.bind(sigma, seen)
-        return BoundRestoration(image, bound, settled, self.strength, self._convex)
+        prepared = prepare_measurement(self.measurement, image)
+        estimate = image if prepared is None else prepared.adjoint(image)
+        bound = self.prior.bind(sigma, estimate)
+        return BoundRestoration(image, bound, prepared, self.strength, self._convex)
 
     def terms(self, y: State, x: Any) -> dict[str, Tensor]:
         """The data term and the prior."""
@@ -219,9 +219,9 @@ class Restoration(Objective):
         concavity, curvature = (self.strength * float(end.max()) for end in (bound.concavity, bound.curvature))
         low, high = 1.0, 1.0
         if isinstance(self.measurement, Operator):
-            settled = prepare_measurement(self.measurement, like)
-            assert settled is not None
-            low, high = float(settled.least), float(settled.most)
+            prepared = prepare_measurement(self.measurement, like)
+            assert prepared is not None
+            low, high = float(prepared.least), float(prepared.most)
         elif self.measurement is not None:
             low, high = 0.0, math.inf  # known only for images at hand
         return low**2 - concavity, high**2 + curvature, high

@@ -1,4 +1,4 @@
-"""Whatever measures an image, in one form: operators of this library, and objects with ``A`` and ``A_adjoint``."""
+"""Measurements of images in one form: operators of this library, and objects with ``A`` and ``A_adjoint``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Measurement(ABC):
 
 
 class PreparedMeasurement(Measurement):
-    """An operator whose weights are settled."""
+    """An operator with prepared weights."""
 
     def __init__(self, linear: LinearMap, least: float | Tensor, most: float | Tensor) -> None:
         self.linear, self.least, self.most = linear, least, most
@@ -78,7 +78,7 @@ def check_measurement(given: Any) -> Any:
 
 
 def prepare_measurement(given: Any, x: Tensor) -> Measurement | None:
-    """The measurement in one form, with its weights settled and its norm known; None where there is none."""
+    """The measurement in one form, with prepared weights and a known norm; None without a measurement."""
     if given is None:
         return None
     if isinstance(given, Operator):

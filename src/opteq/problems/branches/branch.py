@@ -39,8 +39,8 @@ class Branch(nn.Module, metaclass=NamedOptions):
 def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
     """What each branch sees: ``x`` averaged over squares of its scale's pixels, or its own tensor where ``x`` has one.
 
-    A tuple is a pyramid of one image: tensor i is to be smaller than the image by the scale of branch i, as the
-    average would be. Whatever made it, convolutions for instance, takes the place of averaging.
+    A tuple is a pyramid of one image: tensor i is to be smaller than the image by the scale of branch i, as the average
+    would be. Convolutions, for instance, may compute it in place of averaging.
 
     ``scales`` are the factors by which branches see a smaller image; ``who`` is what errors call a branch.
     """

@@ -132,7 +132,7 @@ class Inhibited(AcceleratedProblem):
         return Certificate(True, True, contraction, None if carried is None else carried * out / strong, reasons)
 
     def _known_convexity(self) -> bool:
-        """Whether the bounds of the W alone, whatever the weights, make the smooth part strongly convex."""
+        """Whether the bounds of the W make the smooth part strongly convex, for all weights within them."""
         inner = self.problem
         if isinstance(inner, OptEq) and inner.regularizer is None:
             return inner.W.bound is not None and inner.W.bound**2 / inner.mu < self.m
