@@ -41,7 +41,7 @@ class Task:
     noise: float
 
 
-def seen(shape: torch.Size, share: float = 0.5) -> op.Operator:
+def random_mask(shape: torch.Size, share: float = 0.5) -> op.Operator:
     """A random half of the pixels, the same for all images of a shape."""
     drawn = torch.rand(shape[-2:], generator=torch.Generator().manual_seed(0))
     return op.Mask((drawn < share).float())
@@ -49,7 +49,7 @@ def seen(shape: torch.Size, share: float = 0.5) -> op.Operator:
 
 TASKS = (
     Task("Gaussian blur of 1.6 pixels, noise 2.55", lambda _: op.Blur(op.gaussian_kernel(1.6)), 2.55),
-    Task("half of the pixels missing, noise 10", seen, 10.0),
+    Task("half of the pixels missing, noise 10", random_mask, 10.0),
     Task("every second row and column, noise 2.55", lambda _: op.Downsample(2), 2.55),
 )
 

@@ -50,14 +50,14 @@ def main() -> None:
     for precision in ("tf32", "bf16") if options.device == "cuda" else ("float32",):
         for shape in SHAPES:
             pairs = [
-                [timed(shape, precision, kind, compiled, options) for kind in (opteq.OptEq, Written)]
+                [layer_milliseconds(shape, precision, kind, compiled, options) for kind in (opteq.OptEq, Written)]
                 for compiled in (False, True)
             ]
             cells = " | ".join(f"{one:.2f} | {other:.2f} | {other / one:.2f}" for one, other in pairs)
             print(f"| {shape} | {precision} | {cells} |", flush=True)
 
 
-def timed(
+def layer_milliseconds(
     shape: tuple[int, int, int], precision: str, kind: type, compiled: bool, options: argparse.Namespace
 ) -> float:
     c, m, side = shape
@@ -76,10 +76,10 @@ def timed(
         x.grad = None
         problem.zero_grad(set_to_none=True)
 
-    return clocked(call, options)
+    return median_milliseconds(call, options)
 
 
-def clocked(call: Callable[[], None], options: argparse.Namespace) -> float:
+def median_milliseconds(call: Callable[[], None], options: argparse.Namespace) -> float:
     """Milliseconds of a call, the median of three series after a warm-up."""
     series = []
     for _ in range(8 if options.device == "cuda" else 1):

@@ -225,12 +225,12 @@ def test_exact_conjugate_gradients_take_all_their_steps() -> None:
 @needs_torchdeq
 def test_rows_keep_memory_order_and_values() -> None:
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    rows = rivals.Rows(image)
+    rows = rivals.RowLayout(image)
     flat = rows.flat(image)
     assert flat.data_ptr() == image.data_ptr()
     assert torch.equal(single(rows.state(flat)), image)
     pair = (image, torch.randn(2, 2, 2, 2))
-    several = rivals.Rows(pair)
+    several = rivals.RowLayout(pair)
     back = several.state(several.flat(pair))
     assert isinstance(back, tuple)
     assert all(torch.equal(a, b) for a, b in zip(back, pair, strict=True))
@@ -335,7 +335,7 @@ def test_work_is_put_together_once() -> None:
         built.append(1)
         return lambda: len(built)
 
-    work = timing.later(build)
+    work = timing.built_at_first_call(build)
     assert built == []
     assert [work(), work()] == [1, 1]
 
