@@ -35,7 +35,7 @@ __all__ = ["Backend", "attach", "bounded_weights", "forget", "off", "report", "s
 
 
 class Backend(Protocol):
-    """What a backend offers; each method returns None where the plain path should run."""
+    """The interface of a backend; each method returns None where the plain path should run."""
 
     def solve(self, hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
         """The equilibrium of a bound problem, without autograd."""
@@ -101,7 +101,7 @@ def bounded_weights(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What computes the same as a function of torch with cheaper second derivatives; None where there is nothing.
+    """A replacement for a function of torch with cheaper second derivatives; None where there is none.
 
     It gives None, in turn, for arguments that it does not take.
     """

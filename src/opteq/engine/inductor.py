@@ -28,7 +28,7 @@ class CompiledGraph:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the graph returns."""
+        """Run the graph."""
         # Compiled code allocates past torch's dispatcher: a mode that observes operations gets to see the graph itself.
         if _get_current_dispatch_mode() is not None:
             return list(self._graph(*tensors))

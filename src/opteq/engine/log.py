@@ -11,7 +11,7 @@ def note(direction: str, reason: str | None) -> None:
 
 
 def latest(direction: str) -> str:
-    """What was noted, as a sentence."""
+    """The latest note as a sentence."""
     if direction not in _latest:
         return "plain path: the engine was not asked"
     reason = _latest[direction]

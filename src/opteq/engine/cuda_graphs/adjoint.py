@@ -30,7 +30,7 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Cotangents:
-    """What arrives at the state and at the features in the backward pass; None where nothing does."""
+    """The cotangents of the state and of the features in the backward pass; None where there is none."""
 
     state: State | None
     features: State | None
@@ -65,7 +65,7 @@ class AdjointByGraph:
         self.eps = rounding(self.layout, self.autocast)
 
     def vjp(self, cotangents: Cotangents) -> tuple[Gradients, Report]:
-        """What cotangents give to every tensor of the problem, and how the adjoint system was solved."""
+        """The gradients of every tensor of the problem, and the report of the adjoint solve."""
         held, states = len(self.flat.tensors), len(blocks(self.state))
         arrived = [cotangents.state, cotangents.features]
         incoming = [part for one in arrived if one is not None for part in blocks(one)]
@@ -185,7 +185,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def gradients_of(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
-    """What every leaf gets where each output gets the cotangent beside it; None where there is none."""
+    """The gradient of every leaf for the cotangents of the outputs; None where there is none."""
     pairs = [(output, cotangent.to(output.dtype)) for output, cotangent in pairs if output.requires_grad]
     places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
     if not pairs or not places:

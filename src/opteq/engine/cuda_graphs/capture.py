@@ -1,4 +1,4 @@
-"""What captures of CUDA graphs need: a memory pool, a stream to capture on, and a clean end where one failed."""
+"""Captures of CUDA graphs: a memory pool, a stream to capture on, and cleanup after a failure."""
 
 from __future__ import annotations
 

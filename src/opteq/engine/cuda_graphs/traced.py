@@ -16,7 +16,7 @@ from opteq.states import State, blocks, like
 
 
 class Traces:
-    """What was traced of one problem: a capture opens its solve several times, and traces it once.
+    """The traced functions of one problem: a capture opens its solve several times, and traces it once.
 
     Args:
         flat: the problem, taken apart.

@@ -78,13 +78,13 @@ def scale_for(bound: float, weight: Tensor, *before: Tensor) -> Tensor:
     """The factor of :func:`bounded`: ``min(1, bound / s)``, exactly 1 where the norm is within the bound."""
     # Magnitudes are divided out one by one, so that nothing overflows however large the weights are.
     kernel, magnitude = normalise(weight)
-    room = bound / (1 + rounding(weight.dtype)) / magnitude
+    allowed = bound / (1 + rounding(weight.dtype)) / magnitude
     for factor in before:
         unit, magnitude = normalise(factor)
-        kernel, room = kernel * unit, room / magnitude
-    limits = torch.finfo(room.dtype)
-    room = room.clamp_max(limits.max / 2)
-    return room / torch.maximum(unit_norm(kernel), room).clamp_min(limits.tiny)
+        kernel, allowed = kernel * unit, allowed / magnitude
+    limits = torch.finfo(allowed.dtype)
+    allowed = allowed.clamp_max(limits.max / 2)
+    return allowed / torch.maximum(unit_norm(kernel), allowed).clamp_min(limits.tiny)
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""What the Gaussian kernel does with projected patches, in one pass over memory on a GPU; torch takes five or more."""
+"""The Gaussian kernel of projected patches, in one pass over memory on a GPU; torch takes five or more."""
 
 from __future__ import annotations
 
