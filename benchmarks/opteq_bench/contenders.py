@@ -99,7 +99,7 @@ def torchdeq(problem: OptEq, precision: Precision, backward: str) -> Contender:
         rows = rivals.RowLayout(x)
         with torch.autocast(precision.device.type, enabled=False):
             points, last["forward"] = deq(
-                rows.on_rows(lambda z: step(single(z).to(precision.dtype))),
+                rows.as_row_map(lambda z: step(single(z).to(precision.dtype))),
                 torch.zeros_like(rows.flat(x.detach())),
                 backward_writer=lambda info: last.update(backward=info),
             )
