@@ -752,3 +752,15 @@ def test_small_helpers() -> None:
     seen: list[bool] = []
     torch.func.vmap(lambda mask: seen.append(any_row(mask, unseen=True)) or mask)(torch.zeros(2, 2, dtype=torch.bool))
     assert seen == [True]
+
+
+@pytest.mark.parametrize("flat", [0.1, 0.01, 0.001])
+def test_few_moves_are_not_trusted_to_estimate_a_distance(flat: float) -> None:
+    # The first step ends the stiff direction; what it tells of distances is wrong by the condition number.
+    curvature = torch.tensor([1.0, flat], dtype=torch.float64)
+    solver = opteq.FISTA(tol=2 * flat, max_steps=2000, measure="error")
+    outcome = solver.solve(lambda y: y - curvature * (y - 1), torch.zeros(1, 2, dtype=torch.float64))
+    assert int(outcome.codes) == int(Status.CONVERGED)
+    assert float((outcome.state - 1).norm() / 2**0.5) < 4 * flat
+    short = opteq.FISTA(max_steps=3, measure="error").solve(lambda y: y / 2 + 1, torch.zeros(1, 1))
+    assert float(short.state) > 1.7  # the best of few steps is the last one, not the start

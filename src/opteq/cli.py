@@ -256,7 +256,7 @@ def restore(
     mask: Annotated[Path | None, typer.Option(help="Fill in what is black in this image, of the same size.")] = None,
     scale: Annotated[int, typer.Option(help="Enlarge by 2 or 4: pixels of IN are means of as many.")] = 1,
     strength: Annotated[float, typer.Option(help="Factor of the prior; more is smoother.")] = 1.0,
-    tol: Annotated[float, typer.Option(help="Relative residual of the solve.")] = 1e-5,
+    tol: Annotated[float, typer.Option(help="Relative distance to the minimiser, as estimated.")] = 1e-4,
     tile: Annotated[
         int, typer.Option(min=64, help="Side of the parts solved at a time; less needs less memory.")
     ] = 512,

@@ -44,8 +44,14 @@ def map_state(function: Callable[..., Tensor], state: State, *others: State) -> 
 
 def sum_over_sample(tensor: Tensor) -> Tensor:
     """Sum over everything but the batch, in float32 or better: ``(B, ...) -> (B,)``."""
-    dtype = working_dtype(tensor.dtype)
-    return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:])).sum(dim=1, dtype=dtype)
+    return sample_rows(tensor).sum(dim=1, dtype=working_dtype(tensor.dtype))
+
+
+def sample_rows(tensor: Tensor) -> Tensor:
+    """A row for each sample, ``(B, ...) -> (B, N)``, in the order of memory: a channels-last image is not copied."""
+    strides = tensor.stride()
+    order = sorted(range(1, tensor.ndim), key=lambda dim: -strides[dim])
+    return tensor.permute(0, *order).reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
 def inner(a: State, b: State) -> Tensor:
@@ -80,7 +86,9 @@ def may_branch_on_values(tensor: Tensor) -> bool:
     """Whether a value may decide what is computed: neither a device is waited for, nor is a program written down."""
     traced = torch._C._get_tracing_state() is not None  # by torch.jit.trace
     written = traced or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    return tensor.device.type == "cpu" and not written and not torch._C._are_functorch_transforms_active()
+    # Batched, by torch.func or by is_grads_batched of torch.autograd.
+    batched = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(tensor)
+    return tensor.device.type == "cpu" and not written and not batched
 
 
 def any_row(mask: Tensor, unseen: bool = False) -> bool:
@@ -110,7 +118,7 @@ def nan_samples(state: State, coupled: bool = False) -> State:
     parts = blocks(state)
     if all(map(surely_finite, parts)):
         return state
-    finite = torch.stack([torch.isfinite(part).unsqueeze(-1).flatten(1).all(dim=1) for part in parts]).all(dim=0)
+    finite = torch.stack([sample_rows(torch.isfinite(part)).all(dim=1) for part in parts]).all(dim=0)
     if coupled:
         finite = finite.all(dim=0, keepdim=True)
     return nan_rows(state, ~finite)

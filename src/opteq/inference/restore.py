@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 OVERLAP = 32
 """Pixels that a tile sees of its neighbours, at least; a multiple of every factor of ``--scale``."""
 
+MAX_STEPS = 3000
 _SCALES = (1, 2, 4)
 _LARGEST_BLUR = 20.0
 
@@ -70,13 +71,13 @@ class Restored:
     Attributes:
         image: the image.
         minimised: share of tiles (and channels) whose energy was minimised to the tolerance.
-        residual: the worst relative residual.
+        error: the worst estimate of the relative distance to the minimiser.
         steps: the most steps.
     """
 
     image: Tensor
     minimised: float
-    residual: float
+    error: float
     steps: int
 
 
@@ -86,7 +87,7 @@ def restore(
     model: Denoiser,
     damage: Damage,
     strength: float = 1.0,
-    tol: float = 1e-5,
+    tol: float = 1e-4,
     tile: int = 512,
     progress: Callable[[int, int], None] | None = None,
 ) -> Restored:
@@ -97,7 +98,7 @@ def restore(
         model: whose prior R is.
         damage: what A and sigma are.
         strength: factor of the prior.
-        tol: relative residual of the solve.
+        tol: estimated relative distance to the minimiser at which a solve ends.
         tile: side of the parts that are solved one after the other, in pixels of the answer; they overlap.
         progress: called with the number of tiles done, and of all.
     """
@@ -149,7 +150,7 @@ def _solve_tile(
         x = torch.nn.functional.pad(x, [around] * 4, mode="reflect")
         crop = (around, around)
     problem = Restoration(model.prior, measurement, strength).to(x.device, x.dtype)
-    layer = Equilibrium(problem, FISTA(tol=tol, max_steps=3000), on_failure="ignore")
+    layer = Equilibrium(problem, FISTA(tol=tol, max_steps=MAX_STEPS, measure="error"), on_failure="ignore")
     sigma = x.new_full((x.shape[0],), max(damage.sigma / 255, model.config.least))
     solution = layer.solve((x, sigma))
     state = solution.state
@@ -245,8 +246,13 @@ def command(
         )
     write_image(result.image, out)
     size = f"{result.image.shape[2]} x {result.image.shape[1]}"
-    message = f"{out}: {size} pixels, {result.steps} steps at most, worst residual {result.residual:.1e}"
+    message = f"{out}: {size} pixels, {result.steps} steps at most, estimated error {result.error:.1e}"
     if result.minimised == 1:
         console.print(f"{message}; the energy was minimised to {tol:.0e}")
     else:
-        console.print(f"{message}; the energy was NOT minimised in {1 - result.minimised:.0%} of the parts: see --tol")
+        why = (
+            f"{MAX_STEPS} steps were not enough; give a larger --tol"
+            if result.steps == MAX_STEPS
+            else "it curves downwards there; give a smaller --tol"
+        )
+        console.print(f"{message}; the energy was NOT minimised in {1 - result.minimised:.0%} of the parts: {why}")

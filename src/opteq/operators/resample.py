@@ -23,13 +23,17 @@ def pool(v: Tensor, factor: int) -> Tensor:
 @overridable
 def spread(u: Tensor, factor: int) -> Tensor:
     """The adjoint of :func:`pool`: every pixel repeated, divided by ``factor ** 2``."""
+    return repeat_pixels(u / factor**2, factor, factor)
+
+
+def repeat_pixels(u: Tensor, rows: int, columns: int) -> Tensor:
+    """Every pixel as ``rows x columns`` pixels, in the memory layout of ``u``. Its derivative is a plain sum."""
     batch, channels, height, width = u.shape
-    shares = u / factor**2
     if is_channels_last(u):
-        pixels = shares.permute(0, 2, 3, 1)[:, :, None, :, None].expand(batch, height, factor, width, factor, channels)
-        return pixels.reshape(batch, height * factor, width * factor, channels).permute(0, 3, 1, 2)
-    repeated = shares[:, :, :, None, :, None].expand(batch, channels, height, factor, width, factor)
-    return repeated.reshape(batch, channels, height * factor, width * factor)
+        pixels = u.permute(0, 2, 3, 1)[:, :, None, :, None].expand(batch, height, rows, width, columns, channels)
+        return pixels.reshape(batch, height * rows, width * columns, channels).permute(0, 3, 1, 2)
+    repeated = u[:, :, :, None, :, None].expand(batch, channels, height, rows, width, columns)
+    return repeated.reshape(batch, channels, height * rows, width * columns)
 
 
 def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opteq.common import validate as _validate
 from opteq.penalties.base import ElementwisePenalty, Linearised
+from opteq.states import sample_rows, working_dtype
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class ReLU(ElementwisePenalty):
 
     def derivative(self, t: Tensor) -> Tensor:
         return (t > 0).to(t.dtype)
+
+    def total(self, y: Tensor) -> Tensor:
+        if type(self) is not ReLU or not y.numel():
+            return super().total(y)
+        smallest = sample_rows(y).amin(dim=1).to(working_dtype(y.dtype))
+        return torch.where(smallest < 0, math.inf, 0 * smallest.clamp(max=0))  # NaN stays
 
     def linearise(self, t: Tensor) -> Linearised:
         if type(self) is not ReLU:  # whose slope may be another one

@@ -15,6 +15,9 @@ from opteq.solvers.status import Status
 from opteq.states import choose_rows, per_row, row_norms
 
 _MEASURES = ("residual", "error")
+_YOUNG, _ASSUMED = 8, 1e4
+"""The first moves follow stiff directions and say little about the others. For that many moves a condition number of
+1e4 is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,8 @@ class FISTA(DampedSolver):
         damping: the initial share s; None takes the problem's recommendation, else 1.
         measure: what ``tol`` bounds. ``"residual"`` is ``|T(y) - y| / |T(y)|`` as for every solver. ``"error"``
             multiplies it by ``|dy| / |d(T(y) - y)|`` along the last moves, at least 1: an estimate of the relative
-            distance to the solution, which is up to k times the residual for condition number k.
+            distance to the solution, which is up to k times the residual for condition number k. Use it where the
+            objective has flat directions: a small residual does not mean a minimum there.
 
     >>> import torch
     >>> outcome = FISTA(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
@@ -69,6 +73,7 @@ class Point(NamedTuple):
         amplified: ``|dy| / |d(T(y) - y)|`` along the last moves.
         merit: the objective at z, where the problem offers it.
         least: the least gap so far.
+        moves: steps taken in all.
     """
 
     point: Tensor
@@ -82,6 +87,7 @@ class Point(NamedTuple):
     amplified: Tensor
     merit: Tensor | None
     least: Tensor
+    moves: Tensor
 
 
 class AcceleratedIteration:
@@ -98,13 +104,13 @@ class AcceleratedIteration:
         gap = row_norms(change)
         residual = relative(gap, row_norms(image), floor)
         none, ones = torch.zeros_like(rows), torch.ones_like(rows)
-        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit, gap)
+        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit, gap, none)
         self.codes: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor]:
         at = self.at
         if self.error:  # one point alone tells nothing about distances, unless it is a fixed point
-            return at.point, torch.where(at.gap == 0, at.residual, at.residual.clamp_min(1.0))
+            return at.point, _ASSUMED * at.residual
         return at.point, at.residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +128,8 @@ class AcceleratedIteration:
     def _estimated_error(self) -> Tensor:
         # Where the residual is down to the map's rounding, no further step comes closer.
         beyond = (self.at.residual - 4 * self.eps).clamp_min(0)
-        return self.at.residual + (self.at.amplified - 1) * beyond
+        amplified = torch.where(self.at.moves < _YOUNG, self.at.amplified.clamp_min(_ASSUMED), self.at.amplified)
+        return self.at.residual + (amplified - 1) * beyond
 
 
 @overridable
@@ -196,5 +203,6 @@ def accept(
         amplified=torch.where(taken & (turned > 8 * rounding), ratio, at.amplified),
         merit=at.merit if merit is None or at.merit is None else torch.where(taken, merit, at.merit),
         least=torch.where(active, torch.fmin(gap, at.least), at.least),
+        moves=torch.where(active, at.moves + 1, at.moves),
     )
     return accepted, codes

@@ -24,7 +24,7 @@ from opteq.problems.hidden import BoundMap
 from opteq.solution import Report
 from opteq.solvers import SAM, Outcome, Solver, Status
 from opteq.solvers.base import Solve
-from opteq.solvers.linear import GMRES, LinearSolver
+from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import Finish, Iteration
 from opteq.states import Autocast, State, any_row, blocks, like, map_state
 
@@ -101,9 +101,6 @@ def attach(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state`` and its features with the implicit gradient, which a captured graph computes."""
-    if isinstance(linear, GMRES):
-        note("backward", "GMRES synchronises with the host")
-        return None
     try:
         flat = flatten(hidden)
         hash(linear)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opteq.operators.resample import repeat_pixels
+
 
 class AverageBranches(nn.Module):
     """The mean of images of several sizes, after each was pooled or repeated to one size.
@@ -54,5 +56,5 @@ def _resized(z: Tensor, size: tuple[int, int]) -> Tensor:
     if height % size[0] == 0 and width % size[1] == 0:
         return F.adaptive_avg_pool2d(z, size)
     if size[0] % height == 0 and size[1] % width == 0:
-        return F.interpolate(z, size=size, mode="nearest")
+        return repeat_pixels(z, size[0] // height, size[1] // width)
     raise ValueError(f"an image of {height} x {width} does not become {size[0]} x {size[1]} by pooling or repeating")

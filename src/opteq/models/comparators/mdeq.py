@@ -17,6 +17,7 @@ from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import number, option, whole, wholes
 from opteq.models.comparators.residual_networks import Bottleneck
 from opteq.models.options import SolvingOptions
+from opteq.operators.resample import repeat_pixels
 from opteq.problems.fixed_point import FixedPoint
 from opteq.states import is_channels_last
 
@@ -92,7 +93,7 @@ class Resized(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """Up for a negative number of levels, down for a positive one."""
         image: Tensor = self.net(z)
-        return image if self.factor == 1 else F.interpolate(image, scale_factor=self.factor, mode="nearest")
+        return image if self.factor == 1 else repeat_pixels(image, self.factor, self.factor)
 
 
 def all_paths(channels: Sequence[int], norm: Callable[[int], nn.Module]) -> nn.ModuleDict:

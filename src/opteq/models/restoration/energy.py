@@ -177,8 +177,12 @@ class Restoration(Objective):
         return self.bind(x).terms(y)
 
     def default_solver(self) -> FISTA:
-        """FISTA to a residual of 1e-5."""
-        return FISTA(tol=1e-5, max_steps=1000)
+        """FISTA to a residual of 1e-5 where the energy is known to be convex; else as every objective.
+
+        A measurement that does not see everything leaves flat directions, along which a small residual is reached long
+        before the minimum.
+        """
+        return FISTA(tol=1e-5, max_steps=1000) if self._convex else super().default_solver()
 
     @for_finite_weights
     def certificate(self) -> Certificate:

@@ -39,7 +39,8 @@ class _ArnoldiCycle:
     """An orthonormal basis of the Krylov space, grown by one vector a step, and the best combination of it.
 
     Orthogonalisation is classical Gram-Schmidt done twice: two matrix products a pass instead of one a vector,
-    and as orthogonal as rounding allows. The small least squares is a QR factorisation in float64.
+    and as orthogonal as rounding allows. The small least squares ``min |beta e1 - H w|`` is solved in float64: one
+    Givens rotation a step keeps ``turn @ H`` triangular.
     """
 
     def __init__(self, product: Product, rhs: Tensor, restart: int) -> None:
@@ -49,7 +50,8 @@ class _ArnoldiCycle:
         self.codes: Tensor | None = None
         self.base: Tensor
         self.basis: Tensor
-        self.hessenberg: Tensor
+        self.triangle: Tensor
+        self.turn: Tensor
         self.length: Tensor
         self.size: int
         self._begin(rhs)
@@ -62,16 +64,14 @@ class _ArnoldiCycle:
             self._begin(self.rhs - self.product(self.point))
         image = self.product(self.basis[:, self.size])
         known = self.basis[:, : self.size + 1]
-        shares = torch.zeros_like(self.hessenberg[:, : self.size + 1, 0])
+        shares = torch.zeros_like(self.triangle[:, : self.size + 1, 0])
         for _ in range(2):
             overlap = known @ image[:, :, None]
             image = image - (known.mT @ overlap)[:, :, 0]
             shares = shares + overlap[:, :, 0]
         length = row_norms(image)
-        self.hessenberg[:, : self.size + 1, self.size] = shares
-        self.hessenberg[:, self.size + 1, self.size] = length
         self.basis[:, self.size + 1] = image * per_row(ratio(torch.ones_like(length), length), image)
-        self.size += 1
+        self._add_column(shares, length.to(shares.dtype))
         weights, residual = self._least_squares()
         self.point = self.base + (self.basis[:, : self.size].mT @ weights.to(image.dtype))[:, :, 0]
         self.norm = torch.maximum(self.norm, torch.hypot(row_norms(shares), length))
@@ -89,21 +89,35 @@ class _ArnoldiCycle:
         self.length = row_norms(residual).to(small)
         self.basis = zeros_per_row(residual, self.restart + 1, residual.shape[1])
         self.basis[:, 0] = residual * per_row(ratio(torch.ones_like(self.length), self.length), residual)
-        self.hessenberg = zeros_per_row(residual, self.restart + 1, self.restart, dtype=small)
+        self.triangle = zeros_per_row(residual, self.restart, self.restart, dtype=small)
+        self.turn = zeros_per_row(residual, self.restart + 1, self.restart + 1, dtype=small)
+        self.turn.diagonal(dim1=1, dim2=2).fill_(1.0)
         self.size = 0
 
+    def _add_column(self, shares: Tensor, length: Tensor) -> None:
+        """The next column of H, ``(*shares, length)``: rotated as those before, then by one rotation of its own."""
+        last = self.size
+        column = (self.turn[:, : last + 1, : last + 1] @ shares[:, :, None])[:, :, 0]
+        pivot = torch.hypot(column[:, last], length)
+        cosine = torch.where(pivot == 0, 1.0, column[:, last] / pivot)[:, None]
+        sine = torch.where(pivot == 0, 0.0, length / pivot)[:, None]
+        upper, lower = self.turn[:, last].clone(), self.turn[:, last + 1].clone()
+        self.turn[:, last] = cosine * upper + sine * lower
+        self.turn[:, last + 1] = cosine * lower - sine * upper
+        self.triangle[:, :last, last] = column[:, :last]
+        self.triangle[:, last, last] = pivot
+        self.size += 1
+
     def _least_squares(self) -> tuple[Tensor, Tensor]:
-        matrix = self.hessenberg[:, : self.size + 1, : self.size]
-        finite = torch.isfinite(matrix).all(dim=2).all(dim=1)
-        q, r = torch.linalg.qr(torch.where(finite[:, None, None], matrix, 0.0))
-        target = self.length[:, None, None] * q[:, :1].mT
-        diagonal = r.diagonal(dim1=-2, dim2=-1)
+        """The weights of the basis, ``(B, size, 1)``, and the residual that they leave, ``(B,)``."""
+        r = self.triangle[:, : self.size, : self.size]
+        goal = self.length[:, None, None] * self.turn[:, : self.size + 1, :1]
+        target, missed = goal[:, :-1], goal[:, -1, 0]
         # A pivot of zero means that the space is exhausted: what cannot be reached gets weight zero.
-        largest = diagonal.abs().amax(dim=1, keepdim=True)
-        sound = diagonal.abs() > torch.finfo(r.dtype).eps * largest
-        guarded = torch.where(sound, 0.0, 1.0).diag_embed() + torch.where(sound[:, :, None], r, 0.0)
-        weights = torch.linalg.solve_triangular(guarded, torch.where(sound[:, :, None], target, 0.0), upper=True)
-        goal = torch.zeros_like(matrix[:, :, :1])
-        goal[:, 0, 0] = self.length
-        residual = torch.linalg.vector_norm(goal - matrix @ weights, dim=(1, 2))
-        return weights, torch.where(finite, residual, torch.nan)
+        diagonal = r.diagonal(dim1=-2, dim2=-1)
+        largest = diagonal.amax(dim=1, keepdim=True)
+        sound = (diagonal > torch.finfo(r.dtype).eps * largest)[:, :, None]
+        guarded = torch.where(sound, r, 0.0) + torch.where(sound[:, :, 0], 0.0, 1.0).diag_embed()
+        weights = torch.linalg.solve_triangular(guarded, torch.where(sound, target, 0.0), upper=True)
+        residual = torch.hypot(row_norms((target - r @ weights)[:, :, 0]), missed)
+        return torch.where(torch.isfinite(residual)[:, None, None], weights, 0.0), residual

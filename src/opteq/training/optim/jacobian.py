@@ -9,7 +9,7 @@ from opteq.common.derivatives import pullback
 from opteq.common.errors import UserError
 from opteq.models import equilibria
 from opteq.problems.hidden import BoundMap, Hidden, Product
-from opteq.states import State, blocks, inner, like, map_state, per_row
+from opteq.states import State, blocks, inner, like, map_state, per_row, sample_rows
 
 
 def squared_jacobian(hidden: BoundMap, state: State, probe: State | None = None) -> Tensor:
@@ -68,7 +68,7 @@ def _unit(v: State) -> State:
 
 
 def _divided_by_largest(v: State) -> State:
-    largest = torch.stack([part.abs().unsqueeze(-1).flatten(1).amax(dim=1) for part in blocks(v)]).amax(dim=0)
+    largest = torch.stack([sample_rows(part.abs()).amax(dim=1) for part in blocks(v)]).amax(dim=0)
     return _divided(v, torch.where(largest > 0, largest, 1.0))
 
 
