@@ -51,13 +51,13 @@ class DenoiserSession:
         tol: float = 1e-4,
         add_noise: bool = True,
     ) -> Any:
-        """The denoised image with the residual, for JSON.
+        """The denoised image with the estimated error, for JSON.
 
         Args:
             image: any image.
             sigma: standard deviation of the noise, of 255.
             strength: factor of the prior.
-            tol: relative residual of the solve.
+            tol: estimated relative distance to the minimiser.
             add_noise: add noise of that level first, always the same.
         """
         for name, value, low, high in (
@@ -75,7 +75,7 @@ class DenoiserSession:
         return replace_non_finite({
             "before": image_data_url(_bytes(given), max(given.shape)),
             "after": image_data_url(_bytes(result.image), max(given.shape)),
-            "residual": result.residual,
+            "error": result.error,
             "steps": result.steps,
             "minimised": result.minimised == 1,
             "tol": tol,
