@@ -26,18 +26,19 @@ LOSSES = ("cross-entropy", "dlr")
 
 @dataclass(frozen=True)
 class APGD(metaclass=NamedOptions):
-    """Projected gradient ascent in the largest-entry norm, without a step length to tune: of each image, that is halved
-    at checks where the loss rose too rarely, and the attack goes on from the best point so far.
+    """Projected gradient ascent in the largest-entry norm with automatic step lengths.
 
-    Steps and checks are those of Croce and Hein (2020). Where a point was misclassified, the result is the
-    one of these with the highest loss, else the point with the highest loss of all. The model is left unchanged, as by
-    :class:`~opteq.analysis.PGD`.
+    The step length of an image is halved at checks where the loss rose too rarely, and the attack continues from the
+    best point so far.
+
+    Steps and checks are those of Croce and Hein (2020). The result is the misclassified point with the highest loss,
+    or, without one, the point with the highest loss. The model is left unchanged, as by :class:`~opteq.analysis.PGD`.
 
     Args:
         epsilon: radius of the ball, for pixels in 0..1.
         steps: number of gradient steps.
         loss: ``"cross-entropy"``, or ``"dlr"``: the difference of logits relative to that of the first and the third,
-            which does not vanish where a network is very sure. It needs three classes.
+            which does not vanish where a network is very confident. It needs three classes.
         random_start: start at a uniformly random point of the ball, and not at the image.
 
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))

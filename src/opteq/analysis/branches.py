@@ -61,11 +61,11 @@ def measure_branches(features: Features) -> BranchMeasures:
 
 
 def reconstructed_perturbation(model: Equilibrium | Problem, x: Tensor, size: float) -> Tensor:
-    """The delta with entries of at most ``size`` for which ``x - delta`` raises the objective most, the state held.
+    """The delta with entries of at most ``size`` for which ``x - delta`` raises the objective most at a fixed state.
 
-    ``G(y; x - delta) = G(y; x) + <U'y, delta>`` for a problem with one branch, so ``delta = size * sign(U'y)`` at
-    its equilibrium y; for several branches the ``U'y`` of all add up, each at its own scale. It is read off the
-    objective, so it serves any problem that has one.
+    ``G(y; x - delta) = G(y; x) + <U'y, delta>`` for a problem with one branch, so ``delta = size * sign(U'y)`` at its
+    equilibrium y; for several branches the ``U'y`` of all add up, each at its own scale. It is computed from the
+    objective, so it works for every problem that has one.
 
     Args:
         model: a layer, or a problem (solved with the default solver); used in evaluation mode.

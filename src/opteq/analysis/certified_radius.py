@@ -50,8 +50,8 @@ class CertifiedRadius:
 class CertifiedClassifier:
     """The Lipschitz constants of a classifier, computed once, and certified radii from them.
 
-    Statements are about exact equilibria, so give its layer a tight tolerance. At the point they are about the
-    equilibrium that continues the one found; it is the only one where the certificate says so.
+    The radii hold for exact equilibria, so give the layer a tight tolerance. Certificates at the point hold for the
+    equilibrium that continues the computed one; it is the only one if the certificate says so.
 
     Args:
         model: with one equilibrium layer between stem and head.

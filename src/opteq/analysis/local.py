@@ -75,15 +75,15 @@ def local_certificate(
 ) -> LocalCertificate:
     """Guarantees at the equilibria of ``layer`` for ``x``, per sample, with the layer in its current mode.
 
-    It is about the states that the solver finds, so give the layer a tight tolerance and float32 at least. Cost: four
-    times ``steps`` products with derivatives of a step, and memory for ``steps`` states.
+    It holds at the states that the solver returns, so give the layer a tight tolerance, in float32 or better. Cost:
+    four times ``steps`` products with derivatives of a step, and memory for ``steps`` states.
 
     Args:
         layer: with a problem that has an objective; its samples do not depend on each other.
         x: input, batch first.
-        steps: Lanczos steps. Bounds come closer with more of them.
+        steps: Lanczos steps; more of them give tighter bounds.
         failure: probability that any of the bounds fails for a sample.
-        start: where the solver begins.
+        start: the initial state of the solver.
 
     >>> import torch, opteq
     >>> problem = opteq.OptEq(opteq.operators.Dense(1, 1), activation="relu")

@@ -30,7 +30,7 @@ class Rescaled(Problem):
     """A problem with the terms of its objective multiplied by factors; 0 switches a term off.
 
     The terms are those that ``problem(x).terms(y)`` names, except ``penalty``, which defines the activation. For
-    problems side by side, a name without a number stands for the term of all parts.
+    parallel problems, a name without a number stands for the term of all parts.
 
     Args:
         problem: with an objective made of named terms.
@@ -117,12 +117,12 @@ def _rescaled(hidden: BoundMap, factors: Mapping[str, float]) -> BoundMap:
 
 @dataclass(frozen=True)
 class Counterfactual:
-    """The model's answer with one term of one layer scaled.
+    """The model's prediction with one term of one layer scaled.
 
     Attributes:
         layer: its name in the model.
         term: the term's name.
-        factor: what it was multiplied by.
+        factor: the factor of the term.
         logits: ``(B, classes)``, the model's output.
         converged: whether an equilibrium was found, ``(B,)``; there may be none.
     """
@@ -138,10 +138,11 @@ class Counterfactual:
 def counterfactuals(
     model: nn.Module, x: Tensor, factors: Sequence[float] = (0.0, 0.5, 2.0), seconds: float = math.inf
 ) -> list[Counterfactual]:
-    """The model's answers with every term of every equilibrium layer multiplied by each of ``factors``, one at a time.
+    """The model's predictions with every term of every equilibrium layer multiplied by each of ``factors``, one at a
+    time.
 
-    Layers whose problem is no sum of terms are left out. The model runs in evaluation mode and is left as it was. After
-    ``seconds`` no further term is begun.
+    Layers whose problem has no terms are left out. The model runs in evaluation mode; its mode is restored. After
+    ``seconds`` no further term is started.
     """
     results: list[Counterfactual] = []
     deadline = time.monotonic() + seconds

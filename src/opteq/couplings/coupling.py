@@ -53,8 +53,8 @@ class Coupling:
         diversity: the weight lambda of D.
         smoothing: tau. D has kinks where a product M is zero, and h jumps there; ``sqrt(M^2 + tau^2)`` in place of
             ``|M|`` turns the jump into a slope of up to ``lambda |channel|^2 / tau``. 0 keeps the kinks.
-        heritage: whether there is an H. Without it every branch has ``-1/2 |z_i|^2`` in its place, as in OptEq:
-            nothing in place of H would leave a network without feedback where lambda is 0.
+        heritage: whether E contains H. Without it every branch has ``-1/2 |z_i|^2`` instead, as in OptEq; otherwise a
+            network with lambda 0 would have no feedback.
 
     >>> coupling = Coupling(diversity=0.1)
     >>> coupling.negative_gradient((torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])))

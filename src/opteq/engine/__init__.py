@@ -54,10 +54,10 @@ class Backend(Protocol):
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Run everything on the plain path, on CPU and GPU, in all threads, while any of them is inside.
+    """Run everything on the plain path, on CPU and GPU, in all threads, while any thread is inside.
 
-    It is not kept by thread or by context: on a GPU torch runs backward passes, and the forward passes that a
-    checkpoint repeats in them, in threads of its own, which inherit neither.
+    The switch is global: on a GPU torch runs backward passes, and forward passes that a checkpoint repeats, in its own
+    threads, which inherit neither thread-local values nor context variables.
 
     >>> import opteq
     >>> with opteq.engine.off():
@@ -73,7 +73,7 @@ def off() -> Iterator[None]:
 
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False) -> Outcome | None:
-    """The equilibrium of a bound problem, without autograd; None where the plain path should find it."""
+    """The equilibrium of a bound problem, without autograd; None where the plain path should solve it."""
     backend = _backend()
     return None if backend is None else backend.solve(hidden, solver, start, same_steps)
 
@@ -86,9 +86,9 @@ def attach(
     Args:
         hidden: the problem with its input bound.
         state: its equilibrium, a constant.
-        outcome: how it was found.
-        linear: solves the adjoint system in the backward pass.
-        record: called then with a report about that.
+        outcome: the outcome of its solve.
+        linear: the linear solver of the backward pass.
+        record: called with the report of the backward pass.
     """
     backend = _backend()
     return None if backend is None else backend.attach(hidden, state, outcome, linear, record)
@@ -103,7 +103,7 @@ def bounded_weights(module: nn.Module) -> AbstractContextManager[None]:
 def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """A replacement for a function of torch with cheaper second derivatives; None where there is none.
 
-    It gives None, in turn, for arguments that it does not take.
+    The replacement returns None for arguments that it does not support.
     """
     if settings.offs:
         return None
@@ -115,7 +115,7 @@ def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
 def report(layer: Any, x: Any) -> str:
     """Which path ``layer(x)`` takes, forward and backward, and why, in one line each.
 
-    The layer is called a few times, as training would call it: what is captured is captured by then.
+    The layer is called a few times, as in training, so that captures have happened.
     """
     from opteq.engine.describe import describe
 

@@ -26,9 +26,9 @@ corner, say) would otherwise make gamma infinite and switch every other patch of
 class Gaussian(Kernel):
     """``s(y) = 1/(2 gamma) sum_i exp(-gamma |q_i|^2)``, where ``q_i`` is patch i of ``U x + b - W y``, projected.
 
-    The step is ``y <- sigma(W' R' [e_i q_i P'])`` with the weights ``e_i = exp(-gamma |q_i|^2)``: patches that fit
-    the state count, those that do not are ignored, which is why the weights read as attention. ``U x + b`` lives in
-    the space of W's output.
+    The step is ``y <- sigma(W' R' [e_i q_i P'])`` with the weights ``e_i = exp(-gamma |q_i|^2)``: patches that the
+    state matches count, and others hardly do, so the weights can be read as attention. ``U x + b`` is in the space of
+    W's output.
 
     The eigenvalues of ``hess s`` lie in ``|W|^2 |P|^2 [-1, 2e^(-3/2)]`` for every gamma. So, with L the largest slope
     of the activation, the objective is strongly convex and has one equilibrium for ``L |W|^2 |P|^2 < 2.2408``, and
@@ -36,16 +36,15 @@ class Gaussian(Kernel):
 
     Args:
         gamma: sharpness. A positive number, or ``"auto"``: 0.2 / M for each sample, with M the smallest ``|q_i|^2`` of
-            its patches at the zero state; ``"median"`` takes the median of them for M, which a single empty patch
-            does not move. It is computed once, when the input is bound, and detached: recomputed in
-            every step it would leave no objective to minimise.
+            its patches at the zero state; ``"median"`` takes their median for M, which is robust to a single empty
+            patch. Gamma is computed once, when the input is bound, and detached: if it were recomputed in every step,
+            there would be no objective.
         patch: side of a patch in pixels; None compares the whole input as one patch.
         split: channels in a patch; given together with ``patch``. The paper uses ``patch=2, split=8``.
         hidden: size to which patches are projected by a learned matrix P, one for all patches, kept as
             ``projection``; None compares the patches themselves.
         learn_gamma: make gamma a parameter, kept positive as ``exp(log_gamma)``; it begins at the number given.
-        bound: largest norm of the projection. With 1 it takes nothing from the guarantees, which then depend on the
-            bound of W alone. None lets it grow.
+        bound: largest norm of the projection. With 1, the guarantees depend on the bound of W alone. None for no bound.
 
     >>> kernel = Gaussian(patch=2, split=4, hidden=8)
     >>> kernel.projection

@@ -123,8 +123,7 @@ class Polynomial(InnerProduct):
     ``2 |c+|^2 + |W c+|^2 / |c+|^2 > 1``, where c+ is the positive part of c. Iteration may then blow up. With a
     bounded activation, tanh for instance, there is an equilibrium for every input.
 
-    Solvers begin at c and not at zero: where ``sigma(0) = 0``, zero is an equilibrium for every input, and it is not
-    what one is looking for.
+    Solvers start at c and not at zero: where ``sigma(0) = 0``, zero is a trivial equilibrium for every input.
 
     Args:
         degree: a whole number of at least 2; degree 1 is :class:`~opteq.kernels.inner_product.Linear`.

@@ -17,8 +17,8 @@ from opteq.common.options import NamedOptions
 class LinearMap(ABC):
     """A linear map with prepared weights: ``A(v)`` and ``A.adjoint(u)``, with ``<A v, u> = <v, A' u>``.
 
-    A plain object, not a module. It lives for one batch: :meth:`Operator.prepare` makes it once and a solver then
-    applies it many times, so that nothing about the weights is computed twice.
+    A plain object, not a module. It is used for one batch: :meth:`Operator.prepare` creates it once, and a solver
+    applies it many times, so the weights are computed only once.
     """
 
     @abstractmethod
@@ -51,11 +51,11 @@ class Operator(nn.Module, metaclass=NamedOptions):
     certified upper bound of the norm (see :mod:`opteq.operators.spectral.norms`). ``bound=None`` uses the weight as it
     is.
 
-    The bounded weight is a function of the parameters and of nothing else. No buffer remembers anything, so training,
-    evaluation, checkpoints, copies and ``torch.func`` transformations all see the same map. (In another dtype it is
-    another by up to 0.05 %, where the bound acts: that is what float32 leaves to rounding.) Nothing is cached either:
-    code that writes through ``parameter.data`` leaves no trace that a cache could notice. Call :meth:`prepare` once
-    and keep its result wherever one weight serves many products; a layer does so for every operator of its problem.
+    The bounded weight is a function of the parameters alone. There are no buffers, so training, evaluation,
+    checkpoints, copies and ``torch.func`` transformations all see the same map. (Where the bound acts, it differs
+    between dtypes by up to 0.05 %, by rounding in float32.) The weight is not cached either, since a cache would not
+    notice writes through ``parameter.data``. Where one weight serves many products, call :meth:`prepare` once and keep
+    its result; a layer does so for every operator of its problem.
     """
 
     bound: float | None = None

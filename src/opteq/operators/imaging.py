@@ -61,8 +61,8 @@ class Blur(Operator):
 
     Args:
         kernel: ``(k1, k2)`` with odd sizes, or a number: the standard deviation of a Gaussian in pixels.
-        boundary: what lies outside the image: ``"zeros"``, or the image again, ``"circular"``; both keep its size.
-            ``"valid"`` asks nothing outside: the result is smaller by the size of the kernel less one.
+        boundary: the values outside the image: ``"zeros"``, or ``"circular"`` for the image again; both keep its size.
+            ``"valid"`` uses no values outside, so the result is smaller by the size of the kernel less one.
 
     >>> A = Blur(1.5)
     >>> A(torch.ones(1, 1, 21, 21))[0, 0, 10, 10].item()  # doctest: +ELLIPSIS
@@ -106,7 +106,7 @@ class MaskMap(LinearMap):
 
 
 class Mask(Operator):
-    """Multiplication of every entry by a fixed number: 1 where it is seen, 0 where not, or any weight.
+    """Multiplication of every entry by a fixed number: 1 where it is measured, 0 where it is missing, or any weight.
 
     Args:
         mask: numbers that broadcast against images ``(B, c, h, w)``: ``(h, w)`` for instance.

@@ -63,10 +63,10 @@ class PatchesMap(LinearMap):
 class Patches(Operator):
     """Cuts images into patches, ``(B, c, h, w) -> (B, c / split, h / patch, w / patch, split * patch ** 2)``.
 
-    A patch holds ``split`` neighbouring channels of a square of ``patch x patch`` pixels, channel first. Patches lie as
-    they did in the image, by channel group, row and column, so that they tell its shape and the adjoint needs nothing
-    else; ``flatten(1, 3)`` makes a list of them. Every number of the image goes to one place: the map is orthogonal,
-    its norm is 1 and its adjoint is its inverse. This is the rearrangement of the patch form of GEQ.
+    A patch holds ``split`` neighbouring channels of a square of ``patch x patch`` pixels, channel first. Patches keep
+    their positions in the image, by channel group, row and column, from which the adjoint recovers its shape;
+    ``flatten(1, 3)`` makes a list of them. The map only rearranges entries: it is orthogonal, its norm is 1 and its
+    adjoint is its inverse. This is the rearrangement of the patch form of GEQ.
 
     Args:
         split: channels in a patch.

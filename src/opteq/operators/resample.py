@@ -41,7 +41,7 @@ def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
 
     Average pooling if ``size`` is smaller by an integer factor, its exact adjoint if it is larger by one, ``z`` itself
     if equal. So ``resample(., s)`` from ``t`` and ``resample(., t)`` from ``s`` are adjoint to each other, and no
-    resampling has a norm above 1. This is the P that ties the branches of MOptEq together.
+    resampling has a norm above 1. This is the P that couples the branches of MOptEq.
 
     >>> import torch
     >>> resample(torch.ones(1, 2, 4, 4), 2).shape, resample(torch.ones(1, 2, 4, 4), 8).mean()

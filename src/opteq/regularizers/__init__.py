@@ -15,7 +15,7 @@ _BY_NAME: dict[str, type[Regularizer]] = {kind.name: kind for kind in (Ridge, L1
 
 
 def get(regularizer: str | Regularizer) -> Regularizer:
-    """The regulariser of that name with its default options; a regulariser is given back as it is.
+    """The regulariser of that name with its default options; a regulariser is returned unchanged.
 
     >>> get("incay")
     Incay(eps=1.0)

@@ -80,9 +80,9 @@ def _fine_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:
 def module_norm(module: nn.Module) -> Tensor | None:
     """An upper bound of the norm of the linear part of ``module``, or None where none is known.
 
-    Known are :class:`Operator`, ``nn.Linear``, ``nn.Conv2d`` (any stride, dilation and groups; zero padding, or
+    Supported are :class:`Operator`, ``nn.Linear``, ``nn.Conv2d`` (any stride, dilation and groups; zero padding, or
     circular padding that does not enlarge the image), ``nn.Identity`` and ``nn.Sequential`` of these. Biases do not
-    count: a Lipschitz certificate does not see them. A module with forward hooks may give anything.
+    count, since they do not change Lipschitz constants. A module with forward hooks has no known norm.
 
     >>> module_norm(nn.Sequential(nn.Identity(), nn.Identity()))
     tensor(1.)
