@@ -713,7 +713,7 @@ def test_norms_neither_overflow_nor_vanish() -> None:
     assert row_norms(torch.zeros(0, 3)).shape == (0,)
 
 
-def test_zeros_a_row() -> None:
+def test_zeros_per_row() -> None:
     for shape in ((3, 4), (3, 0), (0, 4)):
         zeros = zeros_per_row(torch.full(shape, torch.nan), 2, 5, dtype=torch.float64)
         assert zeros.shape == (shape[0], 2, 5)
