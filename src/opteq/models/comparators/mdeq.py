@@ -28,7 +28,7 @@ class MDEQOptions(SolvingOptions):
 
     expansion: int = option(5, whole(most=64), "channels between the two convolutions of a block, as a multiple")
     groups: int = option(8, whole(), "groups of the normalisations; the last one of a step has half as many")
-    heads: tuple[int, ...] = option((14, 28, 56, 112), wholes(), "a fourth of the channels that each scale hands on")
+    heads: tuple[int, ...] = option((14, 28, 56, 112), wholes(), "a fourth of the output channels of each scale")
     last: int = option(1680, whole(), "channels before the linear layer")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
     downsample: int = option(0, whole(0, most=8), "how many convolutions halve the image before the equilibrium")
