@@ -311,7 +311,7 @@ def test_a_denoiser_shows_before_and_after(tmp_path: Path) -> None:
     photo = url_of(Image.new("RGB", (24, 16), (120, 120, 120)), "JPEG")
     found = client.post("/api/solve", json={"image": photo, "sigma": 25, "strength": 1.0, "tol": 1e-3}).json()
     assert found["minimised"]
-    assert found["residual"] <= 1e-3
+    assert found["error"] <= 1e-3
     assert found["before"] != found["after"]
     before, after = found["psnr"]
     assert before < after

@@ -75,7 +75,7 @@ class DenoiserSession:
         return finite({
             "before": image_data_url(_bytes(given), max(given.shape)),
             "after": image_data_url(_bytes(result.image), max(given.shape)),
-            "residual": result.residual,
+            "error": result.error,
             "steps": result.steps,
             "minimised": result.minimised == 1,
             "tol": tol,

@@ -16,8 +16,8 @@ from opteq.states import choose_rows, per_row, row_norms
 
 _MEASURES = ("residual", "error")
 _YOUNG, _ASSUMED = 8, 1e4
-"""The first moves go along stiff directions and say little about the others: until so many were made, a condition number
-of 1e4 is assumed."""
+"""The first moves go along stiff directions and say little about the others: until so many were made, a condition
+number of 1e4 is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)

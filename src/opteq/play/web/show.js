@@ -125,7 +125,7 @@ const show = (() => {
   function restored(answer) {
     $("answer").replaceChildren(element("div", { class: "pictures" },
       picture(answer.before, "before", "before"), picture(answer.after, "after", "after")));
-    const facts = [["steps", answer.steps], ["relative residual", `${number(answer.residual)}, tolerance ${number(answer.tol)}`],
+    const facts = [["steps", answer.steps], ["estimated error", `${number(answer.error)}, tolerance ${number(answer.tol)}`],
       ["energy minimised", answer.minimised ? "yes" : "no, within the steps allowed"]];
     if (answer.psnr !== null) facts.push(["PSNR before, after", answer.psnr.map((one) => `${one.toFixed(2)} dB`).join(", ")]);
     $("solve").replaceChildren(element("table", {}, element("tbody", {}, ...facts.map(([name, value]) =>
