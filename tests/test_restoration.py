@@ -107,6 +107,8 @@ def test_the_answer_moves_no_further_than_the_lipschitz_constant():
 def test_hidden_pixels_give_no_certificate_but_a_convex_prior_may():
     mask = MEASUREMENTS["mask"]()
     assert Restoration(prior("spline"), mask).certificate().unique is None
+    assert "a prior that is not convex" in Restoration(prior("spline"), mask).certificate().reasons["unique"]
+    assert "the energy is convex, and not known" in Restoration(prior("convex"), mask).certificate().reasons["unique"]
     weighted = op.Mask(torch.full((8, 6), 0.5))
     certificate = Restoration(prior("convex"), weighted, strength=2.0).certificate()
     assert certificate.unique

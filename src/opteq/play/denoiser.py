@@ -57,7 +57,7 @@ class DenoiserSession:
             image: any image.
             sigma: standard deviation of the noise, of 255.
             strength: factor of the prior.
-            tol: relative residual of the solve.
+            tol: estimated relative distance to the minimiser.
             add_noise: add noise of that level first, always the same.
         """
         for name, value, low, high in (
