@@ -243,7 +243,8 @@ def command(
     size = f"{result.image.shape[2]} x {result.image.shape[1]}"
     told = f"{out}: {size} pixels, {result.steps} steps at most, estimated error {result.error:.1e}"
     if result.minimised == 1:
-        console.print(f"{told}; the energy was minimised to {tol:.0e}")
+        # What rounding allows may be more than was asked for.
+        console.print(f"{told}; the energy was minimised to {max(tol, result.error):.0e}")
     else:
         why = (
             f"{MAX_STEPS} steps were not enough; give a larger --tol"
