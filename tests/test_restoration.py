@@ -147,9 +147,9 @@ def test_energies_with_flat_directions_are_minimised():
         hidden = problem(x)
         assert (hidden.objective(state) < hidden.objective(early.state)).all()
         basis = torch.eye(256).reshape(256, 1, 16, 16)
-        for y, row in zip(state, x, strict=True):  # least eigenvalues by a dense solve, beside a largest one of 0.7
+        for y, row in zip(state, x, strict=True):  # dense; the saddle on the way has -9e-4, and the largest is 0.45
             product = problem(row.expand(256, -1, -1, -1)).hessian_at(y.expand(256, -1, -1, -1))
-            assert float(torch.linalg.eigvalsh(product(basis).flatten(1).double()).min()) > -1e-3
+            assert float(torch.linalg.eigvalsh(product(basis).flatten(1).double()).min()) > -2e-4
     assert problem.default_solver().measure == "error"
     assert Restoration(problem.prior).default_solver().measure == "residual"
 
