@@ -29,6 +29,7 @@ from opteq import operators as op
 from opteq.data.grey import read_grey
 from opteq.models.denoiser import Denoiser
 from opteq.models.restoration import Restoration
+from opteq.models.restoration.minimise import minimise
 from opteq.training.denoising.quality import psnr
 
 BORDER = 12
@@ -95,7 +96,7 @@ def main() -> None:
     for task in (TASKS[name] for name in options.tasks):
         row: dict[str, Any] = {"task": task.name}
         row["measured, adjoint"] = mean(task, test, lambda x, A: (A.adjoint(x), {}), options.device)["psnr"]
-        tuned_by = prior_method(model, options.tuning_tol, max(1, options.max_steps // 3))
+        tuned_by = prior_method(model, options.tuning_tol, max(1, options.max_steps // 3), attempts=0)
         tested_by = prior_method(model, options.tol, options.max_steps)
         for name, (rough, exact) in {
             "total variation": (by_total_variation, by_total_variation),
@@ -188,26 +189,23 @@ def by_shape(images: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield from (group[i : i + BATCH] for i in range(0, len(group), BATCH))
 
 
-def prior_method(model: Denoiser, tol: float, max_steps: int) -> Callable[..., Answer]:
+def prior_method(model: Denoiser, tol: float, max_steps: int, attempts: int = 3) -> Callable[..., Answer]:
     """The learned prior with a noise level (of 255) and a strength."""
 
     def method(x: Tensor, A: op.Operator, noise: float, strength: float) -> Answer:
-        solver = opteq.FISTA(tol=tol, max_steps=max_steps, measure="error")
-        layer = opteq.Equilibrium(Restoration(model.prior, A, strength), solver, on_failure="ignore").to(x.device)
-        given = (x, x.new_full((len(x),), noise / 255))
-        solution = layer.solve(given)
-        assert isinstance(solution.state, Tensor)
-        image = layer.problem(given).step(solution.state)
-        rest = (image - solution.state).flatten(1).norm(dim=1) / image.flatten(1).norm(dim=1)
+        problem, sigma = Restoration(model.prior, A, strength).to(x.device), x.new_full((len(x),), noise / 255)
+        state, report = minimise(problem, x, sigma, tol, max_steps, attempts)
+        image = problem((x, sigma)).step(state)
+        rest = (image - state).flatten(1).norm(dim=1) / image.flatten(1).norm(dim=1)
         details = {
-            "minimised": solution.converged,
-            "negative curvature": torch.tensor([one is opteq.Status.NOT_A_MINIMUM for one in solution.status]),
+            "minimised": report.converged,
+            "negative curvature": report.codes == int(opteq.Status.NOT_A_MINIMUM),
             "worst residual": rest,
-            "worst estimated error": solution.residual,
-            "mean steps": solution.steps,
-            "worst steps": solution.steps,
+            "worst estimated error": report.residual,
+            "mean steps": report.steps,
+            "worst steps": report.steps,
         }
-        return solution.state, details
+        return state, details
 
     return method
 

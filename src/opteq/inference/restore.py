@@ -15,11 +15,10 @@ from opteq import operators as op
 from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
 from opteq.data.readers.decode import open_image
-from opteq.equilibrium import Equilibrium
 from opteq.models.denoiser import Denoiser
 from opteq.models.restoration import Restoration
+from opteq.models.restoration.minimise import MAX_STEPS, minimise
 from opteq.solution import Report
-from opteq.solvers import FISTA
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 OVERLAP = 32
 """Pixels that a tile sees of its neighbours, at least; a multiple of every factor of ``--scale``."""
 
-MAX_STEPS = 3000
 _SCALES = (1, 2, 4)
 _LARGEST_BLUR = 20.0
 
@@ -150,13 +148,10 @@ def _solve_tile(
         x = torch.nn.functional.pad(x, [around] * 4, mode="reflect")
         crop = (around, around)
     problem = Restoration(model.prior, measurement, strength).to(x.device, x.dtype)
-    layer = Equilibrium(problem, FISTA(tol=tol, max_steps=MAX_STEPS, measure="error"), on_failure="ignore")
     sigma = x.new_full((x.shape[0],), max(damage.sigma / 255, model.config.least))
-    solution = layer.solve((x, sigma))
-    state = solution.state
-    assert isinstance(state, Tensor)
+    state, report = minimise(problem, x, sigma, tol)
     rows, columns = state.shape[2] - crop[0], state.shape[3] - crop[1]
-    return state[:, :, crop[0] : rows, crop[1] : columns], solution.report
+    return state[:, :, crop[0] : rows, crop[1] : columns], report
 
 
 Window = tuple[slice, ...]
@@ -248,11 +243,12 @@ def command(
     size = f"{result.image.shape[2]} x {result.image.shape[1]}"
     message = f"{out}: {size} pixels, {result.steps} steps at most, estimated error {result.error:.1e}"
     if result.minimised == 1:
-        console.print(f"{message}; the energy was minimised to {tol:.0e}")
+        # What rounding allows may be more than was asked for.
+        console.print(f"{message}; the energy was minimised to {max(tol, result.error):.0e}")
     else:
         why = (
             f"{MAX_STEPS} steps were not enough; give a larger --tol"
-            if result.steps == MAX_STEPS
+            if result.steps >= MAX_STEPS
             else "it curves downwards there; give a smaller --tol"
         )
         console.print(f"{message}; the energy was NOT minimised in {1 - result.minimised:.0%} of the parts: {why}")

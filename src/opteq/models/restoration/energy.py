@@ -191,7 +191,10 @@ class Restoration(Objective):
         names = ("exists", "unique", "contraction", "lipschitz")
         if least <= 0:
             why = (
-                f"the energy's Hessian is only known to lie above {least:.4g}: a prior that is not convex leaves "
+                "the energy is convex, and not known to be strongly convex: nothing bounds directions that the "
+                "measurement does not see"
+                if least == 0
+                else f"the energy's Hessian is only known to lie above {least:.4g}: a prior that is not convex leaves "
                 "directions open that the measurement does not see"
             )
             return Certificate(reasons=dict.fromkeys(names, why))
