@@ -52,7 +52,7 @@ hunt: $(VENV)/.test
 # The site goes to build/site; it is built, and read, without a network. Open build/site/index.html; for the search,
 # which browsers refuse to files, `python3 -m http.server --directory build/site`.
 docs: $(VENV)/.docs
-	$(BIN)/python docs/site/pictures.py
+	$(BIN)/python docs/site/images.py
 	$(BIN)/python docs/site/gallery.py
 	$(BIN)/mkdocs build --strict
 

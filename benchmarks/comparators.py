@@ -35,8 +35,8 @@ from opteq.common.errors import UserError
 from opteq.common.files import write_atomically
 from opteq.data import Split
 from opteq.training import Recipe, evaluate_robustness, load_recipe, recipes, train
-from opteq.training.opened import open_run
-from opteq.training.robustness import chosen_rows, read_record, relative_errors
+from opteq.training.open_run import open_run
+from opteq.training.robustness import random_rows, read_record, relative_errors
 from opteq.training.run.checkpoints import Checkpoints
 from opteq.training.validation import without_warnings
 
@@ -203,7 +203,7 @@ def measure(run: Path, images: int) -> None:
     if _read(run, "pgd").get("asked") != images:
         opened = open_run(run)
         split = opened.dataset.test
-        if (rows := chosen_rows(len(split), images)) is not None:
+        if (rows := random_rows(len(split), images)) is not None:
             split = Split(split.images[rows], split.labels[rows])
         found = opened.counts(split, PGD(EPSILON, STEPS)).accuracy
         _write(run, "pgd", {"accuracy": found, "epsilon": EPSILON, "steps": STEPS, "asked": images})

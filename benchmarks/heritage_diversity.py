@@ -57,12 +57,12 @@ def measure(channels: int, batch: int, size: int, options: argparse.Namespace) -
     y = hidden.step(hidden.start())
     z = hidden.features(y)
     step = seconds(lambda: hidden.step(y), options.device, options.repeats)
-    fusion = seconds(lambda: hidden.coupling.fuse(z), options.device, options.repeats)
+    fusion = seconds(lambda: hidden.coupling.negative_gradient(z), options.device, options.repeats)
     extra = 0
     if options.device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        hidden.coupling.fuse(z)
+        hidden.coupling.negative_gradient(z)
         extra = torch.cuda.max_memory_allocated() - before
     return step, fusion, extra
 

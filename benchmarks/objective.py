@@ -35,15 +35,15 @@ def main() -> None:
     torch.manual_seed(0)
     layer = opteq.Equilibrium(FieldOfExperts().cuda())
     x = torch.randn(64, 1, 64, 64, device="cuda", requires_grad=True)
-    captured = timed(layer, x)
+    captured = median_milliseconds(layer, x)
     with opteq.engine.off():
-        plain = timed(layer, x)
+        plain = median_milliseconds(layer, x)
     assert layer.last is not None
     print(f"{captured:.1f} ms, plain path {plain:.1f} ms, {int(layer.last[0].steps.max())} steps")
     print(opteq.engine.report(layer, x))
 
 
-def timed(layer: opteq.Equilibrium, x: Tensor) -> float:
+def median_milliseconds(layer: opteq.Equilibrium, x: Tensor) -> float:
     """The median."""
     spent = []
     for _ in range(14):

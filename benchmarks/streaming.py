@@ -38,7 +38,7 @@ PLAIN = "DataLoader with Pillow"
 
 
 @cache
-def picture(number: int, side: int) -> bytes:
+def random_image(number: int, side: int) -> bytes:
     """A JPEG of quality 90 of smooth noise at several scales, about as large as a photograph of its size."""
     random = np.random.default_rng(number)
     total = np.full((side, side, 3), 128.0)
@@ -61,7 +61,7 @@ def make(place: Path, images: int, side: int) -> None:
         for start in range(0, count, SHARD):
             with tarfile.open(place / "shards" / split / f"{start // SHARD:04}.tar", "w") as tar:
                 for number in range(start, min(start + SHARD, count)):
-                    name, content = f"{number % CLASSES:02}/{number:07}.jpg", picture(number % DIFFERENT, side)
+                    name, content = f"{number % CLASSES:02}/{number:07}.jpg", random_image(number % DIFFERENT, side)
                     (place / "folders" / split / name).write_bytes(content)
                     entry = tarfile.TarInfo(name)
                     entry.size = len(content)

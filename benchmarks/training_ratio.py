@@ -46,7 +46,7 @@ def main() -> None:
         x = random_images(options.batch, (shape.channels, shape.side, shape.side), device).requires_grad_()
         own, other = ours(problem, precision), torchdeq(problem, precision, options.backward)
         works = [partial(own.step, x), partial(other.step, x), partial(shared, problem, precision, x)]
-        times = by_turns(works, options.repeats)
+        times = interleaved_milliseconds(works, options.repeats)
         steps = [
             f"{said['forward_steps']:.0f} + {said['backward_steps']:.0f}"
             for said in (own.solver_stats(), other.solver_stats())
@@ -58,7 +58,7 @@ def main() -> None:
         )
 
 
-def by_turns(works: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+def interleaved_milliseconds(works: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Milliseconds of every work, the median of as many turns after one that does not count."""
     taken: list[list[float]] = [[] for _ in works]
     for turn in range(repeats + 1):

@@ -56,7 +56,7 @@ def main() -> None:
     for precision in ("tf32", "bf16") if on_gpu else ("float32",):
         for shape in [tuple(map(int, text.split(","))) for text in options.shapes] or SHAPES:
             pairs = [
-                clocked(
+                median_milliseconds(
                     [training_step(shape, precision, kind, compiled, options) for kind in (opteq.OptEq, Written)],
                     options,
                 )
@@ -89,7 +89,7 @@ def training_step(
     return call
 
 
-def clocked(calls: list[Callable[[], None]], options: argparse.Namespace) -> list[float]:
+def median_milliseconds(calls: list[Callable[[], None]], options: argparse.Namespace) -> list[float]:
     """Milliseconds of every call, the median of several series in turn after a warm-up."""
     on_gpu = options.device == "cuda"
     series: list[list[float]] = [[] for _ in calls]

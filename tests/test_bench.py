@@ -175,7 +175,7 @@ def test_errors_come_before_the_work(options: dict[str, Any], message: str) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_one_clear_line() -> None:
-    with pytest.raises(UserError, match="torch sees no GPU here; use --device cpu"):
+    with pytest.raises(UserError, match="torch finds none; use --device cpu"):
         bench(device="cuda")
 
 
@@ -225,12 +225,12 @@ def test_exact_conjugate_gradients_take_all_their_steps() -> None:
 @needs_torchdeq
 def test_rows_keep_memory_order_and_values() -> None:
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    rows = rivals.Rows(image)
+    rows = rivals.RowLayout(image)
     flat = rows.flat(image)
     assert flat.data_ptr() == image.data_ptr()
     assert torch.equal(single(rows.state(flat)), image)
     pair = (image, torch.randn(2, 2, 2, 2))
-    several = rivals.Rows(pair)
+    several = rivals.RowLayout(pair)
     back = several.state(several.flat(pair))
     assert isinstance(back, tuple)
     assert all(torch.equal(a, b) for a, b in zip(back, pair, strict=True))
@@ -335,7 +335,7 @@ def test_work_is_put_together_once() -> None:
         built.append(1)
         return lambda: len(built)
 
-    work = timing.later(build)
+    work = timing.built_at_first_call(build)
     assert built == []
     assert [work(), work()] == [1, 1]
 

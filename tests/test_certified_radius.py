@@ -128,7 +128,7 @@ def test_the_slope_of_an_open_head_is_exact() -> None:
 
 
 def test_what_has_no_constant_is_named() -> None:
-    with pytest.raises(ValueError, match="no Lipschitz constant is known of a ResidualBlock"):
+    with pytest.raises(ValueError, match="no Lipschitz constant is known for a ResidualBlock"):
         lipschitz_bound(ResidualBlock(3, 3, attention=True))
     with pytest.raises(ValueError, match="needs a classifier with one equilibrium layer between stem and head"):
         CertifiedClassifier(models.create("resnet18-cifar", num_classes=3))

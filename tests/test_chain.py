@@ -17,7 +17,7 @@ def test_adjoint_is_exact_and_the_composed_kernel_acts_the_same(channels):
     v, u = torch.randn(2, channels[0], 9, 8).double(), torch.randn(2, channels[-1], 9, 8).double()
     with torch.no_grad():
         assert torch.allclose((A(v) * u).sum(), (v * A.adjoint(u)).sum(), rtol=1e-12)
-        kernel = A.prepare().composed()
+        kernel = A.prepare().composed_kernel()
         one = torch.nn.functional.conv2d(v, kernel, padding=tuple(s // 2 for s in kernel.shape[2:]))
     assert torch.allclose(one, A(v), atol=1e-12)
 

@@ -21,7 +21,7 @@ from cli_cases import call, finished, no_page, refused, root, train
 from opteq import cli, models
 from opteq.common.errors import UserError
 from opteq.report.run import read_run
-from opteq.training import opened
+from opteq.training import open_run
 from opteq.training.run.checkpoints import Checkpoints
 from training_cases import in_process, lines, train_here
 
@@ -89,8 +89,8 @@ def test_an_evaluation_that_cannot_be_kept_is_not_begun(finished: Path, monkeypa
     def begun(*_: object, **__: object) -> NoReturn:
         raise AssertionError("the test began, only to be lost")
 
-    monkeypatch.setattr(opened, "draft", refusing)
-    monkeypatch.setattr(opened, "validate", begun)
+    monkeypatch.setattr(open_run, "draft", refusing)
+    monkeypatch.setattr(open_run, "validate", begun)
     refused(call("evaluate", finished), "writing the evaluation", "Permission denied", "a copy of the run elsewhere")
 
 
@@ -112,7 +112,7 @@ def test_images_of_a_size_that_the_model_cannot_take(root: Path, tmp_path: Path)
 
 
 def test_no_gpu(root: Path, tmp_path: Path) -> None:
-    refused(train(root, tmp_path / "run", "train.device=cuda"), "torch sees no GPU here", "train.device=cpu")
+    refused(train(root, tmp_path / "run", "train.device=cuda"), "torch finds none", "train.device=cpu")
 
 
 def test_a_corrupt_image(root: Path, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_equilibria_that_are_lost(root: Path, tmp_path: Path) -> None:
     )
     assert not (tmp_path / "lost/model.safetensors").exists()
     result = train(root, tmp_path / "strict", "model.options.max_steps=1", "guard.lost=1", "guard.converged=0.9")
-    refused(result, "of the equilibria reached the solver's tolerance", "asks for 90%", status=3)
+    refused(result, "of the equilibria reached the solver's tolerance", "requires 90%", status=3)
 
 
 def test_the_last_good_checkpoint_stays(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

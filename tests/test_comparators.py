@@ -17,7 +17,7 @@ from opteq.models.comparators.feedforward import PlainLayers
 from opteq.models.comparators.mdeq import MultiscaleStep, Zeros
 from opteq.models.comparators.monotone import SPLITTINGS, MonDEQ
 from opteq.models.comparators.monotone_tiers import TieredMonDEQ
-from opteq.models.registry import sketched
+from opteq.models.registry import on_meta_device
 from opteq.training.validation import solve_reports, without_warnings
 from oracles import assert_slopes
 
@@ -319,7 +319,7 @@ def test_a_plain_network_is_the_papers_equation() -> None:
 
 
 def test_shapes_inside_hrnet_and_inception() -> None:
-    with sketched():
+    with on_meta_device():
         image = torch.empty(1, 3, 224, 224)
         model = models.create("hrnet-w18")
         branches = model.equilibrium(model.stem(image))

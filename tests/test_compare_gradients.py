@@ -180,7 +180,7 @@ def test_it_works_where_gradients_are_off() -> None:
 
 def test_what_is_refused() -> None:
     sam = opteq.SAM(regularizer=opteq.regularizers.Ridge())
-    with pytest.raises(ValueError, match="SAM ends at no equilibrium"):
+    with pytest.raises(ValueError, match="SAM does not end at an equilibrium"):
         compare_gradients(opteq.Equilibrium(small_layer().problem, sam), batch())
     with pytest.raises(ValueError, match="repeats should be at least 1; got 0"):
         compare_gradients(small_layer(), batch(), repeats=0)

@@ -14,7 +14,7 @@ from lazy import lazily
 from opteq.data import corruptions
 from opteq.data.corruptions import NAMES, corrupt
 from opteq.data.corruptions.draws import Draws, plasma
-from opteq.data.corruptions.filters import blurred, swept, zoomed
+from opteq.data.corruptions.filters import blur, line_blur, zoom
 from opteq.data.corruptions.severities import LARGE, SMALL, parameters
 
 ndimage = lazily("scipy.ndimage")
@@ -107,19 +107,19 @@ def test_blurs_agree_with_scipy() -> None:
     x = scenes(side=20, count=2).double() / 255
     for sigma in (0.4, 3.0, 12.0):
         wanted = ndimage.gaussian_filter(x.numpy(), sigma, axes=(2, 3), radius=max(1, math.ceil(4 * sigma)))
-        torch.testing.assert_close(blurred(x, sigma), torch.from_numpy(wanted), atol=1e-6, rtol=0)
+        torch.testing.assert_close(blur(x, sigma), torch.from_numpy(wanted), atol=1e-6, rtol=0)
     turned = torch.full((2,), 90.0, dtype=torch.float64)
     taps = np.exp(-0.5 * (np.arange(7) / 2.0) ** 2)
     wanted = ndimage.correlate1d(x.numpy(), taps / taps.sum(), axis=2, mode="nearest", origin=-3)
-    torch.testing.assert_close(swept(x, turned, 6, 2.0), torch.from_numpy(wanted), atol=1e-5, rtol=0)
+    torch.testing.assert_close(line_blur(x, turned, 6, 2.0), torch.from_numpy(wanted), atol=1e-5, rtol=0)
     flat = torch.full((1, 3, 9, 9), 0.3)
-    torch.testing.assert_close(zoomed(flat, 1.3), flat)
-    torch.testing.assert_close(zoomed(x, 1.0), x, atol=1e-6, rtol=0)
+    torch.testing.assert_close(zoom(flat, 1.3), flat)
+    torch.testing.assert_close(zoom(x, 1.0), x, atol=1e-6, rtol=0)
 
 
 def test_zoom_enlarges_about_the_middle() -> None:
     rows = torch.arange(9.0)[None, None, :, None].expand(1, 1, 9, 9)
-    torch.testing.assert_close(zoomed(rows.contiguous(), 2.0)[0, 0, :, 4], 4 + (torch.arange(9.0) - 4) / 2)
+    torch.testing.assert_close(zoom(rows.contiguous(), 2.0)[0, 0, :, 4], 4 + (torch.arange(9.0) - 4) / 2)
 
 
 def test_noise_has_the_moments_that_it_should() -> None:

@@ -72,7 +72,7 @@ def test_fusion_is_minus_the_gradient_of_the_energy(
     slopes = torch.autograd.grad(value, features)
     coupling = Coupling(weight, smoothing, with_heritage)
     torch.testing.assert_close(sum(coupling.terms(features).values()).sum(), value, rtol=1e-12, atol=1e-12)
-    for found, slope in zip(coupling.fuse(features), slopes, strict=True):
+    for found, slope in zip(coupling.negative_gradient(features), slopes, strict=True):
         torch.testing.assert_close(found, -slope, rtol=1e-12, atol=1e-12)
 
 
@@ -92,7 +92,7 @@ def test_closed_forms_for_any_ring(
     coupling = Coupling(weight, smoothing)
     value = sum(coupling.terms(features).values()).sum()
     slopes = torch.autograd.grad(value, features)
-    for found, slope in zip(coupling.fuse(features), slopes, strict=True):
+    for found, slope in zip(coupling.negative_gradient(features), slopes, strict=True):
         torch.testing.assert_close(found, -slope, rtol=1e-10, atol=1e-10)
 
 
@@ -102,7 +102,7 @@ def test_closed_forms_for_any_ring(
 def test_jacobian_products(sides: tuple[int, ...], weight: float, smoothing: float, with_heritage: bool) -> None:
     features, v, w = ring(sides), ring(sides, seed=1), ring(sides, seed=2)
     coupling = Coupling(weight, smoothing, with_heritage)
-    expected = torch.autograd.functional.jvp(lambda *z: coupling.fuse(z), features, v)[1]
+    expected = torch.autograd.functional.jvp(lambda *z: coupling.negative_gradient(z), features, v)[1]
     product = coupling.jacobian_at(features)
     found = product(v)
     for one, other in zip(found, expected, strict=True):
@@ -117,7 +117,7 @@ def test_the_derivative_by_signs_is_the_adjoint_of_that_of_products(sides: tuple
     features, v = ring(sides), ring(sides, seed=1)
     generator = torch.Generator().manual_seed(3)
     matrices = tuple(torch.randn(m.shape, generator=generator, dtype=m.dtype) for m in products(features))
-    with_signs, without = (Coupling(0.7).fuse(features, tuple(s * m for m in matrices)) for s in (1, 0))
+    with_signs, without = (Coupling(0.7).negative_gradient(features, tuple(s * m for m in matrices)) for s in (1, 0))
     turned = [a - b for a, b in zip(with_signs, without, strict=True)]  # fuse is affine in its signs
     there = sum((a * b).sum() for a, b in zip(turned, v, strict=True))
     back = sum((a * b).sum() for a, b in zip(matrices, products_derivative(features, v), strict=True))
@@ -129,16 +129,16 @@ def test_the_derivative_by_signs_is_the_adjoint_of_that_of_products(sides: tuple
 
 def test_one_and_two_branches_have_the_forms_they_should() -> None:
     (z,) = ring((4,))
-    torch.testing.assert_close(Coupling().fuse((z,))[0], z, rtol=0, atol=0)
+    torch.testing.assert_close(Coupling().negative_gradient((z,))[0], z, rtol=0, atol=0)
     matrix = z.flatten(2) @ z.flatten(2).mT
     signs = torch.sign(matrix) * (1 - torch.eye(3, dtype=z.dtype))
     one = z - 0.3 * (signs @ z.flatten(2)).view_as(z)
-    torch.testing.assert_close(Coupling(0.3).fuse((z,))[0], one, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(Coupling(0.3).negative_gradient((z,))[0], one, rtol=1e-12, atol=1e-12)
     first, second = ring((2, 2))
     matrix = first.flatten(2) @ second.flatten(2).mT
     signs = torch.sign(matrix) * (1 - torch.eye(3, dtype=z.dtype))
     two = second - 0.3 * (signs @ second.flatten(2)).view_as(second)
-    torch.testing.assert_close(Coupling(0.3).fuse((first, second))[0], two, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(Coupling(0.3).negative_gradient((first, second))[0], two, rtol=1e-12, atol=1e-12)
 
 
 def test_heritage_and_diversity_pair_by_pair() -> None:
@@ -162,8 +162,8 @@ def test_smoothing_comes_from_above_within_tau_a_product() -> None:
         excess = diversity(features, tau) - diversity(features)
         assert (excess >= 0).all()
         assert (excess <= 6 * tau).all()
-    near = Coupling(0.3, 1e-9).fuse(features)
-    for found, limit in zip(near, Coupling(0.3).fuse(features), strict=True):
+    near = Coupling(0.3, 1e-9).negative_gradient(features)
+    for found, limit in zip(near, Coupling(0.3).negative_gradient(features), strict=True):
         torch.testing.assert_close(found, limit, rtol=1e-8, atol=1e-8)
 
 
@@ -193,7 +193,7 @@ def test_curvature_bound_holds_and_is_attained(channels: int) -> None:
 def test_a_dead_branch_hears_heritage_only() -> None:
     first, second = ring((2, 2))
     dead = torch.zeros_like(first)
-    found, _ = Coupling(0.5).fuse((dead, second))
+    found, _ = Coupling(0.5).negative_gradient((dead, second))
     torch.testing.assert_close(found, second, rtol=0, atol=0)
 
 
@@ -204,8 +204,8 @@ def test_large_numbers_do_not_overflow(dtype: torch.dtype, smoothing: float) -> 
     top = {torch.float16: 1e3, torch.bfloat16: 1e15, torch.float32: 1e15}[dtype]
     features = tuple((z / z.abs().amax() * top).to(dtype) for z in ring((4, 4)))
     coupling = Coupling(0.1, smoothing)
-    exact = Coupling(0.1).fuse(tuple(z.double() for z in features))
-    for found, wanted in zip(coupling.fuse(features), exact, strict=True):
+    exact = Coupling(0.1).negative_gradient(tuple(z.double() for z in features))
+    for found, wanted in zip(coupling.negative_gradient(features), exact, strict=True):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double() / top, wanted / top, rtol=0.02, atol=0.02)
     assert torch.isfinite(diversity(features, smoothing)).all()
@@ -217,7 +217,7 @@ def test_augmented_loss_is_the_energy_that_the_module_lowers() -> None:
     loss = augmented_loss(features, 0.3)
     torch.testing.assert_close(loss, (0.3 * diversity(features) - heritage(features)).sum(0).mean())
     slopes = torch.autograd.grad(loss, features)
-    for slope, fused in zip(slopes, Coupling(0.3).fuse(features), strict=True):
+    for slope, fused in zip(slopes, Coupling(0.3).negative_gradient(features), strict=True):
         torch.testing.assert_close(slope, -2 * fused / len(fused))
 
 
@@ -243,7 +243,7 @@ def test_largest_neighbours() -> None:
 )
 def test_features_that_do_not_fit(shapes: list[tuple[int, ...]], message: str) -> None:
     features = tuple(torch.ones(shape) for shape in shapes)
-    for work in (Coupling(0.1).fuse, heritage, diversity):
+    for work in (Coupling(0.1).negative_gradient, heritage, diversity):
         with pytest.raises(ValueError, match=message):
             work(features)
 

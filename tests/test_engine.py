@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import opteq
 from opteq import operators as op
 from opteq.common.override import plain
-from opteq.engine.cuda_graphs.capture import turn
+from opteq.engine.cuda_graphs.capture import capture_lock
 from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
 from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, UncapturableError
 from opteq.engine.flatten import NotFlattenableError, flatten
-from opteq.engine.fuse import fused
+from opteq.engine.inductor import call_compiled
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
 from opteq.problems.hidden import BoundMap
@@ -116,14 +116,16 @@ def test_traced_functions_compute_the_same_without_what_is_unused() -> None:
     hidden = problem(images())
     flat, y = flatten(hidden), torch.rand(2, 5, 6, 6).double()
     with torch.no_grad():
-        step = Traced(lambda fixed, v: [flat.with_tensors(fixed).step(v[0])], flat.tensors, [y], fuse=False)
+        step = Traced(
+            lambda fixed, v: [flat.with_tensors(fixed).step(v[0])], flat.tensors, [y], compile_functions=False
+        )
         torch.testing.assert_close(step.bind(flat.tensors)([y])[0], hidden.step(y), rtol=0, atol=1e-12)
         fixed = [*flat.tensors, y]
 
         def product(given: list[Tensor], v: list[Tensor]) -> list[Tensor]:
             return [flat.with_tensors(given[:-1]).linearise(given[-1]).scaled(v[0])]
 
-        found = Traced(product, fixed, [y], fuse=False).bind(fixed)([y + 1])[0]
+        found = Traced(product, fixed, [y], compile_functions=False).bind(fixed)([y + 1])[0]
         torch.testing.assert_close(found, hidden.linearise(y).scaled(y + 1), rtol=0, atol=1e-12)
     operations = [node.target for node in step.each.graph.nodes if node.op == "call_function"]
     assert operations.count(torch.ops.aten.convolution.default) == 2  # W' y and W: neither U x nor a third one
@@ -137,7 +139,7 @@ def test_tracing_in_float32_of_16_bit_products_changes_nothing(low: torch.dtype)
     def function(fixed: list[Tensor], v: list[Tensor]) -> list[Tensor]:
         return [torch.func.grad(lambda u: (u.float().square() * 0.3).sum())(v[0]) + fixed[0]]
 
-    traced = Traced(function, [y], [y], fuse=False)
+    traced = Traced(function, [y], [y], compile_functions=False)
     found = traced.bind([y])([y + 1])[0]
     assert found.dtype == low
     torch.testing.assert_close(found, function([y], [y + 1])[0], rtol=0, atol=0)
@@ -186,10 +188,10 @@ def test_compiled_steps_of_a_solver_are_the_plain_ones(monkeypatch: pytest.Monke
         active = torch.tensor([True, False, True, True])
         arguments = (active, at, torch.ones(4))
         main, proposal, age, longer = fista.propose(*arguments)
-        torch.testing.assert_close(fused(plain(fista.propose), *arguments), (main, proposal, age, longer))
+        torch.testing.assert_close(call_compiled(plain(fista.propose), *arguments), (main, proposal, age, longer))
         image = proposal + torch.randn(4, 9)
         more = (active, at, main, proposal, age, longer, image, None if merit is None else merit - 0.1, 1e-7, 1e-8)
-        found, expected = fused(plain(fista.accept), *more), fista.accept(*more)
+        found, expected = call_compiled(plain(fista.accept), *more), fista.accept(*more)
         torch.testing.assert_close(found[1], expected[1])
         assert isinstance(found[0], fista.Point)
         assert (found[0].merit is None) == (merit is None)
@@ -206,7 +208,7 @@ class InBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        with turn() as mine:
+        with capture_lock() as mine:
             ctx.noted.append(mine)
         return gradient, None
 
@@ -217,14 +219,14 @@ def test_threads_use_graphs_one_after_the_other_and_backward_passes_do_not_wait(
     began, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turn() as mine:
+        with capture_lock() as mine:
             assert mine
             began.set()
             go_on.wait(10)
             order.append("first")
 
     def wait() -> None:
-        with turn() as mine:
+        with capture_lock() as mine:
             assert mine
             order.append("second")
 

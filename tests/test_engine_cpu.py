@@ -205,7 +205,7 @@ def test_signs_of_a_traced_gradient_meet_and_go() -> None:
         image = -torch.mm(-torch.mm(varying[0], weight), weight.t())
         return [-(-offset + -image), -(2 * image), image]
 
-    traced, y = Traced(step, [a, b], [b], fuse=False), torch.randn(3, 4)
+    traced, y = Traced(step, [a, b], [b], compile_functions=False), torch.randn(3, 4)
     torch.testing.assert_close(traced.bind([a, b])([y]), step([a, b], [y]), rtol=0, atol=0)
     targets = [node.target for node in traced.each.graph.nodes if node.op == "call_function"]
     assert aten.neg.default not in targets

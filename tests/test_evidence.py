@@ -13,7 +13,7 @@ import opteq
 from opteq import models
 from opteq import operators as op
 from opteq.analysis.evidence import _spread, class_evidence, piecewise_affine
-from opteq.analysis.rescaled import Rescaled, counterfactuals, rescaled
+from opteq.analysis.rescaled import Rescaled, counterfactuals, rescaled_terms
 from opteq.common.errors import UserError
 
 SMALL: dict[str, Any] = {"channels": 4, "hidden": [5]}
@@ -156,10 +156,10 @@ def test_factors_of_one_change_nothing() -> None:
 def test_branches_side_by_side_are_scaled_together() -> None:
     model, x = make("popteq-193k", **BRANCHES), images()
     layer = model.equilibrium
-    with torch.no_grad(), rescaled(layer, {"input": 0.0}):
+    with torch.no_grad(), rescaled_terms(layer, {"input": 0.0}):
         features = layer(model.stem(x))
     assert all(float(part.abs().max()) < 1e-9 for part in features)  # without an input the state is zero
-    with pytest.raises(UserError, match="did you mean 'coupling'"), rescaled(layer, {"couplin": 0.0}):
+    with pytest.raises(UserError, match="did you mean 'coupling'"), rescaled_terms(layer, {"couplin": 0.0}):
         model(x)
     assert type(layer.problem).__name__ == "POptEq"
 

@@ -14,7 +14,7 @@ from cli_cases import call, refused
 from opteq import models
 from opteq.analysis.branches import measure_branches
 from opteq.report.figures import FIGURES, branches, maps, robust, settings, solving, style, write_figures
-from opteq.report.figures.subject import DoesNotFitError, Subject, open_subject
+from opteq.report.figures.subject import FigureUnavailableError, Subject, open_subject
 from opteq.states import blocks
 from opteq.training import load_recipe
 from opteq.training.recipe.files import to_toml
@@ -133,7 +133,7 @@ def test_maps(runs: Path) -> None:
     ],
 )
 def test_what_a_run_cannot_have(runs: Path, draw: Any, name: str, words: str) -> None:
-    with pytest.raises(DoesNotFitError, match=words):
+    with pytest.raises(FigureUnavailableError, match=words):
         draw(subject(runs, name))
 
 

@@ -218,7 +218,7 @@ def test_damped_steps_decrease_the_objective_by_what_is_promised(square: float, 
         with torch.no_grad():
             hidden = problem(x)
             y = hidden.project(2 * torch.randn(200, 12, dtype=torch.float64))
-            image, merit = hidden.measured(y)
+            image, merit = hidden.step_and_merit(y)
             torch.testing.assert_close(image, hidden.step(y))
             torch.testing.assert_close(merit, hidden.objective(y))
             t, slope = hidden.damping, problem.penalty.lipschitz
@@ -324,13 +324,13 @@ def test_inner_product_certificates() -> None:
 class Exponential(kernels.InnerProduct):
     """A kernel of one's own that outgrows ``1/2 |y|^2``, and declares nothing."""
 
-    def height(self, t: Tensor) -> Tensor:
+    def value(self, t: Tensor) -> Tensor:
         return t.exp()
 
-    def slope(self, t: Tensor) -> Tensor:
+    def derivative(self, t: Tensor) -> Tensor:
         return t.exp()
 
-    def bend(self, t: Tensor) -> Tensor:
+    def second(self, t: Tensor) -> Tensor:
         return t.exp()
 
 

@@ -129,7 +129,7 @@ def test_no_step_of_a_raw_solve_waits(kind: type[Solver], dtype: torch.dtype) ->
             lambda coupled=coupled: solver.solve(
                 step,
                 start,
-                measured=merit,
+                step_and_merit=merit,
                 project=lambda y: tuple(part.clamp(min=0) for part in blocks(y)),
                 damping=damping,
                 coupled=coupled,

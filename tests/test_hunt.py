@@ -61,7 +61,7 @@ def test_a_state_that_is_slightly_off_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_saddle_that_is_called_converged_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opteq.equilibrium.judged_minimum", lambda hidden, state, codes, floor: codes)
+    monkeypatch.setattr("opteq.equilibrium.mark_non_minima", lambda hidden, state, codes, floor: codes)
     monkeypatch.setattr(problems, "FAMILIES", [problems.own.wells])
     assert found_within(range(40), "problems")
 

@@ -21,8 +21,8 @@ import opteq
 
 SOURCE = Path(opteq.__file__).parent
 
-# The house, floor by floor: a module imports from lower floors and from its own room, never from above.
-FLOORS: list[set[str]] = [
+# From the bottom up: a module imports from lower levels and from its own package, never from above.
+LEVELS: list[set[str]] = [
     {"common", "states"},
     {"operators", "penalties", "potentials"},
     {"kernels", "couplings", "regularizers", "solvers"},
@@ -36,14 +36,14 @@ FLOORS: list[set[str]] = [
     {"report"},
     {"inference"},
     {"play"},
-    {"opteq", "api"},  # the front door: it hands out what the floors below have
+    {"opteq", "api"},  # the public names
     {"cli"},
     {"__main__"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 
-# Neighbours on one floor that do not know each other, and the few doors that are shut although they lead down.
-STRANGERS = {
+# Imports that are forbidden although they go down or stay on one level.
+FORBIDDEN = {
     "solvers": {"operators", "penalties", "kernels", "couplings", "regularizers", "problems", "solution"},
     "solution": {"problems"},
     "problems": {"solution"},
@@ -70,8 +70,8 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room(module: str) -> str:
-    """``opteq.solvers.linear.cg`` lies in ``solvers``; ``opteq`` itself is the front door."""
+def package_of(module: str) -> str:
+    """``solvers`` for ``opteq.solvers.linear.cg``; ``opteq`` for itself."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "opteq"
 
@@ -111,15 +111,17 @@ def imports(path: Path, at_the_top: bool) -> set[str]:
 def test_imports_go_down() -> None:
     for path in MODULES:
         module = name_of(path)
-        here = room(module)
-        assert here in LEVEL, f"{here} has no floor: give it one in FLOORS"
+        here = package_of(module)
+        assert here in LEVEL, f"{here} has no level: give it one in LEVELS"
         for other in imports(path, at_the_top=False):
-            there = room(other)
+            there = package_of(other)
             if there == here or other == "opteq.engine":  # its interface imports nothing of the library by itself
                 continue
-            assert there != "engine", f"{module} imports {other}: outside of the engine only its interface is known"
-            assert LEVEL[there] <= LEVEL[here], f"{module} imports {other}, which lies above it"
-            assert there not in STRANGERS.get(here, set()), f"{module} imports {other}, which {here} should not know"
+            assert there != "engine", (
+                f"{module} imports {other}: outside of the engine only its interface may be imported"
+            )
+            assert LEVEL[there] <= LEVEL[here], f"{module} imports {other}, which is above it"
+            assert there not in FORBIDDEN.get(here, set()), f"{module} imports {other}, which {here} should not import"
 
 
 def test_there_are_no_circles() -> None:
@@ -177,7 +179,7 @@ print(sorted({"kornia", "PIL", "sklearn", "pydantic", "rich"} & set(sys.modules)
 }
 
 
-FRESH["rooms"] = """
+FRESH["subpackages"] = """
 import opteq
 print(opteq.data.load.__name__, opteq.solvers.Picard.__name__, opteq.training.__name__, opteq.inference.__name__)
 """
@@ -224,15 +226,15 @@ def test_plotting_library_is_loaded_only_to_plot(fresh: dict[str, str]) -> None:
     assert fresh["branches"] == "False"
 
 
-def test_names_are_there_when_they_are_asked_for(fresh: dict[str, str]) -> None:
+def test_names_are_imported_at_first_use(fresh: dict[str, str]) -> None:
     assert [fresh[f"name {index}"] for index in range(4)] == ["Equilibrium opteq.models"] * 4
 
 
-def test_rooms_are_attributes(fresh: dict[str, str]) -> None:
-    assert fresh["rooms"].split() == ["load", "Picard", "opteq.training", "opteq.inference"]
+def test_subpackages_are_attributes(fresh: dict[str, str]) -> None:
+    assert fresh["subpackages"].split() == ["load", "Picard", "opteq.training", "opteq.inference"]
 
 
-def test_asking_for_help_does_not_load_torch() -> None:
+def test_help_does_not_load_torch() -> None:
     code = """
 import sys
 from opteq.cli import app
@@ -247,13 +249,13 @@ print("torch" in sys.modules)
     assert run.stdout.splitlines()[-1] == "False"
 
 
-def test_the_front_door() -> None:
+def test_the_public_names() -> None:
     assert set(opteq.__all__) <= set(dir(opteq))
     modules = {name for name in opteq.__all__ if f"opteq.{name}" in NAMES}
-    assert modules == set(opteq._ROOMS)
+    assert modules == set(opteq._SUBPACKAGES)
     with pytest.raises(AttributeError, match="module 'opteq' has no attribute 'Equilibrum'"):
         _ = opteq.Equilibrum
-    assert not hasattr(opteq, "no_such_room")
+    assert not hasattr(opteq, "no_such_name")
 
 
 @pytest.mark.parametrize(
@@ -272,8 +274,8 @@ def test_the_names_that_the_design_promises() -> None:
     problems = {"OptEq", "DeepOptEq", "POptEq", "MOptEq", "GEQ", "HiddenProblem", "Branch"}
     solvers = {"Picard", "Anderson", "Broyden", "SAM"}
     gradients = {"Implicit", "Phantom", "OneStep", "Unrolled", "Shine"}
-    rooms = {"operators", "kernels", "penalties", "regularizers"}
-    assert {"Equilibrium"} | problems | solvers | gradients | rooms <= set(opteq.__all__)
+    packages = {"operators", "kernels", "penalties", "regularizers"}
+    assert {"Equilibrium"} | problems | solvers | gradients | packages <= set(opteq.__all__)
 
 
 def test_loading_draws_no_random_numbers(fresh: dict[str, str]) -> None:
@@ -310,10 +312,10 @@ def test_folders_and_the_root_stay_small() -> None:
 
 def test_the_plain_core_stays_small() -> None:
     """From operators to gradients, with the layer, its report and its states; 12,000 lines at most."""
-    rooms = {
+    packages = {
         "operators", "penalties", "potentials", "kernels", "couplings", "regularizers", "problems", "solvers",
         "gradients", "equilibrium", "solution", "states",
     }  # fmt: skip
-    core = [path for path in MODULES if room(name_of(path)) in rooms]
+    core = [path for path in MODULES if package_of(name_of(path)) in packages]
     assert len(core) > 50
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core) <= 12_000

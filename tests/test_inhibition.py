@@ -26,7 +26,7 @@ def images(*scales: int, activation: str = "relu") -> opteq.Inhibition:
     torch.manual_seed(0)
     made = [opteq.Branch(op.Conv2d(2, 3 + i, 3), nn.Conv2d(2, 3 + i, 3, padding=1), s) for i, s in enumerate(scales)]
     problem = opteq.Inhibition(made, m=0.3, activation=activation).double()
-    for branch in problem.each():
+    for branch in problem.branch_list():
         branch.W.weight.data.mul_(2)
     return problem
 

@@ -37,7 +37,7 @@ def test_all_probes_together_give_the_dense_jacobian() -> None:
     torch.testing.assert_close(total, jacobian.square().sum()[None] / 7)
     gradients = torch.autograd.grad(total.sum(), list(problem.parameters()), allow_unused=True)
     step = 1e-6
-    weight = problem.each()[0].W.weight
+    weight = problem.branch_list()[0].W.weight
     with torch.no_grad():
         sizes = []
         for sign in (1, -1):
@@ -82,7 +82,7 @@ def test_closed_forms_have_the_gradient_of_the_step() -> None:
     hidden = problem(x)
     assert hidden.quadratic
     state = tuple(torch.randn_like(part) for part in hidden.start())
-    weights = [branch.W.weight for branch in problem.each()]
+    weights = [branch.W.weight for branch in problem.branch_list()]
     found = torch.autograd.grad(squared_radius(hidden, state).sum(), weights, retain_graph=True)
     hidden.quadratic = False  # by the derivative of the step's own derivative
     expected = torch.autograd.grad(squared_radius(hidden, state).sum(), weights)
@@ -151,7 +151,7 @@ def test_models_without_an_equilibrium_are_refused() -> None:
 
 def test_bounds_grow_to_the_models_own() -> None:
     model = models.create("mopteq-193k", channels=3, hidden=[4, 4], scales=[1, 2], bound=2.0)
-    branches = model.equilibrium.problem.each()
+    branches = model.equilibrium.problem.branch_list()
     bounds = GrowingBounds(model, TrainSection(epochs=9, batch_size=4, bound_start=0.8, bound_epochs=4))
     seen = []
     for epoch in (0, 1, 2, 4, 8):

@@ -64,7 +64,7 @@ def test_scipy_finds_the_same_minimiser() -> None:
 def test_one_branch_is_geq(kernel: InnerProduct) -> None:
     """One branch without D: ``W W' y`` is the coupling of GEQ with the transposed operator."""
     alone = problem(kernel, count=1, activation="tanh")
-    branch = alone.each()[0]
+    branch = alone.branch_list()[0]
     other = GEQ(op.Dense(4, 3, bound=0.6).double(), branch.U, kernel, activation="tanh")
     other.W.weight.data.copy_(branch.W.weight.data.T)
     x, y = torch.randn(2, 2).double(), torch.rand(2, 4).double()

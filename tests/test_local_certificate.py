@@ -136,11 +136,11 @@ def test_the_share_of_certified_samples(options: dict[str, object], share: float
     small = {"channels": 3, "hidden": [4, 4], "scales": [1, 2], "diversity": 0.0}
     model = models.create("mopteq-193k", **small, tol=1e-5, on_failure="ignore", **options).eval()
     if options == {"bound": None}:
-        for branch in model.equilibrium.problem.each():
+        for branch in model.equilibrium.problem.branch_list():
             branch.W.weight.data.mul_(1.8)
         assert model.equilibrium.problem.certificate().unique is None
     counted = CertifiedShare(model, torch.device("cpu"))
-    with counted.watching(), torch.no_grad():
+    with counted.counting(), torch.no_grad():
         model(torch.randn(5, 3, 8, 8))
         model(torch.randn(3, 3, 8, 8))
     assert counted.share(make_accelerator("cpu", "no", False, None)) == share
@@ -153,6 +153,6 @@ def test_the_share_is_unknown_without_symmetry_and_without_a_unique_equilibrium(
     for W in (module for module in model.modules() if isinstance(module, op.Conv2d)):
         W.weight.data.mul_(2)
     counted = CertifiedShare(model, torch.device("cpu"))
-    with counted.watching(), torch.no_grad():
+    with counted.counting(), torch.no_grad():
         model(torch.randn(2, 3, 8, 8))
     assert counted.share(make_accelerator("cpu", "no", False, None)) is None

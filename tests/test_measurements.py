@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opteq import operators as op
-from opteq.models.restoration.measurement import checked_measurement, settled_measurement
+from opteq.models.restoration.measurement import check_measurement, prepare_measurement
 
 CASES = {
     "blur": lambda: op.Blur(1.2),
@@ -55,11 +55,11 @@ class Physics:
 
 def test_objects_of_other_libraries_measure():
     x = torch.randn(2, 1, 4, 4)
-    measured = settled_measurement(checked_measurement(Physics()), x)
+    measured = prepare_measurement(check_measurement(Physics()), x)
     assert measured(measured.adjoint(x)).shape == x.shape
     assert 3 <= float(measured.most) <= 3.2
     with pytest.raises(TypeError, match="A_adjoint"):
-        checked_measurement("blur")
+        check_measurement("blur")
 
 
 def test_wrong_options_are_named():

@@ -18,7 +18,7 @@ from opteq.common.errors import UserError
 from opteq.models import Classifier, Segmenter
 from opteq.models.blocks.parts import Head
 from opteq.models.families.extracted import SeparableInjection
-from opteq.models.registry import sketched
+from opteq.models.registry import on_meta_device
 from opteq.models.table import MODELS
 
 SIZES = {  # the printed numbers that the names stand for
@@ -162,7 +162,7 @@ def test_cards_say_where_the_parameters_are() -> None:
 
 @pytest.mark.parametrize("name", EXTRACTED)
 def test_sizes_behind_an_extractor_are_those_of_its_kernels(name: str) -> None:
-    with sketched():
+    with on_meta_device():
         model = opteq.models.create(name, num_classes=1000)
         parts = tuple(count(part) for part in (model.stem, model.equilibrium, model.head))
         assert model.stem(torch.empty(1, 3, 224, 224)).shape == (1, 1024, 28, 28)
@@ -177,21 +177,21 @@ def test_sizes_behind_an_extractor_are_those_of_its_kernels(name: str) -> None:
 
 
 def test_conv_fusion_is_the_276k_row() -> None:
-    with sketched():
+    with on_meta_device():
         assert abs(count(opteq.models.create("popteq-193k", fusion="conv")) / 276e3 - 1) <= 0.02
         assert abs(count(opteq.models.create("popteq-193k", fusion="sum")) / 193e3 - 1) <= 0.02
 
 
 @pytest.mark.parametrize("name", ["geq-6m-imagenet", "geq-13m-imagenet"])
 def test_size_with_the_classes_of_imagenet_100(name: str) -> None:
-    with sketched():
+    with on_meta_device():
         assert abs(count(opteq.models.create(name, num_classes=100)) / SIZES[name] - 1) <= 0.02
 
 
 @pytest.mark.parametrize("name", ["mopteq-0.48m", "mopteq-1.9m"])
 def test_a_residual_stem_of_the_same_size(name: str) -> None:
     width = {"mopteq-0.48m": 48, "mopteq-1.9m": 96}[name]
-    with sketched():
+    with on_meta_device():
         model = opteq.models.create(name, stem="residual", stem_depth=2, stem_width=width)
     assert abs(count(model) / SIZES[name] - 1) <= 0.02
     assert sum(isinstance(module, nn.Conv2d) for module in model.stem.modules()) == 6
@@ -462,7 +462,7 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
     ],
 )
 def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with sketched(), pytest.raises(UserError) as refusal:
+    with on_meta_device(), pytest.raises(UserError) as refusal:
         opteq.models.create(name, **options)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -523,7 +523,7 @@ def test_a_head_says_how_many_branches_it_reads() -> None:
 
 def test_an_extractor_is_the_beginning_of_a_resnet() -> None:
     """Its stages have the weights of the first three of ResNet-50, whose layout the baseline's test holds."""
-    with sketched():
+    with on_meta_device():
         stages = opteq.models.create("resnet50-cifar").equilibrium[:13]
         extractor = opteq.models.create("opteq-small-imagenet").stem
     assert [tuple(w.shape) for w in extractor[2:].parameters()] == [tuple(w.shape) for w in stages.parameters()]
@@ -546,7 +546,7 @@ def test_a_separable_injection_keeps_the_scale_and_knows_its_norm() -> None:
 
 
 def test_resnets_have_the_usual_layout() -> None:
-    with sketched():
+    with on_meta_device():
         assert count(opteq.models.create("resnet18-cifar")) == 11_173_962
         assert count(opteq.models.create("resnet50-cifar")) == 23_520_842
         model = opteq.models.create("resnet18-cifar", num_classes=100)
@@ -557,7 +557,7 @@ def test_weights_without_a_bound_can_begin_with_a_norm() -> None:
     torch.manual_seed(0)
     small = {"channels": 4, "hidden": [5, 6], "scales": [1, 2], "bound": None}
     model = opteq.models.create("mopteq-0.48m", initial_norm=2.0, **small)
-    for branch in model.equilibrium.problem.each():
+    for branch in model.equilibrium.problem.branch_list():
         assert 1.8 < float(branch.W.norm()) <= 2.001
     with pytest.raises(ValueError, match=r"initial_norm should be at most bound=0.9; got 2"):
         opteq.models.create("mopteq-0.48m", initial_norm=2.0, **{**small, "bound": 0.9})

@@ -383,7 +383,7 @@ def test_perturbations_are_the_worst_within_their_size_and_never_larger() -> Non
         assert direction.shape == seen.shape
         assert set(direction.unique().tolist()) <= {-1.0, 0.0, 1.0}
         assert part.shape[1] == branch.U.out_channels
-    moves = [before - after for before, after in zip(chain.inputs, chain.moved(directions), strict=True)]
+    moves = [before - after for before, after in zip(chain.inputs, chain.perturbed_inputs(directions), strict=True)]
     assert (moves[0] == 0).all()
     assert all(0 < float(move.abs().max()) <= 0.3 + 1e-12 for move in moves[1:])
     # delta = eps sign(U'y) maximises -<U (x - delta) + b, y> over the cube
@@ -641,7 +641,7 @@ def test_wrong_branches_and_inputs() -> None:
     with pytest.raises(ValueError, match="integer multiple"):
         hidden.step(hidden.start())
     flat = [opteq.Branch(op.Conv2d(2, 3, 3, bound=0.5), nn.Linear(2, 3)) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"expects an input of shape \(batch, 3, height, width\), got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"expects an input of shape \(batch, 3, height, width\); got \(2, 3\)"):
         opteq.Equilibrium(MOptEq(flat))(torch.randn(2, 2))
     # Operators that do not say how many channels they have are found out when they meet.
     nameless = MOptEq([opteq.Branch(op.Identity(), nn.Linear(4, n)) for n in (3, 5)])

@@ -155,7 +155,7 @@ def test_a_step_is_the_prox_of_minus_the_gradient_of_smooth():
         slope = torch.func.grad(lambda y, hidden=hidden: hidden.smooth(y).sum())(y)
         step = -slope if penalty is None else hidden.penalty.prox(-slope)
         assert torch.allclose(step, hidden.step(y), atol=1e-12)
-        image, merit = hidden.measured(y)
+        image, merit = hidden.step_and_merit(y)
         assert torch.allclose(image, hidden.step(y))
         assert torch.allclose(merit, hidden.objective(y))
 

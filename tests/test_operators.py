@@ -295,21 +295,21 @@ def test_inference_mode_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: op.Dense(0, 3), "m must be a positive integer, got 0"),
-        (lambda: op.Dense(3, 2.0), r"n must be a positive integer, got 2\.0"),
-        (lambda: op.Dense(True, 2), "m must be a positive integer, got True"),
-        (lambda: op.Conv2d(-1, 3, 3), "c must be a positive integer, got -1"),
-        (lambda: op.SeparableConv2d(3, "4", 3), "m must be a positive integer, got '4'"),
-        (lambda: op.Conv2d(3, 3, 4), "kernel_size must be odd, got 4"),
-        (lambda: op.SeparableConv2d(3, 3, (3, 2)), r"kernel_size must be odd, got \(3, 2\)"),
-        (lambda: op.Conv2d(3, 3, 0), "kernel_size must be a positive integer, got 0"),
-        (lambda: op.Conv2d(3, 3, (3, 3, 3)), "kernel_size must be an odd integer or a pair"),
-        (lambda: op.Patches(0, 2), "split must be a positive integer"),
-        (lambda: op.Patches(2, -2), "patch must be a positive integer"),
+        (lambda: op.Dense(0, 3), "m should be a positive integer; got 0"),
+        (lambda: op.Dense(3, 2.0), r"n should be a positive integer; got 2\.0"),
+        (lambda: op.Dense(True, 2), "m should be a positive integer; got True"),
+        (lambda: op.Conv2d(-1, 3, 3), "c should be a positive integer; got -1"),
+        (lambda: op.SeparableConv2d(3, "4", 3), "m should be a positive integer; got '4'"),
+        (lambda: op.Conv2d(3, 3, 4), "kernel_size should be odd; got 4"),
+        (lambda: op.SeparableConv2d(3, 3, (3, 2)), r"kernel_size should be odd; got \(3, 2\)"),
+        (lambda: op.Conv2d(3, 3, 0), "kernel_size should be a positive integer; got 0"),
+        (lambda: op.Conv2d(3, 3, (3, 3, 3)), "kernel_size should be an odd integer or a pair"),
+        (lambda: op.Patches(0, 2), "split should be a positive integer"),
+        (lambda: op.Patches(2, -2), "patch should be a positive integer"),
         (lambda: op.Stack([]), "at least one operator"),
         (lambda: op.Stack([op.Identity()]), "know the size of their output"),
         (lambda: op.Stack([op.Dense(3, 3), op.Conv2d(3, 3, 3)]), "convolutions or matrices, not both"),
-        (lambda: op.Stack([op.Dense(3, 3), op.Dense(4, 3)]), r"same number of input features, got \[3, 4\]"),
+        (lambda: op.Stack([op.Dense(3, 3), op.Dense(4, 3)]), r"same number of input features; got \[3, 4\]"),
     ],
 )
 def test_wrong_options(make: Callable[[], object], message: str) -> None:
@@ -320,18 +320,18 @@ def test_wrong_options(make: Callable[[], object], message: str) -> None:
 @pytest.mark.parametrize("bound", [0, -1.0, float("inf"), float("nan"), "1", True])
 @pytest.mark.parametrize("make", [lambda b: op.Dense(2, 2, b), lambda b: op.Conv2d(2, 2, 3, b)])
 def test_wrong_bound(make: Callable[[object], op.Operator], bound: object) -> None:
-    with pytest.raises(ValueError, match="bound must be a positive finite number"):
+    with pytest.raises(ValueError, match="bound should be a positive finite number"):
         make(bound)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: op.Dense(3, 5)(torch.ones(2, 4)), r"Dense\(3, 5\) expects .* \(\.\.\., 3\), got \(2, 4\)"),
-        (lambda: op.Dense(3, 5).adjoint(torch.ones(2, 3)), r"adjoint of Dense.*\(\.\.\., 5\), got \(2, 3\)"),
+        (lambda: op.Dense(3, 5)(torch.ones(2, 4)), r"Dense\(3, 5\) expects .* \(\.\.\., 3\); got \(2, 4\)"),
+        (lambda: op.Dense(3, 5).adjoint(torch.ones(2, 3)), r"adjoint of Dense.*\(\.\.\., 5\); got \(2, 3\)"),
         (lambda: op.Dense(3, 5)(torch.tensor(1.0)), r"got \(\)"),
-        (lambda: op.Conv2d(3, 5, 3)(torch.ones(1, 4, 2, 2)), r"\(batch, 3, height, width\), got \(1, 4, 2, 2\)"),
-        (lambda: op.Conv2d(3, 5, 3)(torch.ones(3, 2, 2)), r"\(batch, 3, height, width\), got \(3, 2, 2\)"),
+        (lambda: op.Conv2d(3, 5, 3)(torch.ones(1, 4, 2, 2)), r"\(batch, 3, height, width\); got \(1, 4, 2, 2\)"),
+        (lambda: op.Conv2d(3, 5, 3)(torch.ones(3, 2, 2)), r"\(batch, 3, height, width\); got \(3, 2, 2\)"),
         (lambda: op.Conv2d(3, 5, 3).adjoint(torch.ones(1, 3, 2, 2)), r"adjoint.*\(batch, 5, height, width\)"),
         (lambda: op.SeparableConv2d(3, 5, 3)(torch.ones(1, 5, 2, 2)), r"separable.*\(batch, 3, height, width\)"),
         (lambda: op.SeparableConv2d(3, 5, 3).adjoint(torch.ones(1, 3, 2, 2)), r"\(batch, 5, height, width\)"),
@@ -343,10 +343,10 @@ def test_wrong_bound(make: Callable[[object], op.Operator], bound: object) -> No
         (lambda: op.resample(torch.ones(4, 4), 2), r"expects images .* got \(4, 4\)"),
         (lambda: op.Patches(2, 2)(torch.ones(1, 3, 4, 4)), "3 channels .* groups of split=2"),
         (lambda: op.Patches(2, 2)(torch.ones(1, 2, 4, 5)), "4 x 5 pixels .* squares of patch=2"),
-        (lambda: op.Patches(2, 2)(torch.ones(2, 4, 4)), r"\(batch, channels, height, width\), got \(2, 4, 4\)"),
-        (lambda: op.Patches(2, 2).prepare().grid((4, 4)), r"must end with \(channels, height, width\), got \(4, 4\)"),
-        (lambda: op.Patches(2, 2).adjoint(torch.ones(1, 1, 2, 2, 9)), r"rows, columns, 8\), got \(1, 1, 2, 2, 9\)"),
-        (lambda: op.Patches(2, 2).adjoint(torch.ones(1, 4, 8)), r"rows, columns, 8\), got \(1, 4, 8\)"),
+        (lambda: op.Patches(2, 2)(torch.ones(2, 4, 4)), r"\(batch, channels, height, width\); got \(2, 4, 4\)"),
+        (lambda: op.Patches(2, 2).prepare().grid((4, 4)), r"should end with \(channels, height, width\); got \(4, 4\)"),
+        (lambda: op.Patches(2, 2).adjoint(torch.ones(1, 1, 2, 2, 9)), r"rows, columns, 8\); got \(1, 1, 2, 2, 9\)"),
+        (lambda: op.Patches(2, 2).adjoint(torch.ones(1, 4, 8)), r"rows, columns, 8\); got \(1, 4, 8\)"),
         (lambda: op.Stack([op.Dense(3, 2), op.Dense(3, 1)]).adjoint(torch.ones(1, 2)), r"expects 3 entries .*\[2, 1\]"),
     ],
 )  # fmt: skip

@@ -445,15 +445,15 @@ def test_plain_steps_decrease_the_merit(make: Callable[[], Penalty]) -> None:
         problem = opteq.OptEq(operator(random_matrix(4, 3, norm)), activation=penalty)
         hidden = problem(random_vectors(5, 4))
         assert isinstance(hidden, BoundOptEq)
-        assert hidden.measured is not None
+        assert hidden.step_and_merit is not None
         y = hidden.step(random_vectors(5, 4, seed=2))
         with torch.no_grad():
-            image, merit = hidden.measured(y)
+            image, merit = hidden.step_and_merit(y)
             for _ in range(10):
                 assert_near(image, hidden.step(y), 1e-12)
                 assert_near(merit, hidden.block.merit(hidden.features(y)), 1e-12)
                 z, y = hidden.features(y), image
-                image, after = hidden.measured(y)
+                image, after = hidden.step_and_merit(y)
                 if penalty.lipschitz <= 1:  # the descent lemma promises half the squared step
                     assert (after <= merit - (hidden.features(y) - z).square().sum(1) / 2 + 1e-11).all()
                 merit = after
@@ -486,8 +486,8 @@ def test_the_guard_brings_acceleration_home_where_nothing_contracts() -> None:
             problem = opteq.OptEq(operator(random_matrix(12, 10, 3.0, seed)), activation="hardtanh")
             hidden = problem(0.3 * random_vectors(10, 12, seed=seed) - 0.1)
             with torch.no_grad():
-                measured = hidden.measured if guard else None
-                found = solver.solve(hidden.step, hidden.start(), measured=measured, project=hidden.project)
+                measured = hidden.step_and_merit if guard else None
+                found = solver.solve(hidden.step, hidden.start(), step_and_merit=measured, project=hidden.project)
                 outcomes.append((found.codes == 0, hidden.block.merit(hidden.features(found.state))))
         converged[guard] = torch.cat([done for done, _ in outcomes])
         merits[guard] = torch.cat([merit for _, merit in outcomes])

@@ -145,16 +145,16 @@ def test_sam_checks_its_schedule() -> None:
         opteq.SAM(regularizer=regularizers.Ridge)
     unknown = regularizers.Decorrelation()
     assert unknown.gradient_lipschitz is None
-    with pytest.raises(ValueError, match=r"SAM.gamma must be given: the gradient of Decorrelation has no known"):
+    with pytest.raises(ValueError, match=r"give SAM.gamma: the gradient of Decorrelation has no known"):
         opteq.SAM(regularizer=unknown)
-    with pytest.raises(ValueError, match=r"SAM.eta must be given"):
+    with pytest.raises(ValueError, match=r"give SAM.eta"):
         opteq.SAM(regularizer=unknown, gamma=0.1)
     assert opteq.SAM(regularizer=unknown, gamma=0.1, eta=0.1).schedule() == (0.1, 0.1)
 
 
 def test_options_that_would_have_no_effect_are_refused() -> None:
     for options in ({"tol": 1e-3}, {"max_steps": 7}):
-        with pytest.raises(ValueError, match=r"no effect beside linear.*Give them to CG"):
+        with pytest.raises(ValueError, match=r"no effect with linear.*Give them to CG"):
             opteq.Implicit(linear=opteq.CG(), **options)
     assert opteq.Implicit(linear=opteq.CG(tol=1e-3, max_steps=7)).linear == opteq.CG(tol=1e-3, max_steps=7)
     W = opteq.operators.Dense(2, 2)

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from opteq import data, models
 from opteq.cli import app
-from opteq.models.registry import sketched
+from opteq.models.registry import on_meta_device
 from opteq.report.figures import FIGURES
 from opteq.training import load_recipe, recipes
 
@@ -67,7 +67,7 @@ def test_commands_parse() -> None:
         usual = models.describe(recipe.model.name).options
         given = recipe.model.options.items()
         options = {key: None if value == "none" and not isinstance(usual[key], str) else value for key, value in given}
-        with sketched():
+        with on_meta_device():
             models.create(recipe.model.name, **options)
 
 

@@ -152,14 +152,14 @@ def test_merit_damping_and_coupling_are_handed_on() -> None:
     x = gaussian(3, 4)
     plain = Parallel([single(), single()]).double()(x)
     y = plain.step(plain.start())
-    image, merit = plain.measured(y)
+    image, merit = plain.step_and_merit(y)
     torch.testing.assert_close(image, plain.step(y))
-    torch.testing.assert_close(merit, sum(p.measured(b)[1] for p, b in zip(plain.parts, y, strict=True)))
+    torch.testing.assert_close(merit, sum(p.step_and_merit(b)[1] for p, b in zip(plain.parts, y, strict=True)))
     assert plain.damping == 1.0
     smoothed = Parallel([single(), ring(), ring()]).double()(x)
     assert smoothed.damping.shape == (3,)
     torch.testing.assert_close(smoothed.damping, torch.minimum(*(part.damping for part in smoothed.parts[1:])))
-    assert Parallel([ring(), single(), deep()]).double()(x).measured is None
+    assert Parallel([ring(), single(), deep()]).double()(x).step_and_merit is None
     decorrelated = opteq.OptEq(
         op.Dense(5, 6, bound=0.8), nn.Linear(4, 6), regularizer=opteq.regularizers.Decorrelation(eps=0.1), gamma=0.05
     )

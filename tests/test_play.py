@@ -36,7 +36,7 @@ from opteq.play import app as serving
 from opteq.play.app import make_app, open_session
 from opteq.play.classifier import ClassifierSession
 from opteq.play.command import bound_socket
-from opteq.play.denoiser import MOST_PIXELS, small
+from opteq.play.denoiser import MOST_PIXELS, shrink_to_limit
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -296,11 +296,11 @@ def test_the_page_needs_no_network_and_runs_no_foreign_text(client: TestClient) 
 def test_a_denoiser_makes_large_images_smaller() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (300, 600, 3), dtype=np.uint8)
     for image, channels in ((Image.fromarray(noise), 3), (Image.fromarray(noise[..., 0]), 1)):
-        made = small(image)
+        made = shrink_to_limit(image)
         assert made.shape[0] == channels
         assert made.shape[2] == pytest.approx(2 * made.shape[1], abs=1)
         assert made.numel() == pytest.approx(MOST_PIXELS, rel=0.03)
-    assert small(Image.fromarray(noise[:20, :30])).shape == (3, 20, 30)
+    assert shrink_to_limit(Image.fromarray(noise[:20, :30])).shape == (3, 20, 30)
 
 
 def test_a_denoiser_shows_before_and_after(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_denoiser_shows_before_and_after(tmp_path: Path) -> None:
     photo = url_of(Image.new("RGB", (24, 16), (120, 120, 120)), "JPEG")
     found = client.post("/api/solve", json={"image": photo, "sigma": 25, "strength": 1.0, "tol": 1e-3}).json()
     assert found["minimised"]
-    assert found["residual"] <= 1e-3
+    assert found["error"] <= 1e-3
     assert found["before"] != found["after"]
     before, after = found["psnr"]
     assert before < after

@@ -437,7 +437,7 @@ def test_a_misspelt_folder_is_not_looked_for_on_the_hub(
     monkeypatch.chdir(tmp_path)
     os.renames(saved, tmp_path / "runs/digits")
     refused("runs/digit", "there is no folder runs/digit", "there is a folder runs here; did you mean runs/digits?")
-    assert "did you mean" not in refused("runs/zzzzzz", "there is no folder runs/zzzzzz, and the hub was not asked")
+    assert "did you mean" not in refused("runs/zzzzzz", "there is no folder runs/zzzzzz, and the hub was not searched")
     refused("./runs/digit", "there is no folder ./runs/digit; did you mean runs/digits?")
 
 

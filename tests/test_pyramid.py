@@ -94,12 +94,12 @@ def test_inputs_that_do_not_fit() -> None:
 def test_ring_norm_is_the_norm_of_the_ring(sizes: tuple[int, ...]) -> None:
     starts = [size * size for size in sizes]
 
-    def fuse(flat: Tensor) -> Tensor:
+    def negative_gradient(flat: Tensor) -> Tensor:
         pieces = flat[None, :, None].split(starts, dim=1)
         features = tuple(p.reshape(1, 1, size, size) for p, size in zip(pieces, sizes, strict=True))
-        return torch.cat([h.flatten() for h in Coupling().fuse(features)])
+        return torch.cat([h.flatten() for h in Coupling().negative_gradient(features)])
 
-    matrix = torch.stack([fuse(e) for e in torch.eye(sum(starts), dtype=torch.float64)])
+    matrix = torch.stack([negative_gradient(e) for e in torch.eye(sum(starts), dtype=torch.float64)])
     torch.testing.assert_close(matrix, matrix.mT)
     assert torch.linalg.matrix_norm(matrix, ord=2).item() == pytest.approx(ring_norm(sizes), abs=1e-12)
 
@@ -120,13 +120,13 @@ def test_curvature_bound_holds_for_any_signs(sizes: tuple[int, ...], heritage: b
         for s in signs:
             s.diagonal(dim1=-2, dim2=-1).zero_()
 
-        def fuse(flat: Tensor, signs: tuple[Tensor, ...] = signs) -> Tensor:
+        def negative_gradient(flat: Tensor, signs: tuple[Tensor, ...] = signs) -> Tensor:
             pieces = flat.split(counts, dim=1)
             features = tuple(p.reshape(-1, channels, size, size) for p, size in zip(pieces, sizes, strict=True))
-            fused = coupling.fuse(features, tuple(s.expand(len(flat), -1, -1) for s in signs))
+            fused = coupling.negative_gradient(features, tuple(s.expand(len(flat), -1, -1) for s in signs))
             return torch.cat([h.flatten(1) for h in fused], dim=1)
 
-        matrix = fuse(torch.eye(sum(counts), dtype=torch.float64))
+        matrix = negative_gradient(torch.eye(sum(counts), dtype=torch.float64))
         worst = max(worst, float(torch.linalg.matrix_norm(matrix, ord=2)))
     limit = coupling.curvature_bound(channels, sizes)
     assert worst <= limit + 1e-12
@@ -143,7 +143,7 @@ def test_scales_make_larger_bounds_convex() -> None:
     ):
         problem = opteq.MOptEq(branches(bound, scales)).double()
         assert problem(x).structure is structure
-        for branch in problem.each():  # let every W reach its bound
+        for branch in problem.branch_list():  # let every W reach its bound
             with torch.no_grad():
                 branch.W.weight.mul_(100)
         certificate = problem.certificate()

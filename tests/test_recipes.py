@@ -10,7 +10,7 @@ import pytest
 
 from opteq import data, models
 from opteq.common.errors import UserError
-from opteq.models.registry import sketched
+from opteq.models.registry import on_meta_device
 from opteq.training import Recipe, load_recipe, recipes
 from opteq.training.recipe.files import to_toml
 from opteq.training.recipe.overrides import known_keys, parse
@@ -22,7 +22,7 @@ def test_every_recipe_is_whole(name: str) -> None:
     assert recipe.name == name
     assert recipe.reproduces
     assert recipe.data.name in data.names()
-    with sketched():
+    with on_meta_device():
         model = models.create(recipe.model.name, num_classes=10, **recipe.model.options)
     assert sum(weight.numel() for weight in model.parameters()) > 0
 
@@ -102,7 +102,7 @@ def test_the_papers_smaller_tables() -> None:
         assert rest(name) == rest("mopteq-8m-cifar100-randaugment")
     for name in [*(f"mopteq-8m-cifar100-{kernel}" for kernel in kernels), "mopteq-8m-cifar100-randaugment"]:
         recipe = load_recipe(name)
-        with sketched():
+        with on_meta_device():
             model = models.create(recipe.model.name, num_classes=100, **recipe.model.options)
         assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(8e6, rel=0.02)
     for model_name in ("geq", "mopteq"):
@@ -129,7 +129,7 @@ def test_comparators_side_by_side_have_the_sizes_of_what_they_are_compared_with(
     sizes = {"199k": "opteq-199k", "200k": "opteq-199k", "0.48m": "mopteq-0.48m", "5m": "geq-5m"}
     for name in ("extractor-199k", "extractor-0.48m", "extractor-5m", "mdeq-200k", "mdeq-0.48m"):
         model = load_recipe(f"cifar10-jpeg-{name}").model
-        with sketched():
+        with on_meta_device():
             ours = models.describe(f"{sizes[name.rpartition('-')[2]]}-pyramid").parameters
             theirs = sum(weight.numel() for weight in models.create(model.name, **model.options).parameters())
         assert theirs == pytest.approx(ours, rel=0.03)
@@ -255,7 +255,7 @@ def test_parse_falls_back_to_text() -> None:
 def test_recipes_of_recorded_runs_can_be_run_again(path: Path) -> None:
     if path.name != "notes.toml":
         recipe = load_recipe(str(path), [])
-        with sketched():
+        with on_meta_device():
             model = models.create(recipe.model.name, **recipe.model.options)
         assert next(model.parameters()).is_meta
 

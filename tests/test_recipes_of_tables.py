@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from opteq import models
-from opteq.models.families.geq import OfLength
+from opteq.models.families.geq import NormalisedInjection
 from opteq.training import load_recipe
 
 KERNELS = [f"mopteq-8m-cifar100-{kernel}" for kernel in ("sigmoid", "polynomial")]
@@ -62,13 +62,15 @@ def test_samples_are_brought_to_a_length() -> None:
     torch.manual_seed(0)
     inner = nn.Conv2d(3, 5, 3, padding=1)
     x = torch.randn(4, 3, 6, 6)
-    found, plain = OfLength(inner, 2.5)(x), inner(x)
+    found, plain = NormalisedInjection(inner, 2.5)(x), inner(x)
     assert found.flatten(1).norm(dim=1).tolist() == pytest.approx([2.5] * 4, rel=1e-5)
     torch.testing.assert_close(F.normalize(found.flatten(1)), F.normalize(plain.flatten(1)))
-    assert torch.autograd.gradcheck(OfLength(inner.double(), 2.5), torch.randn(2, 3, 3, 3).double().requires_grad_())
-    nothing = OfLength(nn.Identity(), 1.0)(torch.zeros(2, 3))
+    assert torch.autograd.gradcheck(
+        NormalisedInjection(inner.double(), 2.5), torch.randn(2, 3, 3, 3).double().requires_grad_()
+    )
+    nothing = NormalisedInjection(nn.Identity(), 1.0)(torch.zeros(2, 3))
     assert torch.equal(nothing, torch.zeros(2, 3))
-    half = OfLength(nn.Identity(), 1.0)(torch.full((1, 70_000), 8.0, dtype=torch.float16))
+    half = NormalisedInjection(nn.Identity(), 1.0)(torch.full((1, 70_000), 8.0, dtype=torch.float16))
     assert half.dtype == torch.float16
     assert float(half.float().norm()) == pytest.approx(1, rel=1e-2)
     with pytest.raises(ValueError, match="input_length should be a finite number above 0"):

@@ -43,6 +43,12 @@ def test_images_are_restored(model, photo, options):
         assert written.mode == "RGB"
 
 
+def test_no_more_than_rounding_allows_is_claimed(model, photo):
+    result = call("restore", photo / "in.png", photo / "out.png", "--model", model, "--tol", "1e-12")
+    assert "was minimised to 1e-12" not in " ".join(result.output.split())
+    assert "was minimised to" in " ".join(result.output.split())
+
+
 def test_noise_falls_and_tiles_change_little(model, photo):
     trained = Denoiser.load(model)
     image = read_image(photo / "in.png")[:1]

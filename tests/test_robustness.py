@@ -17,7 +17,7 @@ from opteq.data.corruptions import corrupt
 from opteq.models import Classifier
 from opteq.report.charts.robustness import robustness
 from opteq.training import evaluate, evaluate_robustness, load_any_recipe
-from opteq.training.opened import open_run
+from opteq.training.open_run import open_run
 from opteq.training.recipe.files import to_toml
 from opteq.training.robustness import curves, markdown, read_record
 from opteq.training.robustness.corrupted import relative_errors

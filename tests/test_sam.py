@@ -329,8 +329,8 @@ class GradientOnly:
     [
         ({"regularizer": "ridge"}, TypeError, "SAM.regularizer should have gradient, as those of .*; got 'ridge'"),
         ({"regularizer": GradientOnly()}, TypeError, "SAM.regularizer should have gradient_lipschitz"),
-        ({"regularizer": regularizers.L1()}, ValueError, "SAM.gamma must be given: the gradient of L1 has no known"),
-        ({"regularizer": regularizers.L1(), "gamma": 0.1}, ValueError, "SAM.eta must be given"),
+        ({"regularizer": regularizers.L1()}, ValueError, "give SAM.gamma: the gradient of L1 has no known"),
+        ({"regularizer": regularizers.L1(), "gamma": 0.1}, ValueError, "give SAM.eta"),
         ({"gamma": 0.0}, ValueError, "SAM.gamma should be a positive finite number; got 0.0"),
         ({"eta": 1.5}, ValueError, r"SAM.eta should lie in \(0, 1\]; got 1.5"),
         ({"rho": 0.0}, ValueError, "SAM.rho should be a positive finite number"),

@@ -376,7 +376,7 @@ def test_counts_of_pixels() -> None:
     assert counts.mean_iou == pytest.approx(sklearn_metrics.jaccard_score(true, predicted, average="macro"))
     assert counts.class_accuracy == pytest.approx(sklearn_metrics.recall_score(true, predicted, average="macro"))
     assert counts.accuracy == pytest.approx(float((true == predicted).mean()))
-    assert (counts.samples, counts.judged) == (5, int(judged.sum()))
+    assert (counts.samples, counts.label_count) == (5, int(judged.sum()))
     whole = F.cross_entropy(logits, labels, ignore_index=255, reduction="sum") / 42
     assert counts.loss == pytest.approx(float(whole), rel=1e-5)
 

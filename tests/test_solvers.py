@@ -29,7 +29,7 @@ from opteq.states import (
     row_norms,
     single,
     sum_over_sample,
-    zeros_a_row,
+    zeros_per_row,
 )
 
 KINDS: dict[str, type[Solver]] = {"picard": opteq.Picard, "anderson": opteq.Anderson, "broyden": opteq.Broyden}
@@ -488,7 +488,7 @@ def test_a_proposal_that_raises_the_merit_is_refused(kind: type[Solver]) -> None
     assert float(third) < -10  # the secant jumps far beyond 5
     assert not torch.equal(fourth, flat_far_out(second))  # and unguarded the solver goes on from there
     visited.clear()
-    outcome = kind(max_steps=60, tol=1e-8).solve(step, start, measured=lambda y: (step(y), flat_merit(y)))
+    outcome = kind(max_steps=60, tol=1e-8).solve(step, start, step_and_merit=lambda y: (step(y), flat_merit(y)))
     assert torch.equal(visited[2], third)
     assert torch.equal(visited[3], flat_far_out(second))  # a plain step from where it was
     assert float(outcome.state) == pytest.approx(5)
@@ -713,17 +713,17 @@ def test_norms_neither_overflow_nor_vanish() -> None:
     assert row_norms(torch.zeros(0, 3)).shape == (0,)
 
 
-def test_zeros_a_row() -> None:
+def test_zeros_per_row() -> None:
     for shape in ((3, 4), (3, 0), (0, 4)):
-        zeros = zeros_a_row(torch.full(shape, torch.nan), 2, 5, dtype=torch.float64)
+        zeros = zeros_per_row(torch.full(shape, torch.nan), 2, 5, dtype=torch.float64)
         assert zeros.shape == (shape[0], 2, 5)
         assert zeros.dtype == torch.float64
         assert not zeros.any()
         zeros[:, 0] = 1.0  # memory of its own
-    assert zeros_a_row(torch.ones(3, 4), dtype=torch.bool).tolist() == [False] * 3
+    assert zeros_per_row(torch.ones(3, 4), dtype=torch.bool).tolist() == [False] * 3
 
     def write(row: Tensor) -> Tensor:
-        zeros = zeros_a_row(row[None], 2)
+        zeros = zeros_per_row(row[None], 2)
         zeros[:, 1] = row.sum()
         return zeros[0]
 

@@ -158,7 +158,7 @@ def test_a_residual_that_is_not_finite_is_told_as_such(residual: float) -> None:
 
 
 def counts(**changes: float) -> Metrics:
-    usual = dict.fromkeys(("correct", "judged", "top5", "residual", "lost", "worst"), 0.0)
+    usual = dict.fromkeys(("correct", "label_count", "top5", "residual", "lost", "worst"), 0.0)
     return Metrics(**{**usual, "loss": 1.0, "samples": 10, "solves": 10, "steps": 50, "converged": 10, **changes})
 
 
@@ -191,7 +191,7 @@ def test_chance_returns_to_where_it_was() -> None:
     rng.restore(tensors, values)
     assert draw() == first
     before = rng.capture()[0]["torch"]
-    with rng.preserved():
+    with rng.preserve_rng():
         draw()
     assert torch.equal(rng.capture()[0]["torch"], before)
 

@@ -134,7 +134,7 @@ def test_samples_that_overflow_leave_their_mates_alone() -> None:
 def test_a_merit_refuses_steps_in_both() -> None:
     step = tanh_map((2, 6), torch.float64, 0.95)
     hidden = Map(step, torch.zeros(2, 6).double(), has_merit=True)
-    hidden._measured = lambda y: (step(y), (step(y) - y).square().sum(1).sin())  # type: ignore[method-assign]
+    hidden._step_and_merit = lambda y: (step(y), (step(y) - y).square().sum(1).sin())  # type: ignore[method-assign]
     assert_agree(*both(opteq.Anderson(tol=1e-9, max_steps=6), hidden), near=1e-7)
 
 
@@ -207,7 +207,9 @@ def test_gaussian_weights(gamma: float | Tensor) -> None:
         assert found is not None
         torch.testing.assert_close(found, expected)
         weights = expected[0].contiguous()
-        torch.testing.assert_close(gaussian.bend(q, a, gamma, weights), plain_gaussian.bend(q, a, gamma, weights))
+        torch.testing.assert_close(
+            gaussian.weigh_derivative(q, a, gamma, weights), plain_gaussian.weigh_derivative(q, a, gamma, weights)
+        )
 
 
 @pytest.mark.parametrize("odd", [True, False])

@@ -43,7 +43,7 @@ def test_the_mean_size_of_features() -> None:
     accelerator = devices.make_accelerator("cpu", "no")
     sizes = FeatureSize(model, accelerator.device)
     batches = torch.randn(2, 3, 3, 8, 8)
-    with torch.no_grad(), sizes.watching():
+    with torch.no_grad(), sizes.counting():
         seen = [model.equilibrium(model.stem(batch)) for batch in batches]
     entries = torch.cat([z.flatten() for features in seen for z in features]).double()
     found = sizes.means(accelerator)

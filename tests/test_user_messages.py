@@ -90,7 +90,7 @@ def test_certificates_are_in_symbols_throughout() -> None:
 def test_the_progress_bar_fits(width: int) -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=width)
-    usual = dict.fromkeys(("correct", "judged", "top5", "residual", "lost", "converged"), 50.0)
+    usual = dict.fromkeys(("correct", "label_count", "top5", "residual", "lost", "converged"), 50.0)
     counts = Metrics(loss=120.0, samples=100.0, solves=100.0, steps=1234.0, worst=3e-4, **usual)
     with ProgressDisplay(100, 782, console=console) as display:
         display.epoch(41)

@@ -139,7 +139,7 @@ def _device(name: str) -> torch.device:
     if name not in _DEVICES:
         raise unknown_name("device", name, _DEVICES)
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda was asked for, but torch sees no GPU here; use --device cpu")
+        raise UserError("--device cuda needs a GPU, and torch finds none; use --device cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 

@@ -96,10 +96,10 @@ def torchdeq(problem: OptEq, precision: Precision, backward: str) -> Contender:
         assert problem.U is not None
         weight, c = bounded_weight(problem).to(precision.dtype), problem.U(x)
         step = plain_map(weight, c.to(precision.dtype))
-        rows = rivals.Rows(x)
+        rows = rivals.RowLayout(x)
         with torch.autocast(precision.device.type, enabled=False):
             points, last["forward"] = deq(
-                rows.on_rows(lambda z: step(single(z).to(precision.dtype))),
+                rows.as_row_map(lambda z: step(single(z).to(precision.dtype))),
                 torch.zeros_like(rows.flat(x.detach())),
                 backward_writer=lambda info: last.update(backward=info),
             )

@@ -65,18 +65,18 @@ class Rival:
     def search(self, step: Callable[[State], State], start: State) -> Callable[[], State]:
         """Work that finds the fixed point of ``step`` without a gradient."""
         deq = self.build().eval()
-        rows = Rows(start)
+        rows = RowLayout(start)
         first = rows.flat(start)
 
         def work() -> State:
             with torch.no_grad():
-                points, _ = deq(rows.on_rows(step), first)
+                points, _ = deq(rows.as_row_map(step), first)
             return rows.state(points[-1])
 
         return work
 
 
-class Rows:
+class RowLayout:
     """States as matrices with one row per sample, in memory order."""
 
     def __init__(self, template: State) -> None:
@@ -95,6 +95,6 @@ class Rows:
         made = tuple(part.reshape(shape).permute(0, 3, 1, 2) for part, shape in zip(parts, self.shapes, strict=True))
         return like(self.template, made)
 
-    def on_rows(self, step: Callable[[State], State]) -> Callable[[Tensor], Tensor]:
+    def as_row_map(self, step: Callable[[State], State]) -> Callable[[Tensor], Tensor]:
         """A map of states as one of matrices, in the dtype of its argument."""
         return lambda rows: self.flat(step(self.state(rows))).to(rows.dtype)

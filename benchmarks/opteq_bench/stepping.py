@@ -16,7 +16,7 @@ from opteq.states import State, map_state
 from opteq_bench import floor, rivals
 from opteq_bench.cases import Case
 from opteq_bench.exact import ExactAnderson, ExactPicard
-from opteq_bench.timing import Clock, Timing, Work, later, reason
+from opteq_bench.timing import Clock, Timing, Work, built_at_first_call, reason
 
 STEPS = 20
 MEMORY = 5
@@ -29,7 +29,7 @@ _LONG = 300
 def measure(case: Case, clock: Clock, peak: floor.Peak | None) -> dict[str, Any]:
     """Milliseconds per step of the map, our solvers and torchdeq's, with lower bounds, ratios and residuals."""
     works: dict[str, Work] = {
-        "map": later(lambda: captured(case)),
+        "map": built_at_first_call(lambda: captured(case)),
         "anderson": ours(case, ExactAnderson(memory=MEMORY, max_steps=STEPS)),
         "picard": ours(case, ExactPicard(max_steps=STEPS)),
     }
@@ -48,7 +48,7 @@ def measure(case: Case, clock: Clock, peak: floor.Peak | None) -> dict[str, Any]
         "precision": case.precision.name,
         "steps": STEPS,
         "figures": {name: _figure(time, unit, floors.get(name), peak, case) for name, time in times.items()},
-        "answers": answers(case),
+        "answers": check_residuals(case),
     }
 
 
@@ -105,7 +105,7 @@ def rival(case: Case, solver: rivals.Rival, wide: bool = False) -> Callable[[], 
     return solver.search(step, map_state(Tensor.float, case.start))
 
 
-def answers(case: Case) -> dict[str, Any]:
+def check_residuals(case: Case) -> dict[str, Any]:
     """The residual that every solver reaches for the same tolerance, measured by the plain map.
 
     ``agree`` covers our solvers: the fast path, the plain path and plain iteration.
@@ -123,17 +123,17 @@ def answers(case: Case) -> dict[str, Any]:
         else:
             found[name] = {"residual": residual, "within": residual <= SLACK * tol, "fails": None}
 
-    def often(work: Callable[[], State]) -> Callable[[], State]:
+    def replayed(work: Callable[[], State]) -> Callable[[], State]:
         # The first call of a solve runs as it is, the second captures it, the third replays.
         return lambda: [work() for _ in range(3)][-1]
 
-    def plainly() -> State:
+    def on_plain_path() -> State:
         with engine.off():
             return ours(case, anderson)()
 
-    check("anderson", often(ours(case, anderson)))
-    check("anderson, plain path", plainly)
-    check("picard", often(ours(case, Picard(tol=case.asked, max_steps=_LONG))))
+    check("anderson", replayed(ours(case, anderson)))
+    check("anderson, plain path", on_plain_path)
+    check("picard", replayed(ours(case, Picard(tol=case.asked, max_steps=_LONG))))
     agree = all(entry["within"] for entry in found.values())
     if rivals.version() is not None:
         search = rival(case, rivals.Rival("anderson", max_steps=_LONG, tol=tol), wide)

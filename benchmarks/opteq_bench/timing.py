@@ -128,7 +128,7 @@ class Clock:
         return (time.perf_counter() - begun) / calls
 
 
-def later(build: Callable[[], Work]) -> Work:
+def built_at_first_call(build: Callable[[], Work]) -> Work:
     """Work that is built at its first call, where a failure is reported like any other."""
     made: list[Work] = []
 

@@ -2,7 +2,7 @@
 # # Branches that agree and differ
 #
 # MOptEq solves several branches jointly, each at its own scale of the image. Two terms of one objective couple them:
-# heritage wants corresponding channels of neighbours to be alike, diversity wants different channels to be orthogonal.
+# heritage makes corresponding channels of neighbours similar, diversity makes different channels orthogonal.
 
 # %%
 import torch
@@ -18,7 +18,7 @@ branches = [opteq.Branch(op.Conv2d(6, 10, 3, bound=0.9), nn.Conv2d(1, 10, 3, pad
 x = data.load("digits").test.images[:4].float() / 255
 
 # %% [markdown]
-# The terms of the objective, without and with diversity. The layer is the same, its weights too.
+# The terms of the objective, without and with diversity. Layer and weights are the same.
 
 # %%
 for diversity in (0.0, 0.02):

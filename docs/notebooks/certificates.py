@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Certificates
 #
-# Is there an equilibrium, is it the only one, how far does it move when the input does? The weights alone answer that
-# where they are small enough; elsewhere the equilibrium that was found does.
+# Is there an equilibrium, is it the only one, and how far does it move with the input? If the weights are small enough,
+# they answer this alone. Otherwise a certificate at the computed equilibrium does.
 
 # %%
 import torch
@@ -33,9 +33,9 @@ panel.set(xlabel="change of the features over change of the input; dotted: the c
 assert ratios.max() <= problem.certificate().lipschitz
 
 # %% [markdown]
-# Beyond the bound the weights prove nothing. A certificate at the point looks at the curvature of the objective where
-# the solver ended, per sample: a strict minimum or not, how fast plain steps approach it, and within which radius of
-# the input the equilibrium is an affine function of it.
+# Beyond the bound the weights prove nothing. A certificate at the point checks the curvature of the objective where
+# the solver ended, per sample: whether it is a strict minimum, how fast plain steps approach it, and within which
+# radius of the input the equilibrium is an affine function of it.
 
 # %%
 loose = opteq.Equilibrium(

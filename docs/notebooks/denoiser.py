@@ -25,7 +25,7 @@ class Denoiser(opteq.Objective):
 layer = opteq.Equilibrium(Denoiser())
 
 # %% [markdown]
-# A picture of flat regions with noise, and the minimiser for the strength that was guessed above.
+# An image of flat regions with noise, and the minimiser for the initial strength.
 
 # %%
 down, across = torch.meshgrid(torch.linspace(-1, 1, 48), torch.linspace(-1, 1, 48), indexing="ij")

@@ -45,8 +45,8 @@ print(layer.solve(x))
 # | `info["abs_lowest"]`, `info["nstep"]` | `solution.residual`, `solution.steps`, `solution.status`, per sample |
 # | weight or spectral normalisation | `operators.Dense(..., bound=0.9)`: a certified norm |
 #
-# What is new: write the layer as an objective, and existence, uniqueness, the meaning of every term and a symmetric
-# backward system come with it.
+# New in opteq: write the layer as an objective, and get existence, uniqueness, the value of every term and a symmetric
+# backward system.
 
 # %%
 optimal = opteq.OptEq(opteq.operators.Dense(8, 8, bound=0.9), nn.Linear(3, 8), activation="tanh")

@@ -2,7 +2,7 @@
 # # A penalty of your own
 #
 # The penalty of a hidden problem is its activation: `sigma = prox of f`. Any non-decreasing function is the prox of
-# some penalty, so a network can use any of them, and its objective says what it stands for. Here: `asinh`.
+# some penalty, so a network can use any of them, and still has an objective. The example is `asinh`.
 
 # %%
 import torch
@@ -16,8 +16,8 @@ asinh = opteq.penalties.FromActivation(
 relu, shrink = opteq.penalties.ReLU(), opteq.penalties.SoftThreshold(0.5)
 
 # %% [markdown]
-# Left the activations, right their penalties: ReLU forbids negative values, soft thresholding charges for distance from
-# zero, `asinh` charges more the farther away a value is, and nearly nothing close by.
+# The activations are on the left, their penalties on the right. ReLU forbids negative values. Soft thresholding
+# penalises the distance from zero. `asinh` penalises large values, and hardly those close to zero.
 
 # %%
 figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
@@ -50,7 +50,7 @@ for penalty in (relu, shrink, asinh):
     print(f"{penalty.name:>15}: {zeros:.0%} of the state is exactly 0, contraction {rate:.2f}")
 
 # %% [markdown]
-# A function that decreases somewhere is the prox of nothing, and is refused with the place where it does.
+# A function that decreases somewhere is not the prox of a penalty. The error says where it decreases.
 
 # %%
 try:

@@ -56,7 +56,7 @@ panel.set(xlabel="step", ylabel="loss")
 print(stage.last[0])
 
 # %% [markdown]
-# The bound holds during training, whatever the optimiser does, so the certificate does too.
+# The bound holds after every optimiser step, and so does the certificate.
 
 # %%
 print(f"|W| = {W.norm().item():.3f}")

@@ -1,4 +1,4 @@
-"""All that ``import opteq`` hands out by name."""
+"""The public names of ``import opteq``."""
 
 from opteq import analysis, couplings, engine, kernels, models, operators, penalties, plot, potentials, regularizers
 from opteq.common.errors import ConvergenceError, ConvergenceWarning

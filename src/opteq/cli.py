@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import opteq
 from opteq.common.errors import UserError
-from opteq.common.files import look_into
+from opteq.common.files import check_readable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +94,7 @@ def train(
 
         stored = (out or Path("runs/digits")) / "recipe.toml"
         if recipe is None and resume:
-            look_into(stored.parent)
+            check_readable(stored.parent)
         if recipe is None and resume and out is not None and not stored.exists():
             raise UserError(f"{out} holds no run to resume; name a recipe to start one there")
         # A run that is resumed without a recipe uses its own, with the overrides it was started with.

@@ -18,7 +18,7 @@ from opteq.common.errors import unknown_name
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
 from opteq.diagnostics.convergence_monitor import ConvergenceMonitor, FailureCheck
-from opteq.diagnostics.minimum import judged_minimum
+from opteq.diagnostics.minimum import mark_non_minima
 from opteq.diagnostics.objective_trace import trace_terms
 from opteq.gradients import Gradient, Implicit
 from opteq.gradients.attach import attach
@@ -26,7 +26,7 @@ from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
-from opteq.states import Layout, State, any_row, apart, blocks, map_state, nan_rows
+from opteq.states import Layout, State, any_row, blocks, copy_if_shared, map_state, nan_rows
 
 _PARTS: dict[str, tuple[type, str]] = {
     "problem": (Problem, "a hidden problem such as opteq.OptEq"),
@@ -54,7 +54,7 @@ def dynamo_disable(function: Function) -> Function:
 
     @functools.wraps(function)
     def called(*given: Any, **named: Any) -> Any:
-        # Who compiles a model has loaded the compiler before the model is called.
+        # A compiled model has loaded the compiler before it is called.
         if "torch._dynamo" not in sys.modules:
             return function(*given, **named)
         _disable(function)
@@ -77,20 +77,20 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     """A layer whose output is the equilibrium of a hidden problem.
 
     Args:
-        problem: what is minimised.
-        solver: how the equilibrium is found; ``Anderson()`` by default, ``FISTA`` for objectives.
-        gradient: how it is differentiated; ``Implicit()``, the exact gradient, by default.
-        on_failure: what happens when samples do not converge, forward or backward: ``"warn"``, and again when it gets
-            clearly worse, ``"raise"``, or ``"ignore"``. The best state found is returned unless an error is raised. It
-            is NaN for a sample whose very first step is not finite, because its input is not; its batch mates are
-            solved as if it were not there. On a GPU a warning may come after the call: with its backward pass, or with
-            the next call. ``"raise"`` waits for the device in every call.
-        compile: fuse the functions of a problem that a user has written by torch.compile, in captured solves on a GPU.
+        problem: the problem to solve.
+        solver: the fixed-point solver; ``Anderson()`` by default, ``FISTA`` for objectives.
+        gradient: how the equilibrium is differentiated; ``Implicit()``, the exact gradient, by default.
+        on_failure: what happens when samples do not converge, forward or backward: ``"warn"`` (and warn again when it
+            gets clearly worse), ``"raise"``, or ``"ignore"``. The best state so far is returned unless an error is
+            raised. It is NaN for a sample whose first step is not finite, because its input is not; other samples of
+            the batch are not affected. On a GPU a warning may come after the call: with its backward pass, or with the
+            next call. ``"raise"`` waits for the device in every call.
+        compile: compile the functions of a user-written problem by torch.compile, in captured solves on a GPU.
             The first calls then take some seconds longer.
 
-    ``layer(x)`` gives the features; ``layer.solve(x)`` gives them with the state and how the solve went. Both carry
-    gradients, in training and in evaluation alike. ``layer.last`` keeps the reports of the latest call. A function in
-    ``layer.observer`` is called with the bound problem and the state of every solve.
+    ``layer(x)`` returns the features; ``layer.solve(x)`` returns a :class:`Solution` with features, state and report.
+    Both are differentiable, in training and in evaluation mode. ``layer.last`` keeps the reports of the latest call. A
+    function in ``layer.observer`` is called with the bound problem and the state of every solve.
 
     >>> import torch, opteq
     >>> W = opteq.operators.Dense(4, 8, bound=0.9)
@@ -139,14 +139,14 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         return solution.features
 
     def solve(self, x: State, start: State | None = None, trace_objective: bool = False) -> Solution:
-        """The equilibrium for ``x`` with all that is known about it.
+        """The equilibrium for ``x``, with residuals, steps and a status per sample.
 
-        Where the problem has an objective that is not known to be convex, the curvature at the solution is checked by
-        Lanczos steps: a maximum or a saddle has the status ``NOT_A_MINIMUM``.
+        If the problem has an objective that is not known to be convex, Lanczos steps check the curvature at the
+        solution: a maximum or a saddle gets the status ``NOT_A_MINIMUM``.
 
         Args:
-            x: input, batch first; for problems with branches, or a tuple with an input per branch.
-            start: a state to begin at, an earlier ``solution.state`` for instance; it changes no gradient.
+            x: input, batch first; problems with branches also take a tuple with one input per branch.
+            start: the initial state, an earlier ``solution.state`` for instance; it does not change gradients.
             trace_objective: record the terms of the objective step by step, by a second solve in the state's variable:
                 ``solution.objective_trace`` and ``solution.term_traces``.
         """
@@ -168,7 +168,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if self._monitor.unseen:
             self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
-        hidden.fuse = self.compile_functions
+        hidden.compile_functions = self.compile_functions
         layout = Layout.of(hidden.start())
         for part in blocks(x):
             if layout.batch != part.shape[0]:
@@ -201,7 +201,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             with torch.no_grad():
                 codes = hidden.diagnose(state, codes)
         if check_minimum and hidden.seeks_minimum:
-            codes = judged_minimum(hidden, state, codes, self.solver.floor)
+            codes = mark_non_minima(hidden, state, codes, self.solver.floor)
         report = Report(
             type(self.solver).__name__, outcome.residual, outcome.steps, codes, outcome.tol, outcome.history
         )
@@ -218,7 +218,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
         features, state = nan_rows(features, lost), nan_rows(state, lost)
         # With an identity as activation and nothing to add, a step may hand on the very input.
-        return Solution(apart(features, x), apart(state, x), report, slot)
+        return Solution(copy_if_shared(features, x), copy_if_shared(state, x), report, slot)
 
     def extra_repr(self) -> str:
         """Solver and gradient."""

@@ -1,4 +1,4 @@
-"""What a solve reports: one report for the forward pass, one for the backward pass."""
+"""The solution of a layer, with a report of the forward pass and one of the backward pass."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Solution:
     """The equilibrium of a batch.
 
     Attributes:
-        features: what the network hands on, with its gradient attached.
-        state: the equilibrium itself, with its gradient attached. Features need not hang on it: either may be
-            differentiated by inputs and weights, not one by the other.
-        report: how the solve went; its fields can be read here directly.
-        term_traces: where they were asked for, the terms of the objective at the points of the solve, each
+        features: the output of the layer, differentiable.
+        state: the equilibrium itself, differentiable. Both may be differentiated with respect to inputs and weights,
+            but features not with respect to the state.
+        report: the outcome per sample; its fields are also attributes of the solution.
+        term_traces: with ``trace_objective=True``, the terms of the objective after every step, each
             ``(steps + 1, B)``.
     """
 
@@ -44,7 +44,7 @@ class Solution:
 
     @property
     def objective_trace(self) -> Tensor | None:
-        """The objective at the points of the solve, ``(steps + 1, B)``; None where it was not asked for."""
+        """The objective after every step, ``(steps + 1, B)``; None without ``trace_objective=True``."""
         return None if self.term_traces is None else torch.stack(list(self.term_traces.values())).sum(dim=0)
 
     @property
@@ -74,7 +74,7 @@ class Solution:
 
     @property
     def backward(self) -> Report | None:
-        """How the backward pass went; None until it has run."""
+        """The report of the backward pass; None until it has run."""
         return self.slot.report
 
 

@@ -143,15 +143,15 @@ def nan_rows(state: State, lost: Tensor) -> State:
     return map_state(lambda part: torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part), state)
 
 
-def apart(state: State, other: State) -> State:
+def copy_if_shared(state: State, other: State) -> State:
     """The same state, copied where it lies in the memory of ``other``."""
     if torch._C._are_functorch_transforms_active():  # which give out no memory
         return state
-    taken = {part.untyped_storage().data_ptr() for part in blocks(other)}
-    return map_state(lambda part: part.clone() if part.untyped_storage().data_ptr() in taken else part, state)
+    storages = {part.untyped_storage().data_ptr() for part in blocks(other)}
+    return map_state(lambda part: part.clone() if part.untyped_storage().data_ptr() in storages else part, state)
 
 
-def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+def zeros_per_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros ``(R, *shape)`` for the R rows of ``like``; under vmap they are batched as it is, and can be written to."""
     first = torch.zeros_like(like[:, 0] if like.shape[1] else like.sum(dim=1), dtype=dtype or like.dtype)
     return first.reshape(like.shape[0], *[1] * len(shape)).repeat(1, *shape)
@@ -161,8 +161,8 @@ def zeros_a_row(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
 class Layout:
     """How a state lies in a matrix ``(B, N)``.
 
-    A channels-last image is flattened in its own memory order, so that packing it copies nothing. The matrix
-    is in float32 or better whatever the state's dtype: sums of bfloat16 differences would be noise.
+    A channels-last image is flattened in its own memory order, so that packing it copies nothing. The matrix is in
+    float32 or better for every dtype of the state: sums of bfloat16 differences would be noise.
 
     ``coupled`` states, whose samples depend on each other, are one row: their batch is solved as a whole.
     """
@@ -318,7 +318,7 @@ class Autocast:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 
     def off(self) -> AbstractContextManager[object]:
-        """No autocast, whatever the caller's setting: Gram matrices of bfloat16 products would be noise."""
+        """No autocast, independent of the caller's setting: Gram matrices of bfloat16 products would be noise."""
         if self.dtype is None or not self.enabled:
             return nullcontext()
         return torch.autocast(self.device_type, enabled=False)

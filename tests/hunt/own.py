@@ -297,7 +297,7 @@ def restoration(draw: Draw) -> DrawnProblem:
     def more() -> Weights:
         with torch.no_grad():
             bound = prior.bind(levels.log_scale.new_tensor([sigma]))
-            found = {"kernel": bound.filters.composed(), "scale": bound.scale, "weight": bound.weight}
+            found = {"kernel": bound.filters.composed_kernel(), "scale": bound.scale, "weight": bound.weight}
         return {name: tensor.double().cpu() for name, tensor in found.items()}
 
     def guided(x: Tensor) -> tuple[Tensor | float, Tensor | float]:

@@ -9,7 +9,7 @@ import opteq.models
 from hunt.damage import HOSTILE, damaged, mutated, refused_in_a_line
 from hunt.drawing import Draw, require
 from opteq.models.denoiser import Denoiser
-from opteq.models.sketch import sketched
+from opteq.models.meta_device import on_meta_device
 
 
 def hunt(draw: Draw) -> str:
@@ -38,7 +38,7 @@ def hunt(draw: Draw) -> str:
                 to_toml(load_any_recipe(kept)) == to_toml(recipe),
                 f"a recipe changed when it was written and read: {about}",
             )
-            with sketched():  # models may be larger than memory
+            with on_meta_device():  # models may be larger than memory
                 if isinstance(recipe, DenoisingRecipe):
                     Denoiser(recipe.model.config(recipe.noise))
                 else:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opteq.analysis.attack import AMPLIFIED, ball, channel_values, random_point
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common import validate as _validate
 from opteq.common.options import NamedOptions
 from opteq.states import working_dtype
@@ -26,18 +26,19 @@ LOSSES = ("cross-entropy", "dlr")
 
 @dataclass(frozen=True)
 class APGD(metaclass=NamedOptions):
-    """Projected gradient ascent in the largest-entry norm, without a step length to tune: of each image, that is halved
-    at checks where the loss rose too rarely, and the attack goes on from the best point so far.
+    """Projected gradient ascent in the largest-entry norm with automatic step lengths.
 
-    Steps and checks are those of Croce and Hein (2020). Where a point was misclassified, the result is the
-    one of these with the highest loss, else the point with the highest loss of all. The model is left unchanged, as by
-    :class:`~opteq.analysis.PGD`.
+    The step length of an image is halved at checks where the loss rose too rarely, and the attack continues from the
+    best point so far.
+
+    Steps and checks are those of Croce and Hein (2020). The result is the misclassified point with the highest loss,
+    or, without one, the point with the highest loss. The model is left unchanged, as by :class:`~opteq.analysis.PGD`.
 
     Args:
         epsilon: radius of the ball, for pixels in 0..1.
         steps: number of gradient steps.
         loss: ``"cross-entropy"``, or ``"dlr"``: the difference of logits relative to that of the first and the third,
-            which does not vanish where a network is very sure. It needs three classes.
+            which does not vanish where a network is very confident. It needs three classes.
         random_start: start at a uniformly random point of the ball, and not at the image.
 
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
@@ -85,34 +86,34 @@ class APGD(metaclass=NamedOptions):
         least, most = ball(self.epsilon, images, mean, std)
         unit = channel_values([self.epsilon / s for s in std], images)
         x = random_point(images, unit, noise).clamp(least, most) if self.random_start else images
-        with evaluating(model), torch.enable_grad():
-            now = self._at(model, x, labels)
+        with evaluation_mode(model), torch.enable_grad():
+            now = self._evaluate_at(model, x, labels)
             best = top = now
             before, length = x, torch.full_like(now.loss, 2.0)  # in units of epsilon
             rises, checked, last = torch.zeros_like(now.loss), 0, (length, now.loss)
             checks = checkpoints(self.steps)
             for step in range(1, self.steps + 1):
-                ascent = (x + _rows(length, x) * unit * now.slope.sign()).clamp(least, most)
+                ascent = (x + _per_image(length, x) * unit * now.slope.sign()).clamp(least, most)
                 # The first step has no step before it.
                 weight = 1 - MOMENTUM if step > 1 else 1.0
                 x, before = (x + weight * (ascent - x) + (1 - weight) * (x - before)).clamp(least, most), x
-                found = self._at(model, x, labels)
-                rises += (found.loss > now.loss).to(rises)
-                now = found
-                best = _chosen(now.rank() > best.rank(), now, best)
-                top = _chosen(now.loss > top.loss, now, top)
+                point = self._evaluate_at(model, x, labels)
+                rises += (point.loss > now.loss).to(rises)
+                now = point
+                best = _where(now.rank() > best.rank(), now, best)
+                top = _where(now.loss > top.loss, now, top)
                 if step in checks:
                     rarely = rises < RISING * (step - checked)
                     stuck = (length == last[0]) & (top.loss == last[1])
                     shorter = rarely | stuck
                     last = (length, top.loss)
                     length = torch.where(shorter, length / 2, length)
-                    now = _chosen(shorter, top, now)
+                    now = _where(shorter, top, now)
                     x = now.x
                     rises, checked = torch.zeros_like(rises), step
         return best.x
 
-    def _at(self, model: nn.Module, x: Tensor, labels: Tensor) -> _Point:
+    def _evaluate_at(self, model: nn.Module, x: Tensor, labels: Tensor) -> _Point:
         x = x.detach().requires_grad_()
         logits = model(x)
         wide = logits.to(working_dtype(logits.dtype))
@@ -143,12 +144,12 @@ def checkpoints(steps: int) -> set[int]:
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]
     """
-    found, share, stretch = set(), 0.0, 0.22
+    checked_steps, share, stretch = set(), 0.0, 0.22
     while share + stretch <= 1:
         share += stretch
-        found.add(math.ceil(steps * share - 1e-9))
+        checked_steps.add(math.ceil(steps * share - 1e-9))
         stretch = max(stretch - 0.03, 0.06)
-    return found
+    return checked_steps
 
 
 def dlr(logits: Tensor, labels: Tensor) -> Tensor:
@@ -161,11 +162,11 @@ def dlr(logits: Tensor, labels: Tensor) -> Tensor:
     return (other - own) / (order[:, 0] - order[:, 2]).clamp_min(torch.finfo(logits.dtype).tiny ** 0.5)
 
 
-def _rows(values: Tensor, images: Tensor) -> Tensor:
+def _per_image(values: Tensor, images: Tensor) -> Tensor:
     return values.to(images.dtype).reshape(-1, 1, 1, 1)
 
 
-def _chosen(which: Tensor, first: _Point, second: _Point) -> _Point:
+def _where(which: Tensor, first: _Point, second: _Point) -> _Point:
     return _Point(
         *(torch.where(which.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(first, second, strict=True))
     )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common import validate as _validate
 from opteq.common.options import NamedOptions
 from opteq.states import working_dtype
@@ -100,7 +100,7 @@ class PGD(metaclass=NamedOptions):
         radius, stride = (channel_values([value / s for s in std], images) for value in (self.epsilon, self.length))
         unlabelled = IGNORE_INDEX if labels.ndim == 3 else -100
         moved = random_point(images, radius, noise).clamp(least, most) if self.random_start else images
-        with evaluating(model), torch.enable_grad():
+        with evaluation_mode(model), torch.enable_grad():
             for _ in range(self.steps):
                 moved = moved.detach().requires_grad_()
                 logits = model(moved)

@@ -29,12 +29,12 @@ def patch_weights(hidden: BoundMap, state: State) -> tuple[Tensor, ...]:
     if not isinstance(hidden, BoundParallel):
         return ()
     tensors = list(blocks(state))
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
     for part in hidden.parts:
         start = part.start()
         own = tuple(tensors.pop(0) for _ in blocks(start))
-        found.extend(patch_weights(part, like(start, own)))
-    return tuple(found)
+        weights.extend(patch_weights(part, like(start, own)))
+    return tuple(weights)
 
 
 @torch.no_grad()

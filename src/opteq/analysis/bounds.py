@@ -97,7 +97,7 @@ def truncated_kernel(a: Tensor, b: Tensor, gamma: float, order: int) -> Truncati
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """What Proposition 2 needs to know of the weights of ``W_c z + b_c``.
+    """The norms of the weights of ``W_c z + b_c`` for Proposition 2.
 
     Attributes:
         mu: the largest of ``|W|, |U|, |b|, |W_c|``; below 1.

@@ -6,14 +6,14 @@ of reconstructed perturbations compared with random ones (Figure 3a).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.errors import needs_extra
 from opteq.common.validate import check_not_negative
 from opteq.couplings import Features, diversity, heritage, products
@@ -61,11 +61,11 @@ def measure_branches(features: Features) -> BranchMeasures:
 
 
 def reconstructed_perturbation(model: Equilibrium | Problem, x: Tensor, size: float) -> Tensor:
-    """The delta with entries of at most ``size`` for which ``x - delta`` raises the objective most, the state held.
+    """The delta with entries of at most ``size`` for which ``x - delta`` raises the objective most at a fixed state.
 
-    ``G(y; x - delta) = G(y; x) + <U'y, delta>`` for a problem with one branch, so ``delta = size * sign(U'y)`` at
-    its equilibrium y; for several branches the ``U'y`` of all add up, each at its own scale. It is read off the
-    objective, so it serves any problem that has one.
+    ``G(y; x - delta) = G(y; x) + <U'y, delta>`` for a problem with one branch, so ``delta = size * sign(U'y)`` at its
+    equilibrium y; for several branches the ``U'y`` of all add up, each at its own scale. It is computed from the
+    objective, so it works for every problem that has one.
 
     Args:
         model: a layer, or a problem (solved with the default solver); used in evaluation mode.
@@ -78,7 +78,7 @@ def reconstructed_perturbation(model: Equilibrium | Problem, x: Tensor, size: fl
             f"a perturbation is reconstructed for one input that all branches see; got a {type(x).__name__}"
         )
     layer = model if isinstance(model, Equilibrium) else Equilibrium(model)
-    with _evaluating(layer):
+    with evaluation_mode(layer):
         with torch.no_grad():
             state = map_state(torch.detach, layer.solve(x).state)
         with torch.enable_grad():
@@ -131,7 +131,7 @@ def compare_perturbations(
 
     @torch.no_grad()
     def scored(delta: Tensor) -> float:
-        with _evaluating(layer):
+        with evaluation_mode(layer):
             return float(score(layer(x - delta)))
 
     def mean(draw: Callable[[Tensor], Tensor], size: float) -> float:
@@ -188,15 +188,3 @@ def _axes(axes: Axes | None) -> Axes:
         from matplotlib.figure import Figure
 
     return Figure(layout="constrained").subplots()
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; then every module gets its mode back."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.analysis.local import LocalCertificate, local_certificate
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.models.blocks.parts import Head
@@ -50,8 +50,8 @@ class CertifiedRadius:
 class CertifiedClassifier:
     """The Lipschitz constants of a classifier, computed once, and certified radii from them.
 
-    Statements are about exact equilibria, so give its layer a tight tolerance. At the point they are about the
-    equilibrium that continues the one found; it is the only one where the certificate says so.
+    The radii hold for exact equilibria, so give the layer a tight tolerance. Certificates at the point hold for the
+    equilibrium that continues the computed one; it is the only one if the certificate says so.
 
     Args:
         model: with one equilibrium layer between stem and head.
@@ -69,7 +69,7 @@ class CertifiedClassifier:
         if not isinstance(model.head.linear, nn.Linear):
             raise UserError("a certified radius needs classes, and this model has none")
         self.model, self.layer = model, model.equilibrium
-        with evaluating(model):
+        with evaluation_mode(model):
             self.stem = lipschitz_bound(model.stem) / min(std)
             self.equilibrium = self.layer.problem.certificate().lipschitz
 
@@ -86,7 +86,7 @@ class CertifiedClassifier:
             local: that certificate, where it is known already.
         """
         model, layer = self.model, self.layer
-        with evaluating(model):
+        with evaluation_mode(model):
             given = model.stem(x)
             features = layer(given)
             logits: Tensor = model.head(features).double()
@@ -157,10 +157,10 @@ def lipschitz_bound(module: nn.Module) -> float:
     if isinstance(module, ResidualBlock) and isinstance(module.weights, nn.Identity):
         return lipschitz_bound(module.past) + lipschitz_bound(module.first) * lipschitz_bound(module.second)
     if isinstance(module, InvertedBlock) and isinstance(module.weights, nn.Identity):
-        made = math.prod(lipschitz_bound(part) for part in (module.spread, module.widen, module.narrow))
-        return lipschitz_bound(module.past) + made
+        bound = math.prod(lipschitz_bound(part) for part in (module.spread, module.widen, module.narrow))
+        return lipschitz_bound(module.past) + bound
     if isinstance(module, nn.Sequential):
-        return math.prod(lipschitz_bound(part) for part in _folded(list(module)))
+        return math.prod(lipschitz_bound(part) for part in _fold_batch_norms(list(module)))
     if isinstance(module, nn.BatchNorm2d):
         return float(_scale(module).max())
     if isinstance(module, nn.LayerNorm):
@@ -172,11 +172,11 @@ def lipschitz_bound(module: nn.Module) -> float:
         return 1.0  # windows do not overlap; at the border they may hold a single pixel
     norm = module_norm(module)
     if norm is None:
-        raise UserError(f"no Lipschitz constant is known of a {type(module).__name__}")
+        raise UserError(f"no Lipschitz constant is known for a {type(module).__name__}")
     return float(norm)
 
 
-def _folded(parts: list[nn.Module]) -> list[nn.Module]:
+def _fold_batch_norms(parts: list[nn.Module]) -> list[nn.Module]:
     """The parts, each batch normalisation that follows a convolution multiplied into its kernel."""
     result: list[nn.Module] = []
     for part in parts:

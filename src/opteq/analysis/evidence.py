@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from opteq.analysis.rescaled import Rescaled
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.models.blocks.parts import Head
@@ -37,19 +37,18 @@ _AFFINE = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """Shares of ``logits[target] - logits[rival]``, per image. A positive share speaks for the target.
+    """Shares of ``logits[target] - logits[rival]``, per image. A positive share is evidence for the target.
 
     Attributes:
         target, rival: the two classes, ``(B,)``.
         difference: of their logits, ``(B,)``.
         features: the share of every activation of every branch, a tuple of ``(B, channels, h, w)``.
-        bias: what no activation has a share in: the bias of the last layer, ``(B,)``. All features and it add up to
-            the difference.
+        bias: the share of the last layer's bias, ``(B,)``. The shares of features and bias sum to the difference.
         pixels: the share of every pixel, ``(B, channels, h, w)``, relative to an image of the mean color.
-        offset: the difference that the affine map at this image gives for the mean color, ``(B,)``. All pixels and it
-            add up to the difference.
-        affine: whether the model is piecewise affine, so that pixels' shares are exact until a unit changes sides. For
-            other models they are those of the first-order expansion.
+        offset: the difference that the affine map at this image gives for the mean color, ``(B,)``. The shares of
+            pixels and the offset sum to the difference.
+        affine: whether the model is piecewise affine, so that pixels' shares are exact as long as no unit crosses zero.
+            For other models they are those of the first-order expansion.
     """
 
     target: Tensor
@@ -94,7 +93,7 @@ def class_evidence(model: Classifier, x: Tensor, target: Tensor | None = None, r
     if not isinstance(model, Classifier):
         raise TypeError(f"evidence needs a classifier of opteq.models; got {type(model).__name__}")
     x = x.detach().requires_grad_()
-    with evaluating(model), torch.enable_grad(), _frozen_scales(model.head):
+    with evaluation_mode(model), torch.enable_grad(), _frozen_scales(model.head):
         with _activations(model.head) as kept:
             handed_on = model._before_head(x)
             logits = model.head(handed_on)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.models.classifier import Classifier
 from opteq.states import blocks
 
@@ -14,9 +14,8 @@ from opteq.states import blocks
 def grad_cam(model: Classifier, x: Tensor, target: Tensor | None = None) -> Tensor:
     """Maps ``(B, height, width)`` of the evidence for a class, not negative, at the size of the images.
 
-    The features of every branch, what the head reads, are weighed channel by channel with the mean over all places of
-    the gradient of the class's logit, and added up. Maps of coarser branches are enlarged bilinearly and added; what
-    is negative is left out.
+    The channels of every branch's features are summed, each weighted by the mean over pixels of the gradient of the
+    class's logit. Maps of coarser branches are upsampled bilinearly and added. Negative values are set to zero.
 
     Args:
         model: runs in evaluation mode; its mode is restored.
@@ -29,7 +28,7 @@ def grad_cam(model: Classifier, x: Tensor, target: Tensor | None = None) -> Tens
     """
     if not isinstance(model, Classifier):
         raise TypeError(f"Grad-CAM needs a classifier of opteq.models; got {type(model).__name__}")
-    with evaluating(model):
+    with evaluation_mode(model):
         with torch.no_grad():
             features = model._before_head(x)
         leaves = tuple(part.detach().requires_grad_() for part in blocks(features))

@@ -82,11 +82,11 @@ def compare_gradients(
     if repeats < 1:
         raise ValueError(f"repeats should be at least 1; got {repeats}")
     if isinstance(layer.solver, SAM):
-        raise ValueError("SAM ends at no equilibrium, so there is no exact gradient to compare with")
+        raise ValueError("SAM does not end at an equilibrium, so there is no exact gradient to compare with")
     chosen = list(gradients) if gradients is not None else [Implicit(), Phantom(), OneStep(), Shine(), Unrolled()]
     loss = loss or _random_loss
     rows = []
-    with _as_it_was(layer, x) as rewind:
+    with _preserved_state(layer, x) as rewind:
         exact = _flat_gradient(_exact(layer, x), x, loss, rewind)[0]
         for gradient in chosen:
             probe = _probe(layer, layer.solver, gradient)
@@ -119,7 +119,7 @@ def _probe(layer: Equilibrium, solver: Solver, gradient: Gradient) -> Equilibriu
 
 
 @contextmanager
-def _as_it_was(layer: Equilibrium, x: State) -> Iterator[Callable[[], None]]:
+def _preserved_state(layer: Equilibrium, x: State) -> Iterator[Callable[[], None]]:
     """Yield a function that restores buffers and random state; leaving the block restores them too."""
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     on_cpu = torch.get_rng_state()
@@ -163,11 +163,11 @@ def _kept_bytes(layer: Equilibrium, x: State, loss: Loss, rewind: Callable[[], N
     """Bytes allocated by the forward pass that are alive before the backward pass."""
     rewind()
     x = map_state(_leaf, x)
-    made = _Storages([*blocks(x), *layer.parameters(), *layer.buffers()])
-    with made, torch.enable_grad():
+    storages = _Storages([*blocks(x), *layer.parameters(), *layer.buffers()])
+    with storages, torch.enable_grad():
         value = loss(layer(x))
     gc.collect()
-    kept = made.alive()
+    kept = storages.alive()
     del value  # until here it held on to its graph
     return kept
 
@@ -180,7 +180,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = {_watch(tensor).cdata for tensor in known}
+        self.known = {_storage_reference(tensor).cdata for tensor in known}
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -189,9 +189,9 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                seen = _watch(tensor)
-                if seen.cdata not in self.known:
-                    self.made[seen.cdata] = (seen, tensor.untyped_storage().nbytes())
+                reference = _storage_reference(tensor)
+                if reference.cdata not in self.known:
+                    self.made[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
         return result
 
     def alive(self) -> int:
@@ -199,7 +199,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(size for seen, size in self.made.values() if not seen.expired())  # type: ignore[no-untyped-call, misc]
 
 
-def _watch(tensor: Tensor) -> StorageWeakRef:
+def _storage_reference(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Certificates at the point: what holds at an equilibrium that was found, where the weights alone prove nothing.
+"""Certificates at a computed equilibrium, for problems whose weights alone prove nothing.
 
 With ``D = diag sigma'(a)`` at the pre-activation a of a state, ``M = -hess g`` and ``S = D^1/2 M D^1/2``, the
 eigenvalues of S decide (see :class:`LocalCertificate`). They are bounded by Lanczos steps from a random start, whose
@@ -24,7 +24,7 @@ Map = Callable[[State], State]
 
 @dataclass(frozen=True)
 class LocalCertificate:
-    """What holds at each of B equilibria, all of it together with at least ``probability`` for a sample.
+    """Guarantees at each of B equilibria; for a sample they hold jointly with at least ``probability``.
 
     Attributes:
         strict_minimum: whether the state is a strict local minimum of the objective, isolated, and the implicit
@@ -59,10 +59,10 @@ def strict_minima(hidden: BoundMap, state: State, steps: int = 60, failure: floa
         steps: of Lanczos.
         failure: probability that a bound fails for a sample.
     """
-    found = curvature_at_solution(hidden, state, steps, failure)
-    if found is None or not isinstance(hidden, Hidden) or hidden.coupled:
+    extremes = curvature_at_solution(hidden, state, steps, failure)
+    if extremes is None or not isinstance(hidden, Hidden) or hidden.coupled:
         return None
-    lower, upper = 1 - found.upper, 1 - found.lower  # found is about I - S
+    lower, upper = 1 - extremes.upper, 1 - extremes.lower  # the extremes are those of I - S
     rounding = 100 * torch.finfo(Layout.of(state).dtype).eps * torch.maximum(lower.abs(), upper.abs())
     lower, upper = lower - rounding, upper + rounding
     apart = hidden.distance_to_kink(map_state(Tensor.detach, state))
@@ -73,17 +73,17 @@ def strict_minima(hidden: BoundMap, state: State, steps: int = 60, failure: floa
 def local_certificate(
     layer: Equilibrium, x: State, steps: int = 60, failure: float = 1e-3, start: State | None = None
 ) -> LocalCertificate:
-    """What holds at the equilibria of ``layer`` for ``x``, per sample, with the layer in its present mode.
+    """Guarantees at the equilibria of ``layer`` for ``x``, per sample, with the layer in its current mode.
 
-    It is about the states that the solver finds, so give the layer a tight tolerance and float32 at least. Cost: four
-    times ``steps`` products with derivatives of a step, and memory for ``steps`` states.
+    It holds at the states that the solver returns, so give the layer a tight tolerance, in float32 or better. Cost:
+    four times ``steps`` products with derivatives of a step, and memory for ``steps`` states.
 
     Args:
         layer: with a problem that has an objective; its samples do not depend on each other.
         x: input, batch first.
-        steps: Lanczos steps. Bounds come closer with more of them.
+        steps: Lanczos steps; more of them give tighter bounds.
         failure: probability that any of the bounds fails for a sample.
-        start: where the solver begins.
+        start: the initial state of the solver.
 
     >>> import torch, opteq
     >>> problem = opteq.OptEq(opteq.operators.Dense(1, 1), activation="relu")
@@ -98,11 +98,11 @@ def local_certificate(
         if hidden.jumps:
             raise ValueError("a local certificate needs a smooth g; give diversity a smoothing above 0")
         state = map_state(Tensor.detach, layer.solve(x, start).state)
-        found = strict_minima(hidden, state, steps, failure / 4)
-        if found is None or not isinstance(hidden, Hidden):
+        minima = strict_minima(hidden, state, steps, failure / 4)
+        if minima is None or not isinstance(hidden, Hidden):
             why = "its samples depend on each other" if hidden.coupled else "its Jacobian has no symmetric form"
-            raise ValueError(f"a local certificate needs an objective and samples of their own; here {why}")
-        strict, lower, upper = found
+            raise ValueError(f"a local certificate needs an objective and independent samples; here {why}")
+        strict, lower, upper = minima
         local = hidden.linearise(state)
         assert isinstance(local, SymmetricLinearisation)
         gap = torch.where(strict, 1 - upper, torch.nan)
@@ -112,9 +112,9 @@ def local_certificate(
             assert isinstance(bound, Hidden)
             return bound.preactivation(state)
 
-        into, back = _both_ways(inside, x)
+        into, back = _jvp_and_vjp(inside, x)
         entered = _norm(lambda v: back(local.factor(local.factor_adjoint(into(v)))), x, steps, failure / 4)
-        out, home = _both_ways(hidden.features, state)
+        out, home = _jvp_and_vjp(hidden.features, state)
         left = _norm(lambda v: local.factor_adjoint(home(out(local.factor(v)))), state, steps, failure / 4)
         lipschitz = torch.where(strict, entered * left / gap, torch.inf)
         radius = None
@@ -128,7 +128,7 @@ def local_certificate(
         return LocalCertificate(strict, contraction, lipschitz, radius, (lower, upper), 1 - failure)
 
 
-def _both_ways(function: Map, at: State) -> tuple[Map, Map]:
+def _jvp_and_vjp(function: Map, at: State) -> tuple[Map, Map]:
     """``v -> J v`` and ``u -> J'u`` of a function at a point.
 
     By autograd and not by torch.func, which loads all of torch's compiler at its first derivative: seconds.
@@ -158,8 +158,8 @@ def _norm(square: Map, shaped: State, steps: int, failure: float) -> Tensor:
     """The norm of an operator from above, ``(B,)``, given ``v -> A'A v``."""
     layout = Layout.of(shaped)
     rows = layout.pack(shaped)
-    found = extreme_eigenvalues(lambda v: layout.pack(square(layout.unpack(v))), rows, steps, failure)
+    extremes = extreme_eigenvalues(lambda v: layout.pack(square(layout.unpack(v))), rows, steps, failure)
     # All eigenvalues are at least 0: no shift is needed, and the bound is on the largest one alone.
     share = missing_share(rows.shape[1], max(1, min(steps, rows.shape[1])), failure)
-    largest = found.largest.clamp_min(0) / (1 - share) if share < 1 else torch.full_like(found.largest, torch.inf)
+    largest = extremes.largest.clamp_min(0) / (1 - share) if share < 1 else torch.full_like(extremes.largest, torch.inf)
     return (largest * (1 + 100 * torch.finfo(rows.dtype).eps)).sqrt()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import engine
-from opteq.analysis.terms import equilibrium_inputs, evaluating
+from opteq.analysis.terms import equilibrium_inputs, evaluation_mode
 from opteq.common.errors import ConvergenceWarning, UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.problems import Problem
@@ -30,7 +30,7 @@ class Rescaled(Problem):
     """A problem with the terms of its objective multiplied by factors; 0 switches a term off.
 
     The terms are those that ``problem(x).terms(y)`` names, except ``penalty``, which defines the activation. For
-    problems side by side, a name without a number stands for the term of all parts.
+    parallel problems, a name without a number stands for the term of all parts.
 
     Args:
         problem: with an objective made of named terms.
@@ -93,8 +93,8 @@ class RescaledHidden(Hidden):
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The scaled objective, term by term."""
-        found = super().terms(y)
-        return {**found, "quadratic": self.factors.get("quadratic", 1.0) * found["quadratic"]}
+        terms = super().terms(y)
+        return {**terms, "quadratic": self.factors.get("quadratic", 1.0) * terms["quadratic"]}
 
 
 def scalable_terms(hidden: BoundMap) -> list[str]:
@@ -117,12 +117,12 @@ def _rescaled(hidden: BoundMap, factors: Mapping[str, float]) -> BoundMap:
 
 @dataclass(frozen=True)
 class Counterfactual:
-    """The model's answer with one term of one layer scaled.
+    """The model's prediction with one term of one layer scaled.
 
     Attributes:
         layer: its name in the model.
         term: the term's name.
-        factor: what it was multiplied by.
+        factor: the factor of the term.
         logits: ``(B, classes)``, the model's output.
         converged: whether an equilibrium was found, ``(B,)``; there may be none.
     """
@@ -138,29 +138,30 @@ class Counterfactual:
 def counterfactuals(
     model: nn.Module, x: Tensor, factors: Sequence[float] = (0.0, 0.5, 2.0), seconds: float = math.inf
 ) -> list[Counterfactual]:
-    """The model's answers with every term of every equilibrium layer multiplied by each of ``factors``, one at a time.
+    """The model's predictions with every term of every equilibrium layer multiplied by each of ``factors``, one at a
+    time.
 
-    Layers whose problem is no sum of terms are left out. The model runs in evaluation mode and is left as it was. After
-    ``seconds`` no further term is begun.
+    Layers whose problem has no terms are left out. The model runs in evaluation mode; its mode is restored. After
+    ``seconds`` no further term is started.
     """
-    found: list[Counterfactual] = []
+    results: list[Counterfactual] = []
     deadline = time.monotonic() + seconds
-    with evaluating(model):
+    with evaluation_mode(model):
         layers = {name: (layer, given) for name, layer, given in equilibrium_inputs(model, x)}
         for name, (layer, given) in layers.items():
             for term in scalable_terms(layer.problem(given)):
                 if time.monotonic() >= deadline:
-                    return found
+                    return results
                 for factor in factors:
-                    with rescaled(layer, {term: factor}):
+                    with rescaled_terms(layer, {term: factor}):
                         logits = model(x)
                         assert layer.last is not None
-                        found.append(Counterfactual(name, term, factor, logits, layer.last[0].converged))
-    return found
+                        results.append(Counterfactual(name, term, factor, logits, layer.last[0].converged))
+    return results
 
 
 @contextmanager
-def rescaled(layer: Equilibrium, factors: Mapping[str, float]) -> Iterator[None]:
+def rescaled_terms(layer: Equilibrium, factors: Mapping[str, float]) -> Iterator[None]:
     """Inside, the terms of a layer's objective are scaled, and it may take more steps."""
     problem, solver = layer.problem, layer.solver
     try:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 
 
 def saliency_map(
@@ -52,7 +52,7 @@ def saliency_map(
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} should be a finite number of at least 0; got {value!r}")
     sigma = max(x.shape[2:]) / 32 if blur is None else blur
-    with evaluating(model):
+    with evaluation_mode(model):
         if target is None:
             with torch.no_grad():
                 target = model(x).argmax(dim=1)
@@ -61,7 +61,7 @@ def saliency_map(
                 f"target should have one class per image, shape ({x.shape[0]},); got {tuple(target.shape)}"
             )
         mean = _mean_gradient(model, x.detach(), target, samples, noise, seed)
-    return _blurred(mean.square().sum(dim=1).sqrt(), sigma)
+    return _blur(mean.square().sum(dim=1).sqrt(), sigma)
 
 
 def _mean_gradient(model: nn.Module, x: Tensor, target: Tensor, samples: int, noise: float, seed: int) -> Tensor:
@@ -82,7 +82,7 @@ def _mean_gradient(model: nn.Module, x: Tensor, target: Tensor, samples: int, no
     return total / samples
 
 
-def _blurred(maps: Tensor, sigma: float) -> Tensor:
+def _blur(maps: Tensor, sigma: float) -> Tensor:
     """A separable Gaussian blur; at the border the weights are renormalised."""
     radius = min(math.ceil(3 * sigma), min(maps.shape[1:]) - 1)
     if sigma < 0.3 or radius < 1:  # a neighbour's weight would be below half a percent

@@ -67,7 +67,7 @@ def objective_terms(model: nn.Module, x: Tensor) -> list[LayerTerms]:
     >>> bool((terms.total_end() <= terms.total_start()).all())
     True
     """
-    with evaluating(model):
+    with evaluation_mode(model):
         return [_layer_terms(name, layer, given) for name, layer, given in equilibrium_inputs(model, x)]
 
 
@@ -94,7 +94,7 @@ def equilibrium_inputs(model: nn.Module, x: Tensor) -> list[tuple[str, Equilibri
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside the block; every module gets its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -1,1 +1,1 @@
-"""What all parts of the library share: options, errors, files."""
+"""Shared helpers: options, errors, files."""

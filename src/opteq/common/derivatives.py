@@ -14,25 +14,25 @@ def gradient(function: Callable[[Any], Any], at: Any, has_aux: bool = False) -> 
     derivative = torch.func.grad(function, has_aux=has_aux)
     if torch.compiler.is_compiling():  # which saves nothing by itself
         return derivative(at)
-    with saved_as_they_are():
+    with without_saved_tensor_hooks():
         return derivative(at)
 
 
 def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The value of a function of a state, and ``v -> J' v`` for its Jacobian J there."""
-    found: Any
+    result: Any
     if torch.compiler.is_compiling():
-        found = torch.func.vjp(function, at)
+        result = torch.func.vjp(function, at)
     else:
-        with saved_as_they_are():
-            found = torch.func.vjp(function, at)
-    vjp = found[1]
-    return found[0], lambda v: vjp(v)[0]
+        with without_saved_tensor_hooks():
+            result = torch.func.vjp(function, at)
+    vjp = result[1]
+    return result[0], lambda v: vjp(v)[0]
 
 
 @contextmanager
-def saved_as_they_are() -> Iterator[None]:
-    """What is saved for a backward pass inside is kept, whoever asked for something else.
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Inside, tensors are saved for backward without saved-tensor hooks.
 
     A checkpoint (``torch.utils.checkpoint`` with ``use_reentrant=False``) and ``save_on_cpu`` put hooks on what is
     saved, and torch.func refuses to run beside hooks. The tensors of a step are kept, then, as without a checkpoint.

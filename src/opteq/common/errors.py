@@ -16,7 +16,7 @@ class ConvergenceWarning(UserWarning):
 class ConvergenceError(RuntimeError):
     """The same as :class:`ConvergenceWarning`, raised where the caller asked for ``on_failure="raise"``.
 
-    Also where a value was asked for that takes a solve of its own, an envelope's for instance, and that one failed.
+    Also raised where a value needs an inner solve, an envelope's for instance, and that solve failed.
     """
 
 
@@ -53,19 +53,19 @@ def needs_extra(extra: str) -> Iterator[None]:
         raise MissingExtraError(message) from error
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value for a message of one line: shortened where it is long; of a number of thousands of digits, words.
 
-    >>> shown("a" * 200)[-8:], shown([1])
+    >>> format_value("a" * 200)[-8:], format_value([1])
     ('aaaaa...', '[1]')
     """
     try:
-        return shortened(repr(value))
+        return shorten(repr(value))
     except ValueError:  # Python writes no number of more than 4300 digits
         return "a number of thousands of digits"
 
 
-def shortened(text: str, most: int = 100) -> str:
+def shorten(text: str, most: int = 100) -> str:
     """The beginning of a text that is longer than ``most``."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -82,7 +82,7 @@ def unknown_name(what: str, name: object, options: Iterable[str], listed_by: str
     nearest = difflib.get_close_matches(str(name)[:100].lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     rest = f"Known: {', '.join(known)}." if listed_by is None else f"`{listed_by}` lists them all"
-    return UserError(f"unknown {what} {shown(name)}; {hint}{rest}")
+    return UserError(f"unknown {what} {format_value(name)}; {hint}{rest}")
 
 
 _INSIDE = ("opteq", "torch")

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and one clear line where a disk refuses them."""
+"""Atomic writes of files, and errors of the file system in one line."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plain_errors(doing: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{doing} failed: {error.strerror or error}{where}; {remedy}") from error
 
 
-def look_into(folder: Path) -> None:
+def check_readable(folder: Path) -> None:
     """Raise where one may not look into a folder: what is in it can't be known then. It need not exist.
 
     ``Path.exists`` of what is in it would raise the system's own error, or in later versions of Python say no.
@@ -82,7 +82,7 @@ def look_into(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, refusal: str) -> Iterator[None]:
+def lock_folder(folder: Path, refusal: str) -> Iterator[None]:
     """Hold a folder inside the block: a second process that wants it is refused. A process that dies lets go of it.
 
     It leaves no file behind. Where the system has no such locks (Windows, some network disks) nothing is held.

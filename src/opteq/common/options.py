@@ -44,7 +44,7 @@ class NamedOptions(ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """What :func:`inspect.signature` shows: that of ``__init__``, not of the call above."""
+        """The signature of ``__init__``, for :func:`inspect.signature`."""
         own = inspect.signature(cls.__init__)  # type: ignore[misc]
         return own.replace(parameters=list(own.parameters.values())[1:])
 

@@ -46,9 +46,9 @@ def _modules_inside(value: object) -> list[tuple[str, nn.Module]]:
     """The modules that options hold, by the names of the attributes on the way; none for a module, which holds them."""
     if isinstance(value, nn.Module) or not isinstance(type(value), NamedOptions):
         return []
-    found = []
+    modules = []
     for name, held in getattr(value, "__dict__", {}).items():
         if isinstance(held, nn.Module):
-            found.append((name, held))
-        found += [(f"{name}_{place}", module) for place, module in _modules_inside(held)]
-    return found
+            modules.append((name, held))
+        modules += [(f"{name}_{place}", module) for place, module in _modules_inside(held)]
+    return modules

@@ -1,4 +1,4 @@
-"""What symbols in sentences about problems mean."""
+"""The meanings of symbols in sentences about problems."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Couplings of the branches of MOptEq: heritage H, diversity D, and the fusion that follows from them.
+"""Couplings of the branches of MOptEq: heritage H, diversity D, and their gradients.
 
-Branches stand in a ring, each beside the next and the last beside the first. For two neighbours, with channels
-compared pixel by pixel at the coarser of their two sizes,
+Branches form a ring: the last is a neighbour of the first. For two neighbours, with channels compared pixel by pixel at
+the coarser of their two sizes,
 
     M[a, b] = <channel a of one, channel b of the other>
     H = sum of the diagonal of M          (corresponding channels resemble each other)
     D = sum of |M| off the diagonal       (different channels carry different information)
 
-and the energy of the ring is ``E = 1/2 sum over neighbours of (lambda D - H)``. Its gradient is what MOptEq computes
-between branches: the fusion ``h = -grad E``.
+and the energy of the ring is ``E = 1/2 sum over neighbours of (lambda D - H)``. MOptEq couples its branches by
+``h = -grad E``.
 """
 
 from opteq.couplings.coupling import Coupling, diversity, heritage

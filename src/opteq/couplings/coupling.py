@@ -1,4 +1,4 @@
-"""The energy of a ring of branches, its gradient and its Hessian: heritage, diversity, fusion."""
+"""The energy of a ring of branches, its gradient and its Hessian: heritage and diversity."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Coupling:
         diversity: the weight lambda of D.
         smoothing: tau. D has kinks where a product M is zero, and h jumps there; ``sqrt(M^2 + tau^2)`` in place of
             ``|M|`` turns the jump into a slope of up to ``lambda |channel|^2 / tau``. 0 keeps the kinks.
-        heritage: whether there is an H. Without it every branch has ``-1/2 |z_i|^2`` in its place, as in OptEq:
-            nothing in place of H would leave a network without feedback where lambda is 0.
+        heritage: whether E contains H. Without it every branch has ``-1/2 |z_i|^2`` instead, as in OptEq; otherwise a
+            network with lambda 0 would have no feedback.
 
     >>> coupling = Coupling(diversity=0.1)
-    >>> coupling.fuse((torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])))
+    >>> coupling.negative_gradient((torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])))
     (tensor([[2.6000, 3.7000]]), tensor([[0.8000, 1.9000]]))
     """
 
@@ -93,12 +93,12 @@ class Coupling:
         pairs = neighbours(features)
         return self._terms(features, pairs, channel_products(pairs) if self.diversity else ())
 
-    def fuse_and_energy(self, features: Features) -> tuple[Features, Tensor]:
+    def negative_gradient_and_energy(self, features: Features) -> tuple[Features, Tensor]:
         """``h`` and ``E``, from the same products of channels; lambda is not 0."""
         pairs = neighbours(features)
         matrices = channel_products(pairs)
-        fused = self._fuse(features, pairs, tuple(self.signs(matrix) for matrix in matrices))
-        return fused, torch.stack(list(self._terms(features, pairs, matrices).values())).sum(dim=0)
+        h = self._negative_gradient(features, pairs, tuple(self.signs(matrix) for matrix in matrices))
+        return h, torch.stack(list(self._terms(features, pairs, matrices).values())).sum(dim=0)
 
     def signs(self, matrix: Tensor) -> Tensor:
         """The derivative of ``|M|`` (or of what replaces it), zero on the diagonal, in the dtype of ``matrix``."""
@@ -110,7 +110,7 @@ class Coupling:
         wide = _finite(matrix)
         return _off_diagonal(wide / _smooth_abs(wide, self.smoothing)).to(matrix.dtype)
 
-    def fuse(self, features: Features, signs: tuple[Tensor, ...] | None = None) -> Features:
+    def negative_gradient(self, features: Features, signs: tuple[Tensor, ...] | None = None) -> Features:
         """``h = -grad E``, one tensor per branch.
 
         ``signs (B, C, C)`` take the place of the derivative of ``|M|``: at a kink any number of [-1, 1] is one.
@@ -125,15 +125,15 @@ class Coupling:
             )
         if signs is None:
             signs = tuple(self.signs(matrix) for matrix in channel_products(pairs))
-        return self._fuse(features, pairs, signs)
+        return self._negative_gradient(features, pairs, signs)
 
     def jacobian_at(self, features: Features) -> Callable[[Features], Features]:
         """``v -> h'(z) v``, symmetric; matrices are computed once for all products.
 
-        With fixed signs h is linear, so that is ``fuse`` again; smoothing adds the derivative of the signs.
+        With fixed signs h is linear, so that is :meth:`negative_gradient` again; smoothing adds how the signs change.
         """
         if not self.diversity:
-            return self.fuse
+            return self.negative_gradient
         pairs = neighbours(features)
         matrices = channel_products(pairs)
         signs = tuple(self.signs(matrix) for matrix in matrices)
@@ -141,7 +141,7 @@ class Coupling:
 
         def product(v: Features) -> Features:
             directions = neighbours(v)
-            linear = self._fuse(v, directions, signs)
+            linear = self._negative_gradient(v, directions, signs)
             if not self.smoothing:
                 return linear
             changes = pairs_derivative(pairs, directions)
@@ -151,10 +151,10 @@ class Coupling:
         return product
 
     def _by_signs(self, features: Features, pairs: Pairs, matrices: tuple[Tensor, ...]) -> Features:
-        """How ``fuse(features, signs)`` changes with its signs, in the direction ``matrices``."""
+        """How ``negative_gradient(features, signs)`` changes with its signs, in the direction ``matrices``."""
         return mix_neighbours(features, pairs, tuple(-self.diversity / 2 * matrix for matrix in matrices))
 
-    def _fuse(self, features: Features, pairs: Pairs, signs: tuple[Tensor, ...]) -> Features:
+    def _negative_gradient(self, features: Features, pairs: Pairs, signs: tuple[Tensor, ...]) -> Features:
         """Neighbours mixed by ``(I - lambda signs) / 2``: with I inside the matrix heritage costs no product."""
         if not self.heritage:
             mixed = self._by_signs(features, pairs, signs)

@@ -1,4 +1,4 @@
-"""Neighbours in a ring of branches: their channels at a common size, products of them, and the way back.
+"""Neighbours in a ring of branches: their channels at a common size, products of channels, and the adjoints.
 
 Features are tuples with one tensor per branch, images ``(B, C, h, w)`` or vectors ``(B, C)``; a vector is an image of
 one pixel. All have C channels, and the sizes of neighbours are integer multiples of each other. Resampling is average
@@ -141,8 +141,8 @@ def ring_norm(sizes: tuple[int, ...]) -> float:
 def largest_neighbours(features: Features) -> Features:
     """For each branch the largest channel of its neighbours, in every channel, divided by ``sqrt(C)``.
 
-    Signs alternate from channel to channel, so that a map that mixes channels meets no special direction. These are
-    the directions in which a smoothed D is stiff.
+    Signs alternate from channel to channel, to avoid special directions of maps that mix channels. A smoothed D is
+    stiff in these directions.
     """
     check_features(features)
     count, found = len(features), []

@@ -28,12 +28,12 @@ from torch import Tensor
 from opteq.common.errors import UserError
 from opteq.data.dataset import ChannelStatistics, Dataset, Pixels, Split
 from opteq.data.progress import progress
-from opteq.data.readers.source import Found, Source, Stream
+from opteq.data.readers.source import FoundDataset, Source, Stream
 
 FORMAT = 2  # part of the fingerprint; incremented when the layout of entries or the decoding changes
 
 
-def cached(name: str, found: Found, folder: Path, image_size: int | None) -> Dataset:
+def load_cached(name: str, found: FoundDataset, folder: Path, image_size: int | None) -> Dataset:
     """The data set ``found``, decoded into ``folder`` if it is not cached yet."""
     entry = folder / f"{name}-{fingerprint(found, image_size)}"
     dataset = open_entry(entry, name)
@@ -56,7 +56,7 @@ def cached(name: str, found: Found, folder: Path, image_size: int | None) -> Dat
         lock.release()
 
 
-def fingerprint(found: Found, image_size: int | None) -> str:
+def fingerprint(found: FoundDataset, image_size: int | None) -> str:
     """16 hexadecimal digits that identify the files by their names, sizes and modification times."""
     digest = hashlib.blake2b(f"{FORMAT} {image_size}".encode(), digest_size=8)
     for name in found.files:
@@ -76,12 +76,12 @@ def open_entry(entry: Path, name: str) -> Dataset | None:
 
 
 def _open_split(entry: Path, split: str) -> Split:
-    labels = _mapped(entry / f"{split}-labels.npy")
+    labels = _memory_map(entry / f"{split}-labels.npy")
     # Labels of images are copied into memory; label maps are as large as images and stay mapped.
-    return Split(_mapped(entry / f"{split}-images.npy"), labels.clone() if labels.ndim == 1 else labels)
+    return Split(_memory_map(entry / f"{split}-images.npy"), labels.clone() if labels.ndim == 1 else labels)
 
 
-def _mapped(path: Path) -> Tensor:
+def _memory_map(path: Path) -> Tensor:
     """The array of a file, memory-mapped: pages are read on demand and shared between processes."""
     try:
         # Copy-on-write: writing to the tensor copies pages and never changes the file.

@@ -19,7 +19,7 @@ IGNORE_INDEX = 255
 
 
 class LazyImages(Protocol):
-    """What :class:`~opteq.data.StreamedImages` have in common with a tensor of images; indexing decodes."""
+    """The interface that :class:`~opteq.data.StreamedImages` share with a tensor of images; indexing decodes."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -121,7 +121,7 @@ class ChannelStatistics:
 
 def channel_statistics(pieces: Iterable[Pixels], channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel over all images in ``pieces``."""
-    found = ChannelStatistics(channels)
+    statistics = ChannelStatistics(channels)
     for piece in pieces:
-        found.add(piece)
-    return found.statistics()
+        statistics.add(piece)
+    return statistics.statistics()

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from opteq.common.errors import UserError, unknown_name
-from opteq.data.cache import cached
+from opteq.data.cache import load_cached
 from opteq.data.dataset import Dataset, Pixels, Split, channel_statistics
 from opteq.data.paths import cache_folder
 from opteq.data.readers.cifar import find_cifar
@@ -21,10 +21,10 @@ from opteq.data.readers.cityscapes import find_cityscapes
 from opteq.data.readers.digits import load_digits
 from opteq.data.readers.folder import find_folder, find_superclasses, list_splits
 from opteq.data.readers.idx import find_fashion_mnist
-from opteq.data.readers.source import Found, Source, Stream
-from opteq.data.streaming import streamed
+from opteq.data.readers.source import FoundDataset, Source, Stream
+from opteq.data.streaming import stream_dataset
 
-_ARRAYS: dict[str, Callable[[Path | None], Found]] = {
+_ARRAYS: dict[str, Callable[[Path | None], FoundDataset]] = {
     "fashion-mnist": find_fashion_mnist,
     "cifar10": partial(find_cifar, "cifar10"),
     "cifar100": partial(find_cifar, "cifar100"),
@@ -91,8 +91,8 @@ def load(
     folder = (cache_folder() if cache is None else Path(cache).expanduser()) / "data"
     try:
         if stream:
-            return streamed(name, list_splits(name, place, test_only), image_size, workers)
-        return cached(name, _find(name, place, image_size, test_only), folder, image_size)
+            return stream_dataset(name, list_splits(name, place, test_only), image_size, workers)
+        return load_cached(name, _find(name, place, image_size, test_only), folder, image_size)
     except OSError as error:  # a folder without read permission, a file that was removed meanwhile
         raise UserError(
             f"{error.filename or place}: cannot be read ({error.strerror or error}); check its permissions"
@@ -112,17 +112,17 @@ def _check_streaming(name: str, stream: bool, workers: int | None, cache: object
         raise UserError(f"workers should be a number of processes, 0 for none; got {workers!r}")
 
 
-def _find(name: str, root: Path | None, image_size: int | None, test_only: bool) -> Found:
+def _find(name: str, root: Path | None, image_size: int | None, test_only: bool) -> FoundDataset:
     if name == "folder":
         return find_folder(root, image_size, test_only)
     if name == "folder-superclasses":
         return find_superclasses(root, image_size, test_only)
     if name == "cityscapes":
         return find_cityscapes(root, image_size)
-    found = _ARRAYS[name](root)
+    dataset = _ARRAYS[name](root)
     if image_size is None:
-        return found
-    return replace(found, read=partial(_resized_source, found.read, image_size))
+        return dataset
+    return replace(dataset, read=partial(_resized_source, dataset.read, image_size))
 
 
 def _resized_digits(size: int | None) -> Dataset:
@@ -130,7 +130,7 @@ def _resized_digits(size: int | None) -> Dataset:
     if size is None:
         return dataset
     splits = dataset.train, dataset.test
-    larger = [resized(split.images[torch.arange(len(split))].numpy(), size) for split in splits]
+    larger = [resize(split.images[torch.arange(len(split))].numpy(), size) for split in splits]
     train, test = (Split(torch.from_numpy(one), split.labels) for one, split in zip(larger, splits, strict=True))
     mean, std = channel_statistics(larger[:1], channels=1)
     return replace(dataset, train=train, test=test, mean=mean, std=std)
@@ -140,12 +140,12 @@ def _resized_source(read: Callable[[], Source], size: int) -> Source:
     source = read()
 
     def resized_stream(stream: Stream) -> Stream:
-        return Stream(stream.labels, (stream.shape[0], size, size), lambda: (resized(p, size) for p in stream.pieces()))
+        return Stream(stream.labels, (stream.shape[0], size, size), lambda: (resize(p, size) for p in stream.pieces()))
 
     return Source(source.classes, **{split: resized_stream(stream) for split, stream in source.splits().items()})
 
 
-def resized(images: Pixels, size: int, chunk: int = 4096) -> Pixels:
+def resize(images: Pixels, size: int, chunk: int = 4096) -> Pixels:
     """Square images ``(N, C, H, H)`` resized to ``size`` (bilinear, antialiased), rounded to uint8."""
     result = np.empty((*images.shape[:2], size, size), dtype=np.uint8)
     for start in range(0, len(images), chunk):  # float32, one chunk at a time

@@ -57,10 +57,10 @@ def prefetch(
         coming = deque(pool.submit(fetch, wanted) for wanted in itertools.islice(rows, 1))
         while coming:
             coming.extend(pool.submit(fetch, wanted) for wanted in itertools.islice(rows, 1))
-            yield _arrived(*coming.popleft().result())
+            yield _wait_for(*coming.popleft().result())
 
 
-def _arrived(batch: list[Tensor], copied: torch.cuda.Event | None) -> list[Tensor]:
+def _wait_for(batch: list[Tensor], copied: torch.cuda.Event | None) -> list[Tensor]:
     if copied is not None:
         current = torch.cuda.current_stream(batch[0].device)
         current.wait_event(copied)

@@ -65,12 +65,12 @@ class StreamedImages:
 
         pinned = device.type == "cuda"
         loader: DataLoader[Tensor | str] = DataLoader(
-            _Rows(self),  # type: ignore[arg-type]
+            _BatchDecoder(self),  # type: ignore[arg-type]
             batch_sampler=rows,  # type: ignore[arg-type]
             num_workers=self.workers,
             prefetch_factor=AHEAD if self.workers else None,
-            collate_fn=_as_it_is,  # type: ignore[arg-type]
-            worker_init_fn=_begin_worker,
+            collate_fn=_identity,  # type: ignore[arg-type]
+            worker_init_fn=_init_worker,
             pin_memory=pinned and self.workers > 0,
             generator=torch.Generator(),  # for its seed, which would be drawn from training's random numbers otherwise
         )
@@ -92,7 +92,7 @@ class StreamedImages:
             yield batch.to(device, non_blocking=True) if batch.is_pinned() else to_device(batch, device)
 
 
-class _Rows:
+class _BatchDecoder:
     """The data set that the workers see: it is asked for whole batches."""
 
     def __init__(self, images: StreamedImages) -> None:
@@ -116,23 +116,23 @@ class _Rows:
             return str(error)
 
 
-def _as_it_is(batch: Tensor | str) -> Tensor | str:
+def _identity(batch: Tensor | str) -> Tensor | str:
     return batch
 
 
-def _begin_worker(_: int) -> None:
+def _init_worker(_: int) -> None:
     """Ctrl-C and SIGTERM are for the process that trains; it ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def streamed(name: str, splits: tuple[Listing, ...], image_size: int | None, workers: int | None) -> Dataset:
+def stream_dataset(name: str, splits: tuple[Listing, ...], image_size: int | None, workers: int | None) -> Dataset:
     """A data set of listings, without decoding more than a sample for mean and std."""
     if workers is None:
         workers = min(MOST_WORKERS, os.cpu_count() or 1)
     train = splits[0]
     decoder = Decoder.like(train.files, 0, image_size)
-    made = [
+    streamed = [
         Split(StreamedImages(listing.files, decoder, workers), torch.from_numpy(listing.labels)) for listing in splits
     ]
     statistics = ChannelStatistics(decoder.shape[0])
@@ -140,5 +140,5 @@ def streamed(name: str, splits: tuple[Listing, ...], image_size: int | None, wor
     for piece in in_pieces(sample, decoder.shape, lambda row: decoder(train.files, row), os.cpu_count() or 1):
         statistics.add(piece)
     mean, std = statistics.statistics()
-    unseen = made[2] if len(made) > 2 else None
-    return Dataset(name, train.classes, made[0], made[1], mean, std, unseen)
+    unseen = streamed[2] if len(streamed) > 2 else None
+    return Dataset(name, train.classes, streamed[0], streamed[1], mean, std, unseen)

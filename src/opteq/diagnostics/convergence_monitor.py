@@ -44,12 +44,12 @@ class FailureCheck:
     way: str
     x: State | None = None
 
-    def kept(self) -> FailureCheck:
-        """The same for later, without the tape of the input."""
+    def detached(self) -> FailureCheck:
+        """The same check with a detached input, to keep for later."""
         return self if self.x is None else replace(self, x=map_state(Tensor.detach, self.x))
 
     def fault(self, when: str = "") -> str:
-        """What is wrong with the input, where it has values that are not finite and a sample is lost for that."""
+        """A sentence about non-finite values of the input, if they are why a sample failed; else empty."""
         if self.x is None or int(Status.NON_FINITE) not in self.report.codes.tolist():
             return ""
         for bad in (~torch.isfinite(part) for part in blocks(self.x)):
@@ -83,7 +83,7 @@ class _Pending:
     """A check whose status codes are being copied to the host."""
 
     def __init__(self, finding: FailureCheck) -> None:
-        self.finding = finding.kept()
+        self.finding = finding.detached()
         self.codes = AsyncHostCopy(finding.report.codes)
         self._versions = self._counted()
 
@@ -92,7 +92,7 @@ class _Pending:
         return any(code not in _FINE for code in self.codes.read())
 
     def fault(self) -> str:
-        """What is wrong with the input, unless it was seen to be overwritten since."""
+        """The same, unless the input was overwritten since."""
         return self.finding.fault(" of an earlier call") if self._versions == self._counted() else ""
 
     def _counted(self) -> list[int | None]:

@@ -51,21 +51,21 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     def bent(rows: Tensor) -> Tensor:  # F'MF with the larger slopes
         return root * layout.pack(curvature(layout.unpack(root * rows)))
 
-    found = extreme_eigenvalues(lambda rows: rows - bent(rows), layout.pack(state), steps)
-    shift = (found.largest - 1).clamp_min(0).to(root.dtype)[:, None]  # makes F'MF positive
+    extremes = extreme_eigenvalues(lambda rows: rows - bent(rows), layout.pack(state), steps)
+    shift = (extremes.largest - 1).clamp_min(0).to(root.dtype)[:, None]  # makes F'MF positive
     eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
     size = torch.maximum(row_norms(layout.pack(state)), row_norms(layout.pack(inside)))
     size = torch.where(size > floor, size, 1.0).to(root.dtype)[:, None] * eps**0.25
     values, rounding = _objective(hidden, state)
-    lower = torch.zeros_like(found.smallest, dtype=torch.bool)
+    lower = torch.zeros_like(extremes.smallest, dtype=torch.bool)
     for sign in (1, -1):
-        direction = sign * found.direction
-        for turned in (direction, _turned(direction, rising, bent, shift)):
+        direction = sign * extremes.direction
+        for turned in (direction, _power_steps(direction, rising, bent, shift)):
             move = root * turned
             there = hidden.project(layout.unpack(layout.pack(state) + size * _unit(move)))
             there_values, there_rounding = _objective(hidden, there)
             lower = lower | (there_values < values - _FEW * eps * (rounding + there_rounding))
-    return asked & layout.per_sample(lower & (found.smallest < 0))
+    return asked & layout.per_sample(lower & (extremes.smallest < 0))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _sides(penalties: list[Penalty], inside: State, origin: State, image: State,
     return _Sides(like(state, tuple(slopes)), like(state, tuple(rising)))
 
 
-def _turned(direction: Tensor, rising: Tensor, bent: Product, shift: Tensor) -> Tensor:
+def _power_steps(direction: Tensor, rising: Tensor, bent: Product, shift: Tensor) -> Tensor:
     """Projected power steps: towards the most negative curvature among moves to the side of larger slopes."""
 
     def admissible(rows: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ def _penalties(hidden: Hidden) -> list[Penalty]:
     """One for all blocks of the state, or one per block."""
     if not isinstance(hidden, HiddenParallel):
         return [hidden.penalty]
-    found = []
+    penalties = []
     for part, start in zip(hidden.hidden, hidden._starts, strict=True):
         own = _penalties(part)
-        found += own * (len(blocks(start)) if len(own) == 1 else 1)
-    return found
+        penalties += own * (len(blocks(start)) if len(own) == 1 else 1)
+    return penalties

@@ -35,19 +35,19 @@ def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS, fa
 
 
 @torch.no_grad()
-def judged_minimum(hidden: BoundMap, state: State, codes: Tensor, floor: float) -> Tensor:
+def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float) -> Tensor:
     """The codes, with :attr:`Status.NOT_A_MINIMUM` in place of CONVERGED where the curvature is negative.
 
     On a kink of the activation, where there are several, the objective beside it decides. ``floor`` is the solver's
     norm below which a state counts as zero.
     """
-    found = curvature_at_solution(hidden, state)
-    if found is None:
+    extremes = curvature_at_solution(hidden, state)
+    if extremes is None:
         return codes
     layout = Layout.of(state, hidden.coupled)
     eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
-    spread = torch.maximum(found.largest.abs(), found.smallest.abs()).clamp_min(1.0)
-    negative = layout.per_sample(found.smallest < -1e3 * eps * spread)
+    spread = torch.maximum(extremes.largest.abs(), extremes.smallest.abs()).clamp_min(1.0)
+    negative = layout.per_sample(extremes.smallest < -1e3 * eps * spread)
     converged = codes == int(Status.CONVERGED)
     if isinstance(hidden, Hidden):
         negative = negative | descends_beside_kink(

@@ -24,9 +24,11 @@ def trace_terms(hidden: BoundMap, solver: Solver, start: State | None) -> dict[s
     if solver.works_on_features:
         raise TypeError(f"trace_objective needs a solver that works on the state; {type(solver).__name__} does not")
     start = hidden.start() if start is None else start
-    measured = None if hidden.contracts else hidden.measured
+    step_and_merit = None if hidden.contracts else hidden.step_and_merit
     start = map_state(Tensor.detach, start)
-    solve = solver.open(FixedPointTask(hidden.step, start, measured, hidden.project, hidden.damping, hidden.coupled))
+    solve = solver.open(
+        FixedPointTask(hidden.step, start, step_and_merit, hidden.project, hidden.damping, hidden.coupled)
+    )
     loop, layout = solve.iteration, solve.layout
     assert isinstance(loop, Loop)
     traces: dict[str, list[Tensor]] = {}

@@ -1,15 +1,15 @@
-"""All that exists for speed, behind one interface.
+"""Fast implementations, behind one interface.
 
-The library computes everything without this package. At four places it asks for a faster implementation:
-to solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), to compute the
-bounded weights of a module (:func:`bounded_weights`), and for an operation of a user's function (:func:`substitute`).
-None means "not mine": the plain path runs. Nothing else in the library imports from here, and a test sees to it.
+The library can compute everything without this package. At four places it calls it for a faster implementation: to
+solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), to compute the bounded
+weights of a module (:func:`bounded_weights`), and for an operation of a user's function (:func:`substitute`). None
+means that there is no fast path, and the plain path runs. Nothing else in the library imports from here, as a test
+checks.
 
-There are two backends. Both take a problem apart into its tensors and its structure. :mod:`opteq.engine.cuda_graphs`
-captures solves and backward passes of any problem, a user's as ours, as CUDA graphs, and replays them.
-:mod:`opteq.engine.cpu` traces the objectives that users write, and solves with the graphs in place of autograd. Results
-agree with the plain path to the tolerance of the solve. A user's Python code does not run when a graph does: switch the
-engine :func:`off` to see what it prints. :func:`report` says which path a call takes, and why.
+There are two backends. Both flatten a problem into its tensors and its structure. :mod:`opteq.engine.cuda_graphs`
+captures solves and backward passes of any problem, built-in or user-written, as CUDA graphs, and replays them.
+:mod:`opteq.engine.cpu` traces user-written objectives, and solves with the graphs instead of autograd. Results agree
+with the plain path to the tolerance of the solve. :func:`report` says which path a call takes, and why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Backend", "attach", "bounded_weights", "forget", "off", "report", "s
 
 
 class Backend(Protocol):
-    """What a backend offers; each method returns None where the plain path should run."""
+    """The interface of a backend; each method returns None where the plain path should run."""
 
     def solve(self, hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
         """The equilibrium of a bound problem, without autograd."""
@@ -55,10 +55,10 @@ class Backend(Protocol):
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Run everything on the plain path, on CPU and GPU, in all threads, while any of them is inside.
+    """Run everything on the plain path, on CPU and GPU, in all threads, while any thread is inside.
 
-    It is not kept by thread or by context: on a GPU torch runs backward passes, and the forward passes that a
-    checkpoint repeats in them, in threads of its own, which inherit neither.
+    The switch is global: on a GPU torch runs backward passes, and forward passes that a checkpoint repeats, in its own
+    threads, which inherit neither thread-local values nor context variables.
 
     >>> import opteq
     >>> with opteq.engine.off():
@@ -74,7 +74,7 @@ def off() -> Iterator[None]:
 
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False) -> Outcome | None:
-    """The equilibrium of a bound problem, without autograd; None where the plain path should find it."""
+    """The equilibrium of a bound problem, without autograd; None where the plain path should solve it."""
     answers = (backend.solve(hidden, solver, start, same_steps) for backend in _backends())
     return next((answer for answer in answers if answer is not None), None)
 
@@ -87,9 +87,9 @@ def attach(
     Args:
         hidden: the problem with its input bound.
         state: its equilibrium, a constant.
-        outcome: how it was found.
-        linear: solves the adjoint system in the backward pass.
-        record: called then with a report about that.
+        outcome: the outcome of its solve.
+        linear: the linear solver of the backward pass.
+        record: called with the report of the backward pass.
     """
     answers = (backend.attach(hidden, state, outcome, linear, record) for backend in _backends())
     return next((answer for answer in answers if answer is not None), None)
@@ -102,9 +102,9 @@ def bounded_weights(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What computes the same as a function of torch with cheaper second derivatives; None where there is nothing.
+    """A replacement for a function of torch with cheaper second derivatives; None where there is none.
 
-    It gives None, in turn, for arguments that it does not take.
+    The replacement returns None for arguments that it does not support.
     """
     if settings.offs:
         return None
@@ -116,7 +116,7 @@ def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
 def report(layer: Any, x: Any) -> str:
     """Which path ``layer(x)`` takes, forward and backward, and why, in one line each.
 
-    The layer is called a few times, as training would call it: what is captured is captured by then.
+    The layer is called a few times, as in training, so that captures have happened.
     """
     from opteq.engine.describe import describe
 

@@ -1,4 +1,4 @@
-"""Convolutions whose derivative is their adjoint, as often as one differentiates.
+"""Convolutions that are differentiated by their adjoint, also in higher derivatives.
 
 torch's own second derivative of a convolution computes a gradient of the weight that is thrown away, which takes
 several times as long as all the rest: Hessian-vector products of a user's objective would consist of little else. Here

@@ -87,7 +87,7 @@ class _Form:
 
             try:
                 with _lock:
-                    self._traced[key] = _checked(Traced(function, fixed, varying, fuse=False))
+                    self._traced[key] = _checked(Traced(function, fixed, varying, compile_functions=False))
             except Exception as error:  # a user's code may raise anything
                 self.reason = f"it could not be traced: {(str(error) or type(error).__name__).splitlines()[0]}"
         return self._traced.get(key)
@@ -144,9 +144,9 @@ def _replaced(flat: Flattened, form: _Form) -> Hidden:
         return form.bind(name, function, [*flat.tensors, *blocks(at)])
 
     inside = graph("preactivation", lambda problem, y, _: problem.preactivation(y))
-    both = graph("measured", lambda problem, y, _: problem._measured(y))
+    both = graph("step_and_merit", lambda problem, y, _: problem._step_and_merit(y))
 
-    def measured(y: State) -> tuple[State, Tensor]:
+    def step_and_merit(y: State) -> tuple[State, Tensor]:
         *image, merit = both(y)
         return like(y, tuple(image)), merit
 
@@ -155,7 +155,7 @@ def _replaced(flat: Flattened, form: _Form) -> Hidden:
         return lambda v: like(v, tuple(products(v)))
 
     hidden.preactivation = lambda y: like(y, tuple(inside(y)))  # type: ignore[method-assign]
-    hidden._measured, hidden.curvature_at = measured, curvature_at  # type: ignore[method-assign]
+    hidden._step_and_merit, hidden.curvature_at = step_and_merit, curvature_at  # type: ignore[method-assign]
     return hidden
 
 

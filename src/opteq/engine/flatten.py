@@ -1,4 +1,4 @@
-"""A bound problem taken apart into its structure and its tensors, so that other tensors can take their place.
+"""Flatten a bound problem into its structure and its tensors, so that the tensors can be replaced.
 
 Two batches of one layer give bound problems that differ in their tensors only. A graph that was captured for one serves
 the other if it reads from buffers that are refreshed. Pickle knows how to walk through an object and put it together

@@ -11,7 +11,7 @@ def note(direction: str, reason: str | None, graph: str = "captured CUDA graph")
 
 
 def latest(direction: str) -> str:
-    """What was noted, as a sentence."""
+    """The latest note as a sentence."""
     return _latest.get(direction, "plain path: the engine was not asked")
 
 

@@ -1,4 +1,4 @@
-"""A traced graph without what makes no difference: constants are propagated, and operations without use dropped.
+"""Simplify a traced graph: propagate constants, and drop unused operations.
 
 The cotangent of a sum is the same number everywhere. Autograd multiplies by it, entry by entry, and asks the sum for
 its shape, which keeps the sum alive. Here a tensor whose entries are all one known number is that number.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opteq.engine.fuse import FusedGraph
+from opteq.engine.inductor import CompiledGraph
 from opteq.engine.simplify import simplify
 
 Function = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
@@ -26,10 +26,12 @@ class Traced:
         function: pure, of tensors only.
         fixed: examples of its fixed tensors.
         varying: examples of its varying ones.
-        fuse: compile the part that varies by torch's Inductor.
+        compile_functions: whether Inductor compiles the part that varies.
     """
 
-    def __init__(self, function: Function, fixed: Sequence[Tensor], varying: Sequence[Tensor], fuse: bool) -> None:
+    def __init__(
+        self, function: Function, fixed: Sequence[Tensor], varying: Sequence[Tensor], compile_functions: bool
+    ) -> None:
         count = len(fixed)
 
         def flat(*tensors: Tensor) -> list[Tensor]:
@@ -40,7 +42,7 @@ class Traced:
         simplify(traced.graph)
         self.once, self.each = _split(traced, count)
         self._each: Callable[[Sequence[Tensor]], list[Tensor]] = (
-            FusedGraph(self.each) if fuse else lambda tensors: list(self.each(*tensors))
+            CompiledGraph(self.each) if compile_functions else lambda tensors: list(self.each(*tensors))
         )
 
     def bind(self, fixed: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:

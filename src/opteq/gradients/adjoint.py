@@ -63,7 +63,7 @@ class Symmetrised:
 
 
 def adjoint_product(local: Linearisation | SymmetricLinearisation) -> Product:
-    """What is applied again and again in the adjoint system: S of :func:`symmetrised`."""
+    """The product of the symmetrised adjoint system: S of :func:`symmetrised`."""
     if isinstance(local, Linearisation):
         return local.adjoint
     return local.scaled if local.reduction is None else local.reduction.product
@@ -105,6 +105,6 @@ def check_symmetry(local: Linearisation | SymmetricLinearisation, linear: Linear
     """Raise where ``linear`` needs a symmetric system and the problem has none."""
     if isinstance(local, Linearisation) and isinstance(linear, CG | MINRES):
         raise ValueError(
-            f"{type(linear).__name__} needs a symmetric system, and this problem's Jacobian has no symmetry; "
+            f"{type(linear).__name__} needs a symmetric system, and this problem's Jacobian is not symmetric; "
             "use Implicit(linear=GMRES()) or leave the choice to Implicit()"
         )

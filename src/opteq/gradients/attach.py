@@ -1,4 +1,4 @@
-"""Give a value the gradient of another tensor, changed on the way by an adjoint solve."""
+"""Attach the gradient of one step to the equilibrium, with an adjoint solve in the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every gradient is: a way to find the equilibrium of a bound problem and to make it differentiable."""
+"""The base class of gradients: solve a bound problem and make the equilibrium differentiable."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ class Formulation:
         return cls(hidden, None if same_steps else hidden.compact_form())
 
     def task(self, start: State | None) -> FixedPointTask:
-        """What the solver is given; ``start`` is a state, or None for the problem's own."""
+        """The task of the solver; ``start`` is a state, or None for the problem's own."""
         hidden, form = self.hidden, self.form
         if form is None:
             begin = hidden.start() if start is None else start
-            measured = None if hidden.contracts else hidden.measured
-            return FixedPointTask(hidden.step, begin, measured, hidden.project, hidden.damping, hidden.coupled)
+            step_and_merit = None if hidden.contracts else hidden.step_and_merit
+            return FixedPointTask(hidden.step, begin, step_and_merit, hidden.project, hidden.damping, hidden.coupled)
         begin = form.start if start is None else hidden.features(start)
-        measured = None if hidden.contracts else form.measured
-        return FixedPointTask(form.step, begin, measured, None, hidden.damping, hidden.coupled)
+        step_and_merit = None if hidden.contracts else form.step_and_merit
+        return FixedPointTask(form.step, begin, step_and_merit, None, hidden.damping, hidden.coupled)
 
     def state(self, found: State) -> State:
         """The state that belongs to what the solver found."""

@@ -29,12 +29,12 @@ _BY_STRUCTURE: dict[Structure, type[LinearSolver]] = {
 class Implicit(Gradient):
     """Solve ``(I - J') v = g`` for the incoming gradient g, then differentiate one step with v.
 
-    Nothing of the iterations is kept, so memory does not grow with their number. Where the problem says that
-    ``J = D M`` with M symmetric, the system is symmetrised, which halves the vectors and allows conjugate gradients.
+    No iterate is stored, so memory does not grow with the number of steps. Where the problem declares ``J = D M`` with
+    M symmetric, the system is symmetrised, which halves the number of vectors and allows conjugate gradients.
 
     Args:
         tol: residual relative to g; None means 1e-6, and 1e-10 where the state is float64.
-        max_steps: products with J at most.
+        max_steps: the largest number of products with J.
         linear: the linear solver; None chooses conjugate gradients, MINRES or GMRES by the structure that the problem
             declares. It then brings its own ``tol`` and ``max_steps``.
     """
@@ -51,7 +51,7 @@ class Implicit(Gradient):
             raise TypeError(f"Implicit.linear should be CG(), MINRES(), GMRES() or None; got {self.linear!r}")
         if self.linear is not None and (self.tol is not None or self.max_steps != type(self).max_steps):
             raise ValueError(
-                f"Implicit.tol and max_steps have no effect beside linear, which brings its own; got tol={self.tol}, "
+                f"Implicit.tol and max_steps have no effect with linear, which has its own; got tol={self.tol}, "
                 f"max_steps={self.max_steps}. Give them to {type(self.linear).__name__}"
             )
 

@@ -1,4 +1,4 @@
-"""A few steps on a tape, begun at the equilibrium: the one-step gradient and phantom gradients."""
+"""Gradients through a few recorded steps at the equilibrium: the one-step gradient and phantom gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from opteq.states import State, map_state
 
 @dataclass(frozen=True)
 class OneStep(Gradient):
-    """Differentiate a single step at the equilibrium: the cheapest gradient, with ``(I - J')^-1`` taken for I."""
+    """Differentiate a single step at the equilibrium: the cheapest gradient, with I in place of ``(I - J')^-1``."""
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
-        """Solve without a tape, then put one step on it."""
+        """Solve without autograd, then record one step."""
         return _with_steps(hidden, solver, start, record, 1, 1.0, "one step")
 
 
@@ -29,7 +29,7 @@ class Phantom(Gradient):
     as ``steps`` grows where the damped step contracts. Memory grows with ``steps``.
 
     Args:
-        steps: how many; five of 0.8 are what GEQ's authors use.
+        steps: number of steps; GEQ's authors use five with damping 0.8.
         damping: share of the new value in each.
     """
 
@@ -41,7 +41,7 @@ class Phantom(Gradient):
         share(self, "damping")
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
-        """Solve without a tape, then put the damped steps on one."""
+        """Solve without autograd, then record the damped steps."""
         name = f"{self.steps} phantom steps of {self.damping}"
         return _with_steps(hidden, solver, start, record, self.steps, self.damping, name)
 

@@ -1,4 +1,4 @@
-"""SHINE: share the inverse estimate of the way forward with the way back."""
+"""SHINE: the backward pass reuses the forward solver's estimate of the inverse Jacobian."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from opteq.states import Autocast, Layout, State, blocks, like, nan_samples, row
 class Shine(Gradient):
     """Use the solver's own estimate of ``(I - J)^-1``, transposed: no products with J in the backward pass at all.
 
-    Broyden and Anderson keep such an estimate. Solvers without one (Picard, SAM) leave the identity, and then this
-    is :class:`~opteq.gradients.phantom.OneStep`. The estimate was made for the steps that were taken, not for the
-    incoming gradient, so it is sometimes far off: where it lengthens the gradient by more than ``limit``, the gradient
-    of one step is used instead.
+    Broyden and Anderson keep such an estimate. Solvers without one (Picard, SAM) use the identity, which is
+    :class:`~opteq.gradients.phantom.OneStep`. The estimate fits the steps of the solve, not the incoming gradient, so
+    it may be far off. Where it increases the norm of the gradient by more than ``limit``, the gradient of one step is
+    used instead.
 
     Args:
-        limit: largest growth that is believed. A gradient near the step's own directions is lengthened little; over the
-            problems of the test suite, larger limits let through estimates that are worse than one step.
+        limit: largest accepted growth of the norm. On the problems of the test suite, larger limits accept estimates
+            that are worse than one step.
     """
 
     limit: float = 1.3
@@ -35,7 +35,7 @@ class Shine(Gradient):
         positive(self, "limit")
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
-        """Solve without a tape; the backward pass applies the estimate."""
+        """Solve without autograd; the backward pass applies the estimate."""
         state, outcome = find_no_grad(hidden, solver, start, keep_inverse=True)
         carrier = hidden.step(state)
         if not wants_gradient(carrier):

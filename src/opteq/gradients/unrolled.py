@@ -15,11 +15,11 @@ from opteq.states import State
 
 @dataclass(frozen=True)
 class Unrolled(Gradient):
-    """Take ``steps`` steps of the solver with everything on the tape: the exact gradient of what was computed.
+    """Differentiate through ``steps`` steps of the solver by autograd: the exact gradient of the computed result.
 
-    The layer is then an ordinary network of that depth, in evaluation too; its memory grows with ``steps``. SAM is
-    trained this way in the OptEq paper, and second derivatives work. In half precision unroll ``Picard``: the weights
-    that Anderson and Broyden fit to rounded differences are right, their derivatives are noise.
+    The layer is then an ordinary network of that depth, in evaluation mode, too; its memory grows with ``steps``. The
+    OptEq paper trains SAM in this way. Second derivatives work. In half precision unroll ``Picard``: Anderson and
+    Broyden fit weights to rounded differences, and the derivatives of these weights are noise.
 
     Args:
         steps: replaces the solver's ``max_steps``.
@@ -33,11 +33,11 @@ class Unrolled(Gradient):
         whole(self, "steps")
 
     def evaluate(self, hidden: BoundMap, solver: Solver, start: State | None) -> tuple[State, Outcome]:
-        """The same number of steps where no gradient is wanted: the network does not change with the mode."""
+        """The same number of steps without gradients, so that the network is the same in both modes."""
         return find_no_grad(hidden, replace(solver, max_steps=self.steps), start, same_steps=True)
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
-        """Solve on the tape."""
+        """Solve under autograd."""
         outcome = find(hidden, replace(solver, max_steps=self.steps), start)
         quiet = replace(
             outcome, residual=outcome.residual.detach(), history=outcome.trace.detach(), inverse_adjoint=None

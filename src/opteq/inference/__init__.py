@@ -1,3 +1,3 @@
-"""A trained model in use: predictions for image files, restored images, exported files."""
+"""Inference with a trained model: predictions for image files, restored images, exported files."""
 
 __all__: list[str] = []

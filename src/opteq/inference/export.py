@@ -22,7 +22,7 @@ from opteq.inference.formats import ENDINGS, Inputs, Signature
 from opteq.inference.predict import load
 from opteq.models.classifier import Classifier, equilibria
 from opteq.models.denoiser import Denoiser, holds_denoiser
-from opteq.models.prediction import checked_shape
+from opteq.models.prediction import check_shape
 from opteq.models.pretrained import released_folder
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def export(
             size = SAMPLES if any_batch else 1
             for first in range(0, SAMPLES, size):
                 part = slice(first, first + size)
-                found = formats.run(format, draft, tuple(one[part] for one in subject.inputs), subject.signature)
-                _compare(found, subject.output[part], format, subject)
+                output = formats.run(format, draft, tuple(one[part] for one in subject.inputs), subject.signature)
+                _compare(output, subject.output[part], format, subject)
         with plain_errors(f"writing {path}", "choose another place"):
             os.replace(draft, path)
     difference = float((subject.output - subject.own).abs().max())
@@ -146,19 +146,21 @@ def _classifier(
         raise UserError(
             "the model was saved without the size of its images: give image_shape=(channels, height, width)"
         )
-    shape = checked_shape(shape, model.config["in_channels"])
+    shape = check_shape(shape, model.config["in_channels"])
     pixels = torch.rand(SAMPLES, *shape, generator=generator).to(next(model.parameters()).dtype)
     steps = enough_steps(model, pixels) if steps is None else steps
-    made = Exportable(model, steps)
+    exportable = Exportable(model, steps)
     mode = model.training
-    own = model.eval()((pixels - made.mean) / made.std)
+    own = model.eval()((pixels - exportable.mean) / exportable.std)
     model.train(mode)
     classes = model.config["extra"].get("classes")
     known = {"classes": json.dumps(classes)} if classes else {}
     signature = Signature(("pixels",), "logits", ({0: _BATCH},), known)
     others = ((pixels[:1],), (pixels[:3],))
-    residual = float(made.residual(pixels).max())
-    return _Subject(model.config["name"], made, signature, (pixels,), made(pixels), own, residual, others), steps
+    residual = float(exportable.residual(pixels).max())
+    return _Subject(
+        model.config["name"], exportable, signature, (pixels,), exportable(pixels), own, residual, others
+    ), steps
 
 
 @torch.no_grad()
@@ -170,12 +172,12 @@ def _denoiser(model: Denoiser, steps: int | None, generator: torch.Generator) ->
     clean = nn.functional.interpolate(coarse, (40, 48), mode="bicubic").to(like)
     noisy = clean + sigma[:, None, None, None] * torch.randn(clean.shape, generator=generator).to(like)
     steps = enough_steps_to_denoise(model, noisy, sigma) if steps is None else steps
-    made = ExportableDenoiser(model, steps)
+    exportable = ExportableDenoiser(model, steps)
     signature = Signature(("pixels", "sigma"), "denoised", ({0: _BATCH, **_SIDES}, {0: _BATCH}))
     others = ((noisy[:1], sigma[:1]), (noisy[:3, :, :36, :33], sigma[:3]))
-    residual = float(made.residual(noisy, sigma).max())
-    output, own = made(noisy, sigma), model(noisy, sigma)
-    return _Subject("the denoiser", made, signature, (noisy, sigma), output, own, residual, others), steps
+    residual = float(exportable.residual(noisy, sigma).max())
+    output, own = exportable(noisy, sigma), model(noisy, sigma)
+    return _Subject("the denoiser", exportable, signature, (noisy, sigma), output, own, residual, others), steps
 
 
 def _write(format: str, subject: _Subject, path: Path) -> bool:
@@ -189,24 +191,24 @@ def _write(format: str, subject: _Subject, path: Path) -> bool:
         raise
     except Exception as error:  # every exporter has classes of its own
         if isinstance(subject.module, ExportableDenoiser):  # a file for one size of images would be of no use
-            raise _unwritten(subject, format, error) from error
+            raise _export_error(subject, format, error) from error
     try:
         formats.write(format, subject.module, tuple(one[:1] for one in subject.inputs), path, subject.signature, False)
     except Exception as error:
-        raise _unwritten(subject, format, error) from error
+        raise _export_error(subject, format, error) from error
     return False
 
 
-def _unwritten(subject: _Subject, format: str, error: BaseException) -> UserError:
+def _export_error(subject: _Subject, format: str, error: BaseException) -> UserError:
     while error.__cause__ is not None:  # exporters wrap the error that began it in advice to their developers
         error = error.__cause__
-    said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-    return UserError(f"{subject.name} can't be written as {format}: {said}")
+    reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    return UserError(f"{subject.name} can't be written as {format}: {reason}")
 
 
-def _compare(found: Tensor, expected: Tensor, format: str, subject: _Subject) -> None:
+def _compare(output: Tensor, expected: Tensor, format: str, subject: _Subject) -> None:
     scale = float(expected.abs().max().clamp_min(1.0))
-    difference = float((found - expected).abs().max()) if found.shape == expected.shape else torch.inf
+    difference = float((output - expected).abs().max()) if output.shape == expected.shape else torch.inf
     if not difference <= CLOSE * scale:
         what = "logits" if subject.signature.output == "logits" else "images"
         raise UserError(
@@ -216,30 +218,34 @@ def _compare(found: Tensor, expected: Tensor, format: str, subject: _Subject) ->
 
 
 def command(run: Path, format: str, steps: int | None, out: Path | None, console: Console) -> None:
-    """What ``opteq export`` does."""
+    """Run ``opteq export``."""
     if format not in ENDINGS:
         raise unknown_name("format", format, ENDINGS)
     default = run / f"model{ENDINGS[format]}" if run.is_dir() else Path(f"{run.name}{ENDINGS[format]}")
     path = out or default  # weights of the package are exported into this folder
     if holds_denoiser(released_folder(run)):
-        found = export(Denoiser.load(run, on_failure="ignore"), path, format, steps)
-        told = f"its pixels differ from the model's by at most {found.difference:.1e}. It takes noisy pixels in 0..1 of"
-        told += " grey images of any size, and their noise levels in the same scale"
+        exported = export(Denoiser.load(run, on_failure="ignore"), path, format, steps)
+        message = f"its pixels differ from the model's by at most {exported.difference:.1e}. "
+        message += "It takes noisy pixels in 0..1 of grey images of any size, and their noise levels in the same scale"
         kind, solves = "step", True
     else:
         model = load(run, "cpu")
         if steps is not None and not equilibria(model):
             raise UserError(f"--steps has no effect: {model.config['name']} has no equilibria")
-        found = export(model, path, format, steps)
-        told = f"its logits differ from the model's by at most {found.difference:.1e} and {found.agreement:.0%} of the "
-        told += f"predictions agree. It takes pixels in 0..1{'' if found.any_batch else ', one image at a time'}"
+        exported = export(model, path, format, steps)
+        message = f"its logits differ from the model's by at most {exported.difference:.1e} and "
+        message += f"{exported.agreement:.0%} of the predictions agree. "
+        message += f"It takes pixels in 0..1{'' if exported.any_batch else ', one image at a time'}"
         kind, solves = "plain step", bool(equilibria(model))
     solved = "no equilibria"
     if solves:
         solved = (
-            f"after {found.steps} {kind}{'s' * (found.steps > 1)} the relative residual is {found.residual:.1e} "
-            f"(the model's own solver stops at {found.tol:.0e})"
+            f"after {exported.steps} {kind}{'s' * (exported.steps > 1)} the relative residual is "
+            f"{exported.residual:.1e} (the model's own solver stops at {exported.tol:.0e})"
         )
     console.print(
-        f"{found.path}: {solved}; on {SAMPLES} random images {told}.", markup=False, highlight=False, soft_wrap=True
+        f"{exported.path}: {solved}; on {SAMPLES} random images {message}.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
     )

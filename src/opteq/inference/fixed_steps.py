@@ -94,11 +94,11 @@ class Exportable(nn.Module):
             layer.measure = True
         try:
             self(pixels)
-            found = [layer.residual for layer in self.layers if layer.residual is not None]
+            residuals = [layer.residual for layer in self.layers if layer.residual is not None]
         finally:
             for layer in self.layers:
                 layer.measure, layer.residual = False, None
-        return torch.stack(found).amax(dim=0) if found else pixels.new_zeros(len(pixels))
+        return torch.stack(residuals).amax(dim=0) if residuals else pixels.new_zeros(len(pixels))
 
 
 class ExportableDenoiser(nn.Module):
@@ -173,13 +173,13 @@ def enough_steps(model: Classifier, pixels: Tensor, most: int = 500) -> int:
 
 
 def _replace_equilibria(model: nn.Module, steps: int) -> list[FixedSteps]:
-    made = []
+    layers = []
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, Equilibrium):
-                made.append(FixedSteps(child.problem, steps))
-                setattr(parent, name, made[-1])
-    return made
+                layers.append(FixedSteps(child.problem, steps))
+                setattr(parent, name, layers[-1])
+    return layers
 
 
 def _freeze(operator: Operator) -> None:
@@ -198,7 +198,7 @@ def _freeze(operator: Operator) -> None:
 
 def _step(hidden: BoundMap, y: State, ahead: State, k: int) -> tuple[State, State]:
     """The step from ``ahead``, and where the next one is taken: further along by ``k / (k + 3)``."""
-    image = _mixed(ahead, hidden.step(ahead), hidden.damping)
+    image = _damped(ahead, hidden.step(ahead), hidden.damping)
     if k == 0:
         return image, image
     pairs = zip(blocks(image), blocks(y), strict=True)
@@ -212,7 +212,7 @@ def _residual(hidden: BoundMap, y: State) -> Tensor:
     return (inner(change, change) / inner(image, image).clamp_min(1e-30)).sqrt()
 
 
-def _mixed(y: State, image: State, damping: float | Tensor) -> State:
+def _damped(y: State, image: State, damping: float | Tensor) -> State:
     if isinstance(damping, float | int):
         if damping == 1:
             return image

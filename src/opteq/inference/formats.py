@@ -19,7 +19,7 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Signature:
-    """What a file takes and gives.
+    """The inputs and the output of an exported file.
 
     Attributes:
         inputs: names of the inputs.
@@ -34,9 +34,9 @@ class Signature:
     properties: Mapping[str, str] = field(default_factory=dict)
 
 
-def write(format: str, made: nn.Module, example: Inputs, path: Path, signature: Signature, free: bool = True) -> None:
+def write(format: str, module: nn.Module, example: Inputs, path: Path, signature: Signature, free: bool = True) -> None:
     """Write a module; without ``free`` for inputs of the example's shapes alone."""
-    _WRITERS[format](made, example, path, signature, tuple(map(dict, signature.free)) if free else None)
+    _WRITERS[format](module, example, path, signature, tuple(map(dict, signature.free)) if free else None)
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -56,12 +56,12 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {torch.ops.prims.hypot.default: hypot, torch.ops.aten.median.dim: median}
 
 
-def _write_onnx(made: nn.Module, example: Inputs, path: Path, signature: Signature, free: Any) -> None:
+def _write_onnx(module: nn.Module, example: Inputs, path: Path, signature: Signature, free: Any) -> None:
     with needs_extra("export"):
         import onnx
 
     program = torch.onnx.export(
-        made,
+        module,
         example,
         dynamo=True,
         dynamic_shapes=free,
@@ -78,15 +78,15 @@ def _write_onnx(made: nn.Module, example: Inputs, path: Path, signature: Signatu
         onnx.save(stored, str(path))
 
 
-def _write_torchscript(made: nn.Module, example: Inputs, path: Path, _signature: Signature, _free: Any) -> None:
+def _write_torchscript(module: nn.Module, example: Inputs, path: Path, _signature: Signature, _free: Any) -> None:
     with torch.no_grad():
-        traced = torch.jit.trace(made, example, check_trace=False)  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
     torch.jit.save(traced, str(path))
 
 
-def _write_exported(made: nn.Module, example: Inputs, path: Path, _signature: Signature, free: Any) -> None:
+def _write_exported(module: nn.Module, example: Inputs, path: Path, _signature: Signature, free: Any) -> None:
     with torch.no_grad():
-        program = torch.export.export(made, example, dynamic_shapes=free, strict=False)
+        program = torch.export.export(module, example, dynamic_shapes=free, strict=False)
     torch.export.save(program, str(path))
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opteq import models
-from opteq.common.devices import chosen_device
+from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
-from opteq.common.files import look_into
+from opteq.common.files import check_readable
 from opteq.data.readers.folder import ENDINGS, visible
 from opteq.models import Classifier, Segmenter
 from opteq.models.prediction import Prediction
@@ -27,10 +27,10 @@ BATCH = 64
 
 def load(run: Path, device: str = "auto") -> Classifier:
     """The classifier of a finished run, or of a folder that ``save_pretrained`` wrote, on ``device``."""
-    look_into(run)
+    check_readable(run)
     if run.is_dir() and (run / "recipe.toml").exists() and not (run / "model.safetensors").exists():
         raise UserError(f"{run} is not finished: continue with `opteq train --resume --out {run}`")
-    place = chosen_device(device)
+    place = resolve_device(device)
     model = models.from_pretrained(run)
     if isinstance(model, Segmenter):
         raise UserError(f"{run} holds a model for segmentation; use model.predict(image) in Python for its label maps")
@@ -39,21 +39,21 @@ def load(run: Path, device: str = "auto") -> Classifier:
 
 def find_images(paths: Sequence[Path]) -> list[Path]:
     """The files among ``paths`` and those in the folders among them, folder by folder in the order of their names."""
-    return [found for path in paths for found in _images_of(path)]
+    return [image for path in paths for image in _images_of(path)]
 
 
 def _images_of(path: Path) -> list[Path]:
-    look_into(path.parent)
+    check_readable(path.parent)
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise UserError(f"there is no image or folder {path}")
-    found = sorted(
+    images = sorted(
         one for one in path.rglob("*") if visible(one.name) and one.suffix.lower() in ENDINGS and one.is_file()
     )
-    if not found:
+    if not images:
         raise UserError(f"{path} holds no images ({', '.join(ending[1:] for ending in ENDINGS)})")
-    return found
+    return images
 
 
 def predict_files(model: Classifier, files: Sequence[Path]) -> Iterator[tuple[Path, Prediction]]:
@@ -87,21 +87,21 @@ def command(
     device: str,
     console: Console,
 ) -> None:
-    """What ``opteq predict`` does."""
+    """Run ``opteq predict``."""
     files = find_images(images)
     if explain is not None and len(files) > MOST_EXPLAINED:
         raise UserError(f"--explain takes at most {MOST_EXPLAINED} images; got {len(files)}")
     if explain is not None and not explain.parent.is_dir():
         raise UserError(f"--explain {explain}: there is no folder {explain.parent}")
     model = load(run, device)
-    found = list(predict_files(model, files))
+    predictions = list(predict_files(model, files))
     if explain is not None:
         from opteq.report.explanation import write_explanation
 
         write_explanation(model, list(files), [file.name for file in files], explain, run.resolve().name)
     if as_json:
         # One object for one file, a list for anything else: what comes out depends on what was asked for alone.
-        objects = [as_dict(file, prediction, top) for file, prediction in found]
+        objects = [as_dict(file, prediction, top) for file, prediction in predictions]
         single = len(images) == 1 and images[0].is_file()
         print(json.dumps(objects[0] if single else objects, indent=2, ensure_ascii=False))
         return
@@ -110,7 +110,7 @@ def command(
 
     table = Table("image", "class", "probability", "other classes")
     table.columns[2].justify = "right"
-    for file, prediction in found:
+    for file, prediction in predictions:
         (label, share), *others = prediction.top(top)
         doubt = "" if prediction.converged else f" (not converged, residual {prediction.residual:.0e})"
         rest = ", ".join(f"{name} {p:.1%}" for name, p in others)

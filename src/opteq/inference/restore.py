@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from opteq import operators as op
-from opteq.common.devices import chosen_device
+from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
 from opteq.data.readers.decode import open_image
-from opteq.equilibrium import Equilibrium
 from opteq.models.denoiser import Denoiser
 from opteq.models.restoration import Restoration
+from opteq.models.restoration.minimise import MAX_STEPS, minimise
 from opteq.solution import Report
-from opteq.solvers import FISTA
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,14 +26,13 @@ if TYPE_CHECKING:
 OVERLAP = 32
 """Pixels that a tile sees of its neighbours, at least; a multiple of every factor of ``--scale``."""
 
-MAX_STEPS = 3000
 _SCALES = (1, 2, 4)
 _LARGEST_BLUR = 20.0
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What happened to the image.
+    """The degradation of the image.
 
     Attributes:
         sigma: standard deviation of the noise, of 255.
@@ -116,9 +114,9 @@ def restore(
     tiles = list(_tiles(height, width, tile, overlap))
     converged, worst, most = 0.0, 0.0, 0
     for done, (outer, inner, place) in enumerate(tiles):
-        seen = tuple(slice(part.start // factor, part.stop // factor) for part in outer)
+        window = tuple(slice(part.start // factor, part.stop // factor) for part in outer)
         mask = None if damage.mask is None else damage.mask[outer]
-        solved, report = _solved(image[:, seen[0], seen[1]][:, None], mask, model, damage, strength, tol)
+        solved, report = _solve_tile(image[:, window[0], window[1]][:, None], mask, model, damage, strength, tol)
         answer[:, place[0], place[1]] = solved[:, 0, inner[0], inner[1]]
         converged += float(report.converged.float().mean())
         worst, most = max(worst, float(report.residual.max())), max(most, int(report.steps.max()))
@@ -129,7 +127,7 @@ def restore(
     return Restored(answer, converged / len(tiles), worst, most)
 
 
-def _solved(
+def _solve_tile(
     x: Tensor, mask: Tensor | None, model: Denoiser, damage: Damage, strength: float, tol: float
 ) -> tuple[Tensor, Report]:
     """A tile, channels as the batch."""
@@ -150,20 +148,17 @@ def _solved(
         x = torch.nn.functional.pad(x, [around] * 4, mode="reflect")
         crop = (around, around)
     problem = Restoration(model.prior, measurement, strength).to(x.device, x.dtype)
-    layer = Equilibrium(problem, FISTA(tol=tol, max_steps=MAX_STEPS, measure="error"), on_failure="ignore")
     sigma = x.new_full((x.shape[0],), max(damage.sigma / 255, model.config.least))
-    solution = layer.solve((x, sigma))
-    state = solution.state
-    assert isinstance(state, Tensor)
+    state, report = minimise(problem, x, sigma, tol)
     rows, columns = state.shape[2] - crop[0], state.shape[3] - crop[1]
-    return state[:, :, crop[0] : rows, crop[1] : columns], solution.report
+    return state[:, :, crop[0] : rows, crop[1] : columns], report
 
 
 Window = tuple[slice, ...]
 
 
 def _tiles(height: int, width: int, tile: int, overlap: int) -> Iterator[tuple[Window, Window, Window]]:
-    """What a tile sees, which part of that counts, and where it goes."""
+    """The input window of a tile, the part of it that is used, and its position in the output."""
     for top in range(0, height, tile):
         for left in range(0, width, tile):
             place = (slice(top, min(top + tile, height)), slice(left, min(left + tile, width)))
@@ -222,13 +217,13 @@ def command(
     device: str,
     console: Console,
 ) -> None:
-    """What ``opteq restore`` does."""
+    """Run ``opteq restore``."""
     from rich.progress import Progress
 
-    device = chosen_device(device)
+    device = resolve_device(device)
     _check_writable(out)
-    seen = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
-    damage = Damage(sigma, blur, seen, scale)
+    pixels = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
+    damage = Damage(sigma, blur, pixels, scale)
     if not 0 < strength < math.inf:
         raise UserError(f"--strength should be positive and finite; got {strength:g}")
     if not 0 < tol < 1:
@@ -246,13 +241,14 @@ def command(
         )
     write_image(result.image, out)
     size = f"{result.image.shape[2]} x {result.image.shape[1]}"
-    told = f"{out}: {size} pixels, {result.steps} steps at most, estimated error {result.error:.1e}"
+    message = f"{out}: {size} pixels, {result.steps} steps at most, estimated error {result.error:.1e}"
     if result.minimised == 1:
-        console.print(f"{told}; the energy was minimised to {tol:.0e}")
+        # What rounding allows may be more than was asked for.
+        console.print(f"{message}; the energy was minimised to {max(tol, result.error):.0e}")
     else:
         why = (
             f"{MAX_STEPS} steps were not enough; give a larger --tol"
-            if result.steps == MAX_STEPS
+            if result.steps >= MAX_STEPS
             else "it curves downwards there; give a smaller --tol"
         )
-        console.print(f"{told}; the energy was NOT minimised in {1 - result.minimised:.0%} of the parts: {why}")
+        console.print(f"{message}; the energy was NOT minimised in {1 - result.minimised:.0%} of the parts: {why}")

@@ -1,4 +1,4 @@
-"""What a kernel is: the way in which GEQ compares its state with its input."""
+"""The base class of kernels, by which GEQ compares its state with its input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Similarity(ABC):
     A plain object that lives for one batch. Only :meth:`value` has to be written; :meth:`gradient` and
     :meth:`curvature_at` follow by autograd, and closed forms make them faster.
 
-    ``W`` is the operator of the problem, its weights settled, and ``c`` is ``U x + b``.
+    ``W`` is the operator of the problem, with prepared weights, and ``c`` is ``U x + b``.
     """
 
     def __init__(self, W: LinearMap, c: Tensor) -> None:
@@ -64,19 +64,19 @@ class Similarity(ABC):
 class Kernel(nn.Module, metaclass=NamedOptions):
     """How a state is compared with an input. GEQ minimises ``sum f(y) + 1/2 |y|^2 - s(y)`` for the ``s`` it defines.
 
-    A kernel is a module, so it may have parameters. :meth:`bind` settles them for one batch and returns ``s``. The
-    attributes below are what guarantees are computed from; leave them as they are where nothing is known.
+    A kernel is a module, so it may have parameters. :meth:`bind` reads them once per batch and returns ``s``.
+    Guarantees are computed from the attributes below; keep the defaults where nothing is known.
 
     Attributes:
-        input_space: where ``U x + b`` lives: ``"state"`` for kernels that compare it with y, ``"output"`` for those
+        input_space: the space of ``U x + b``: ``"state"`` for kernels that compare it with y, ``"output"`` for those
             that compare it with ``W y``.
-        curvature: an interval ``(low, high)`` that holds the eigenvalues of ``hess s`` for every input and state, in
+        curvature: an interval ``(low, high)`` that contains the eigenvalues of ``hess s`` for every input and state, in
             units of ``(|W| |projection|)^2``; None where there is none.
         growth: a number a with ``s(y) <= a/2 |y|^2 + O(|y|)``, in the same units; None where there is none.
-        caveat: what the user should know about existence, shown in the certificate.
+        caveat: a note on existence for the user, shown in the certificate.
         projection: an operator applied to ``U x + b - W y`` before it is compared, or None.
 
-    A kernel of one's own is a ``value`` and a line that binds it:
+    A kernel of your own needs a ``value`` and a ``bind``:
 
     >>> import torch
     >>> from opteq.operators import Dense

@@ -26,26 +26,25 @@ corner, say) would otherwise make gamma infinite and switch every other patch of
 class Gaussian(Kernel):
     """``s(y) = 1/(2 gamma) sum_i exp(-gamma |q_i|^2)``, where ``q_i`` is patch i of ``U x + b - W y``, projected.
 
-    The step is ``y <- sigma(W' R' [e_i q_i P'])`` with the weights ``e_i = exp(-gamma |q_i|^2)``: patches that fit
-    the state count, those that do not are ignored, which is why the weights read as attention. ``U x + b`` lives in
-    the space of W's output.
+    The step is ``y <- sigma(W' R' [e_i q_i P'])`` with the weights ``e_i = exp(-gamma |q_i|^2)``: patches that the
+    state matches count, and others hardly do, so the weights can be read as attention. ``U x + b`` is in the space of
+    W's output.
 
-    The eigenvalues of ``hess s`` lie in ``|W|^2 |P|^2 [-1, 2e^(-3/2)]`` whatever gamma is. So, with L the largest
-    slope of the activation, the objective is strongly convex and has one equilibrium for
-    ``L |W|^2 |P|^2 < 2.2408``, and plain steps contract below 1.
+    The eigenvalues of ``hess s`` lie in ``|W|^2 |P|^2 [-1, 2e^(-3/2)]`` for every gamma. So, with L the largest slope
+    of the activation, the objective is strongly convex and has one equilibrium for ``L |W|^2 |P|^2 < 2.2408``, and
+    plain steps contract below 1.
 
     Args:
         gamma: sharpness. A positive number, or ``"auto"``: 0.2 / M for each sample, with M the smallest ``|q_i|^2`` of
-            its patches at the zero state; ``"median"`` takes the median of them for M, which a single empty patch
-            does not move. It is computed once, when the input is bound, and detached: recomputed in
-            every step it would leave no objective to minimise.
+            its patches at the zero state; ``"median"`` takes their median for M, which is robust to a single empty
+            patch. Gamma is computed once, when the input is bound, and detached: if it were recomputed in every step,
+            there would be no objective.
         patch: side of a patch in pixels; None compares the whole input as one patch.
         split: channels in a patch; given together with ``patch``. The paper uses ``patch=2, split=8``.
         hidden: size to which patches are projected by a learned matrix P, one for all patches, kept as
             ``projection``; None compares the patches themselves.
         learn_gamma: make gamma a parameter, kept positive as ``exp(log_gamma)``; it begins at the number given.
-        bound: largest norm of the projection. With 1 it takes nothing from the guarantees, which then depend on the
-            bound of W alone. None lets it grow.
+        bound: largest norm of the projection. With 1, the guarantees depend on the bound of W alone. None for no bound.
 
     >>> kernel = Gaussian(patch=2, split=4, hidden=8)
     >>> kernel.projection
@@ -94,10 +93,10 @@ class Gaussian(Kernel):
 
     def bind(self, W: LinearMap, c: Tensor) -> GaussianSimilarity:
         """Cut, project and, where it is automatic, choose gamma."""
-        cut = _Whole(c.shape[1:]) if self.patches is None else self.patches.prepare()
+        cut = _WholeSample(c.shape[1:]) if self.patches is None else self.patches.prepare()
         grid = (1, 1, 1) if self.patches is None else _grid(self.patches, c)
         project = None if self.projection is None else self.projection.prepare()
-        view = _View(cut, project)
+        view = _PatchProjection(cut, project)
         gamma: float | Tensor
         if self.log_gamma is not None:
             gamma = self.log_gamma.to(working_dtype(self.log_gamma.dtype)).exp()
@@ -132,7 +131,7 @@ class Gaussian(Kernel):
 
 
 class GaussianSimilarity(Similarity):
-    """The Gaussian kernel with its input bound and its gamma settled.
+    """The Gaussian kernel with its input bound and its gamma computed.
 
     Attributes:
         gamma: a number, or a tensor that broadcasts against the weights.
@@ -176,7 +175,7 @@ class GaussianSimilarity(Similarity):
 
         def product(v: Tensor) -> Tensor:
             a = self.view(self.W(v))
-            return self.W.adjoint(self.view.adjoint(bend(q, a, self.gamma, weights)))
+            return self.W.adjoint(self.view.adjoint(weigh_derivative(q, a, self.gamma, weights)))
 
         return product
 
@@ -192,7 +191,7 @@ class GaussianSimilarity(Similarity):
         return sum_over_sample(weights / (2 * self.gamma))
 
 
-class _Whole(LinearMap):
+class _WholeSample(LinearMap):
     """A sample as its only patch: ``(B, ...) -> (B, 1, 1, 1, n)``."""
 
     def __init__(self, shape: torch.Size) -> None:
@@ -205,7 +204,7 @@ class _Whole(LinearMap):
         return u.reshape(u.shape[0], *self.shape)
 
 
-class _View(LinearMap):
+class _PatchProjection(LinearMap):
     """Cut into patches, then project."""
 
     def __init__(self, cut: LinearMap, project: LinearMap | None) -> None:
@@ -228,7 +227,7 @@ def weigh(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
 
 
 @overridable
-def bend(q: Tensor, a: Tensor, gamma: float | Tensor, weights: Tensor) -> Tensor:
+def weigh_derivative(q: Tensor, a: Tensor, gamma: float | Tensor, weights: Tensor) -> Tensor:
     """``e_i (2 gamma <q_i, a_i> q_i - a_i)``: the derivative of ``-e_i q_i`` along ``a_i``."""
     along = (q.to(weights.dtype) * a).sum(dim=-1)
     return _scale(2 * gamma * weights * along, q) - _scale(weights, a)

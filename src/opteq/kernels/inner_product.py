@@ -1,4 +1,4 @@
-"""Kernels that look at the input through one number, its inner product with the state: linear, polynomial, sigmoid."""
+"""Kernels of the inner product of input and state: linear, polynomial, sigmoid."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class InnerProduct(Kernel):
     A kernel of this kind is k with its first two derivatives; each takes and returns one value per sample.
 
     Attributes:
-        bends: an interval that holds all values of ``k''``, or None where there is none.
+        second_range: an interval that contains all values of ``k''``; None where ``k''`` is unbounded.
         growth: set it to 1 where ``k(t)`` grows no faster than ``|t|``; ``1/2 |W y|^2`` then decides.
     """
 
-    bends: ClassVar[tuple[float, float] | None] = None
+    second_range: ClassVar[tuple[float, float] | None] = None
 
     @abstractmethod
-    def height(self, t: Tensor) -> Tensor:
+    def value(self, t: Tensor) -> Tensor:
         """``k(t)``."""
 
     @abstractmethod
-    def slope(self, t: Tensor) -> Tensor:
+    def derivative(self, t: Tensor) -> Tensor:
         """``k'(t)``."""
 
     @abstractmethod
-    def bend(self, t: Tensor) -> Tensor:
+    def second(self, t: Tensor) -> Tensor:
         """``k''(t)``."""
 
     def bind(self, W: LinearMap, c: Tensor) -> InnerProductSimilarity:
@@ -55,22 +55,22 @@ class InnerProductSimilarity(Similarity):
 
     def terms(self, y: Tensor) -> dict[str, Tensor]:
         image = self.W(y)
-        return {"coupling": inner(image, image) / 2, "input": self.kernel.height(inner(self.c, y))}
+        return {"coupling": inner(image, image) / 2, "input": self.kernel.value(inner(self.c, y))}
 
     def gradient(self, y: Tensor) -> Tensor:
         """``W'W y + k'(<c, y>) c``."""
-        return self.W.adjoint(self.W(y)) + self._times_c(self.kernel.slope(inner(self.c, y)))
+        return self.W.adjoint(self.W(y)) + self._times_c(self.kernel.derivative(inner(self.c, y)))
 
     def curvature_at(self, y: Tensor) -> Product:
         """``v -> W'W v + k''(<c, y>) c <c, v>``."""
-        bend = self.kernel.bend(inner(self.c, y))
-        return lambda v: self.W.adjoint(self.W(v)) + self._times_c(bend * inner(self.c, v))
+        second = self.kernel.second(inner(self.c, y))
+        return lambda v: self.W.adjoint(self.W(v)) + self._times_c(second * inner(self.c, v))
 
     def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:
         """``W'W`` lies in ``[0, |W|^2]``, and ``k'' cc'`` between zero and ``k'' |c|^2``."""
-        if self.kernel.bends is None:
+        if self.kernel.second_range is None:
             return None
-        low, high = self.kernel.bends
+        low, high = self.kernel.second_range
         with torch.no_grad():
             size = inner(self.c, self.c)
             return min(low, 0.0) * size, square + max(high, 0.0) * size
@@ -93,17 +93,17 @@ class Linear(InnerProduct):
 
     curvature = (0.0, 1.0)
     growth = 1.0
-    bends = (0.0, 0.0)
+    second_range = (0.0, 0.0)
 
-    def height(self, t: Tensor) -> Tensor:
+    def value(self, t: Tensor) -> Tensor:
         """``t``."""
         return t
 
-    def slope(self, t: Tensor) -> Tensor:
+    def derivative(self, t: Tensor) -> Tensor:
         """1."""
         return torch.ones_like(t)
 
-    def bend(self, t: Tensor) -> Tensor:
+    def second(self, t: Tensor) -> Tensor:
         """0."""
         return torch.zeros_like(t)
 
@@ -123,14 +123,13 @@ class Polynomial(InnerProduct):
     ``2 |c+|^2 + |W c+|^2 / |c+|^2 > 1``, where c+ is the positive part of c. Iteration may then blow up. With a
     bounded activation, tanh for instance, there is an equilibrium for every input.
 
-    Solvers begin at c and not at zero: where ``sigma(0) = 0``, zero is an equilibrium for every input, and it is not
-    what one is looking for.
+    Solvers start at c and not at zero: where ``sigma(0) = 0``, zero is a trivial equilibrium for every input.
 
     Args:
         degree: a whole number of at least 2; degree 1 is :class:`~opteq.kernels.inner_product.Linear`.
 
     >>> import torch
-    >>> Polynomial(3).slope(torch.tensor([2.0]))
+    >>> Polynomial(3).derivative(torch.tensor([2.0]))
     tensor([12.])
     """
 
@@ -154,15 +153,15 @@ class Polynomial(InnerProduct):
         """``c``, since zero may be an equilibrium."""
         return self.state_like(W, c)
 
-    def height(self, t: Tensor) -> Tensor:
+    def value(self, t: Tensor) -> Tensor:
         """``t^d``."""
         return t**self.degree
 
-    def slope(self, t: Tensor) -> Tensor:
+    def derivative(self, t: Tensor) -> Tensor:
         """``d t^(d-1)``."""
         return self.degree * t ** (self.degree - 1)
 
-    def bend(self, t: Tensor) -> Tensor:
+    def second(self, t: Tensor) -> Tensor:
         """``d (d-1) t^(d-2)``."""
         return self.degree * (self.degree - 1) * t ** (self.degree - 2)
 
@@ -179,27 +178,27 @@ class Sigmoid(InnerProduct):
 
     Where it is not, solvers are damped by each sample's own ``|c|^2``.
 
-    >>> Sigmoid().slope(torch.tensor([0.0]))
+    >>> Sigmoid().derivative(torch.tensor([0.0]))
     tensor([1.])
     """
 
     growth = 1.0
-    bends = (-4 / math.sqrt(27), 4 / math.sqrt(27))
+    second_range = (-4 / math.sqrt(27), 4 / math.sqrt(27))
     caveat = (
         "the curvature of tanh <c, y> grows with |c|^2, c = U x + b. With L the largest slope of the activation, the "
         "objective has a minimiser where L |W|^2 < 1 and may have none otherwise; it is unique, and a step contracts, "
         "for inputs with L (|W|^2 + 4 / sqrt(27) |c|^2) < 1"
     )
 
-    def height(self, t: Tensor) -> Tensor:
+    def value(self, t: Tensor) -> Tensor:
         """``tanh t``."""
         return torch.tanh(t)
 
-    def slope(self, t: Tensor) -> Tensor:
+    def derivative(self, t: Tensor) -> Tensor:
         """``1 - tanh^2 t``."""
         return 1 - torch.tanh(t).square()
 
-    def bend(self, t: Tensor) -> Tensor:
+    def second(self, t: Tensor) -> Tensor:
         """``-2 tanh t (1 - tanh^2 t)``."""
         height = torch.tanh(t)
         return -2 * height * (1 - height.square())

@@ -1,4 +1,4 @@
-"""What a value of a model's option may be, said once: the test and the words of its error message."""
+"""Checks of a model's options: each is a test and the words of its error message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from opteq.common.errors import UserError, shown, unknown_name
+from opteq.common.errors import UserError, format_value, unknown_name
 
 MOST = 2**14
 """A width, a kernel's side or a number of steps is at most this, unless its option says otherwise."""
@@ -43,8 +43,8 @@ class Check:
         if self.longest is not None and len(entries) > self.longest:
             raise UserError(f"{option} should have at most {self.longest} entries; got {len(entries)}")
         if self.most is not None and any(_is_whole(entry, self.most + 1) for entry in entries):
-            raise UserError(f"{option} should be at most {self.most}; got {shown(value)}")
-        raise UserError(f"{option} should be {self.wanted}; got {shown(value)}")
+            raise UserError(f"{option} should be at most {self.most}; got {format_value(value)}")
+        raise UserError(f"{option} should be {self.wanted}; got {format_value(value)}")
 
 
 def option(default: Any, check: Check, help: str) -> Any:
@@ -109,7 +109,7 @@ def each_of(names: Iterable[str]) -> Check:
 
 
 def either(first: Check, *rest: Check) -> Check:
-    """What any of the checks lets through."""
+    """A value that passes any of the checks."""
     checks = (first, *rest)
 
     def convert(value: Any) -> Any:
@@ -124,7 +124,7 @@ def either(first: Check, *rest: Check) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """What ``check`` lets through, or None, which may be written ``"none"``: TOML has no word for it."""
+    """A value that passes ``check``, or None, which may be written ``"none"``: TOML has no null."""
     return either(check, Check("none", lambda value: value is None or value == "none", lambda _: None))
 
 

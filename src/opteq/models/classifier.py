@@ -76,8 +76,8 @@ class Classifier(nn.Module, metaclass=NamedOptions):
         old = getattr(self.head, name)
         pixels = isinstance(old, nn.Conv2d) or getattr(old, "pixels", False)
         inputs = old.in_channels if isinstance(old, nn.Conv2d) else old.in_features
-        made = last_layer(inputs, num_classes, pixels).to(next(self.parameters()))
-        setattr(self.head, name, made.train(self.head.training))
+        layer = last_layer(inputs, num_classes, pixels).to(next(self.parameters()))
+        setattr(self.head, name, layer.train(self.head.training))
         extra = {key: value for key, value in self.config.get("extra", {}).items() if key != "classes"}
         self.config = {**self.config, "num_classes": num_classes, "extra": extra}
         return self
@@ -128,11 +128,11 @@ class Classifier(nn.Module, metaclass=NamedOptions):
             row = int((~logits.isfinite().all(dim=1)).nonzero()[0])
             name = images[row] if isinstance(images[row], str | Path) else f"image {row}"
             raise UserError(f"{name}: the model's logits are not finite, so it names no class; look at its weights")
-        found = [
+        predictions = [
             Prediction(preprocessing.classes, one, one.softmax(0), int(s), float(r), bool(c))
             for one, s, r, c in zip(logits, steps, residuals, converged, strict=True)
         ]
-        return found if isinstance(image, list | tuple) else found[0]
+        return predictions if isinstance(image, list | tuple) else predictions[0]
 
     def _solved(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits in float32 on the CPU; most steps, largest residual and whether all layers converged, per sample."""
@@ -158,10 +158,12 @@ class Classifier(nn.Module, metaclass=NamedOptions):
         Each file is written beside the old one and then put in its place, so a write that fails loses nothing. Parts
         that were replaced are noted: a configuration does not describe them, so they are given again for loading.
         """
-        from opteq.models.registry import described
+        from opteq.models.registry import meta_model
 
-        known = described(self.config)
-        return pretrained.save(self, self.config, folder, [] if known is None else pretrained.replaced(self, known))
+        known = meta_model(self.config)
+        return pretrained.save(
+            self, self.config, folder, [] if known is None else pretrained.replaced_parts(self, known)
+        )
 
     def _before_head(self, x: Tensor) -> Any:
         if x.ndim != 4:

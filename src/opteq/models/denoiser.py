@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opteq.common.errors import UserError, shown, unknown_name
+from opteq.common.errors import UserError, format_value, unknown_name
 from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, Implicit, Unrolled
 from opteq.models.checks import Check, number, optional, whole, wholes
+from opteq.models.meta_device import on_meta_device
 from opteq.models.pretrained import weights
 from opteq.models.pretrained.released import released, released_folder
 from opteq.models.restoration import FilterPrior, Restoration
 from opteq.models.restoration.guide import Guide
 from opteq.models.restoration.noise_levels import NoiseLevels
-from opteq.models.sketch import sketched
 from opteq.operators.chain import ConvChain
 from opteq.potentials import Spline
 from opteq.solvers import FISTA, Picard, Solver
@@ -30,7 +30,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class DenoiserConfig:
-    """What a denoiser is made of.
+    """The configuration of a denoiser.
 
     Attributes:
         channels, kernel_size: of the :class:`~opteq.operators.ConvChain` of filters.
@@ -87,7 +87,7 @@ class Denoiser(nn.Module):
         potential = Spline(width, config.knots, config.reach, config.rho, config.mu)
         levels = NoiseLevels(width, config.least, config.most, config.degree)
         with torch.no_grad():  # potentials bend at about twice the noise of a response
-            levels.log_scale[0] = (2 * filters.prepare().composed().flatten(1).norm(dim=1)).log()
+            levels.log_scale[0] = (2 * filters.prepare().composed_kernel().flatten(1).norm(dim=1)).log()
         guide = Guide(width, config.guide, config.depth, config.repeats) if config.guide else None
         self.prior = FilterPrior(filters, potential, levels, config.margin, guide, config.steepest)
         if config.steps:
@@ -142,7 +142,9 @@ class Denoiser(nn.Module):
         if not (folder / WEIGHTS).is_file():
             raise UserError(f"{folder} holds no weights; {WEIGHTS} should be there")
         try:
-            with sketched():  # nothing is allocated before the file is known to have the shapes that are asked for
+            with (
+                on_meta_device()
+            ):  # nothing is allocated before the file is known to have the shapes that are asked for
                 model = cls(config, solver, on_failure=on_failure)
         except ValueError as error:
             raise UserError(f"{folder / CONFIG}: {error}") from error
@@ -168,7 +170,7 @@ _CHECKS: dict[str, Check] = {
 
 
 def _read_config(folder: Path) -> DenoiserConfig:
-    """What ``config.json`` says, with every value checked."""
+    """The content of ``config.json``, with every value checked."""
     path = folder / CONFIG
     try:
         options = json.loads(path.read_bytes())["denoiser"]
@@ -177,7 +179,7 @@ def _read_config(folder: Path) -> DenoiserConfig:
         why = f"{CONFIG} is missing or says something else; the package has weights named {here}"
         raise UserError(f"{folder} holds no denoiser: {why}") from error
     if not isinstance(options, dict):
-        raise UserError(f"{path}: denoiser should be a table of options; got {shown(options)}")
+        raise UserError(f"{path}: denoiser should be a table of options; got {format_value(options)}")
     for name in options:
         if name not in _CHECKS:
             raise UserError(f"{path}: {unknown_name('option', name, _CHECKS)}; another version may have written it")

@@ -48,11 +48,11 @@ class Options:
         for name in changes:
             if name not in self.names():
                 raise unknown_name("option", name, self.names())
-        made = dataclasses.replace(self, **changes)
-        for name, why in made.idle().items():
-            if getattr(made, name) != getattr(self, name):  # a model's own may wait for another choice
+        options = dataclasses.replace(self, **changes)
+        for name, why in options.idle().items():
+            if getattr(options, name) != getattr(self, name):  # a model's own may wait for another choice
                 raise UserError(f"{name} has no effect {why}")
-        return made
+        return options
 
     def idle(self) -> dict[str, str]:
         """Options that have no effect beside the others as they are, and why."""
@@ -166,14 +166,14 @@ class SolvingOptions(Options):
                 raise UserError(f"{name} should be odd, so that an image keeps its size; got {getattr(self, name)}")
 
     def idle(self) -> dict[str, str]:
-        found = {}
+        unused = {}
         if self.gradient != "implicit":
-            found["gradient_tol"] = f"with gradient={self.gradient!r}; it belongs to gradient='implicit'"
+            unused["gradient_tol"] = f"with gradient={self.gradient!r}; it belongs to gradient='implicit'"
         if self.gradient != "phantom":
-            found["gradient_damping"] = f"with gradient={self.gradient!r}; it belongs to gradient='phantom'"
+            unused["gradient_damping"] = f"with gradient={self.gradient!r}; it belongs to gradient='phantom'"
         if self.regularizer == "none":
-            found["regularizer_weight"] = f"without a regularizer, one of {', '.join(REGULARIZERS[1:])}"
-        return found
+            unused["regularizer_weight"] = f"without a regularizer, one of {', '.join(REGULARIZERS[1:])}"
+        return unused
 
     def layer(self, problem: Problem) -> Equilibrium:
         """The equilibrium layer of ``problem`` with this solver and gradient; without feedback, a few plain steps."""

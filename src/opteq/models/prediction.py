@@ -29,7 +29,7 @@ LEAST = 1e-6
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a classifier says about one image.
+    """A classifier's prediction for one image.
 
     Attributes:
         classes: the names of all classes.
@@ -109,7 +109,7 @@ class Preprocessing:
             raise UserError(
                 f"the model's preprocessing can't be read from config['extra']: {str(error)[:200]}"
             ) from error
-        size = None if shape is None else checked_shape(shape, channels)[1:]
+        size = None if shape is None else check_shape(shape, channels)[1:]
         if len(mean) != channels or len(std) != channels or len(classes) != count:
             raise UserError(
                 f"config['extra'] should have mean and std for {channels} channels and names of {count} classes; got "
@@ -138,8 +138,8 @@ class Preprocessing:
             )
         if self.size is not None:
             opened = resize_and_crop(opened, *self.size)
-        made = np.array(opened.convert("L" if self.channels == 1 else "RGB"))
-        return torch.from_numpy(made[None] if made.ndim == 2 else made.transpose(2, 0, 1).copy())
+        array = np.array(opened.convert("L" if self.channels == 1 else "RGB"))
+        return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """The model's input for uint8 pixels ``(..., channels, h, w)``."""
@@ -147,7 +147,7 @@ class Preprocessing:
         return (pixels.float() / 255 - mean) / std
 
 
-def checked_shape(shape: Any, channels: int) -> tuple[int, int, int]:
+def check_shape(shape: Any, channels: int) -> tuple[int, int, int]:
     """Channels, height and width of images, where ``shape`` says so for a model of ``channels``; else a line."""
     whole = isinstance(shape, Sequence) and len(shape) == 3 and all(type(side) is int for side in shape)
     if not whole or shape[0] != channels or not all(1 <= side <= LARGEST for side in shape[1:]):

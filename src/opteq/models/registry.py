@@ -18,7 +18,7 @@ from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
 from opteq.models.classifier import Classifier, FeatureExtractor
 from opteq.models.custom import Builder, builder_of, options_of
-from opteq.models.sketch import sketched
+from opteq.models.meta_device import on_meta_device
 from opteq.models.table import MODELS, Entry
 
 MOST_PARAMETERS = 2**31
@@ -91,7 +91,7 @@ def register_model(name: str | Callable[..., Any], summary: str = "", family: st
     if callable(name):
         return register_model(name.__name__)(name)
     if name in MODELS:
-        raise UserError(f"there is a model {name!r} already; choose another name, or unregister_model it first")
+        raise UserError(f"there is a model {name!r} already; choose another name, or call unregister_model first")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise UserError(f"a model's name has letters, digits, dots, dashes and underscores; got {name!r}")
 
@@ -168,7 +168,7 @@ def create(
     try:
         chosen = entry.options.changed(options)
         if torch.get_default_device().type != "meta":
-            with sketched():
+            with on_meta_device():
                 _check_size(entry.build(in_channels, num_classes, chosen))
         parts = entry.build(in_channels, num_classes, chosen)
     except (TypeError, ValueError, OverflowError) as error:
@@ -211,7 +211,7 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
                 "from_pretrained(folder, model=yours)"
             )
         try:
-            with sketched():
+            with on_meta_device():
                 model = create(config["name"], config["num_classes"], config["in_channels"], **config["options"])
         except ValueError as error:
             raise UserError(f"{settings}: {error}") from error
@@ -220,10 +220,10 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
     return model.eval()
 
 
-def described(config: Mapping[str, Any]) -> Classifier | None:
+def meta_model(config: Mapping[str, Any]) -> Classifier | None:
     """The model that a configuration describes, without memory; None where it describes none."""
     try:
-        with sketched():
+        with on_meta_device():
             model: Classifier = create(
                 config["name"], config["num_classes"], config["in_channels"], **config["options"]
             )
@@ -240,7 +240,7 @@ def _check_size(parts: Parts) -> None:
 
 @cache
 def _parameters(name: str) -> dict[str, int]:
-    with sketched():  # counting costs no memory and draws nothing at random
+    with on_meta_device():  # counting costs no memory and draws nothing at random
         model = create(name, _entry(name).classes)
         parts = {"stem": model.stem, "equilibrium": model.equilibrium, "head": model.head}
         return {part: sum(weight.numel() for weight in module.parameters()) for part, module in parts.items()}

@@ -13,7 +13,12 @@ from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.blocks.residual import normalised_conv
 from opteq.models.checks import option, whole
 from opteq.models.classifier import Classifier
-from opteq.models.families.extracted import ExtractedOptions, ExtractorOptions, extracted_problem, make_extractor
+from opteq.models.families.extracted import (
+    ExtractedOptions,
+    ExtractorOptions,
+    extracted_problem,
+    make_extractor,
+)
 
 
 class Segmenter(Classifier):
@@ -96,5 +101,5 @@ def build_segmenter(in_channels: int, num_classes: int, options: SegmenterOption
 def build_fcn(in_channels: int, num_classes: int, options: FCNOptions) -> Parts:
     """A fully convolutional network: the extractor's stages and the same head, without an equilibrium."""
     first, *stages = make_extractor(in_channels, options).children()
-    head = PixelHead(options.extracted, num_classes, options.head_width, options.dropout)
+    head = PixelHead(options.extractor_channels, num_classes, options.head_width, options.dropout)
     return Parts(first, nn.Sequential(*stages), head)

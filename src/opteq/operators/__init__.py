@@ -1,7 +1,7 @@
 """Linear maps with exact adjoints and, on request, a spectral norm that never exceeds a bound.
 
-An :class:`Operator` is a module with parameters. ``operator.prepare()`` settles its (bounded) weights, once, and
-returns a :class:`LinearMap` that a solver applies many times:
+An :class:`Operator` is a module with parameters. ``operator.prepare()`` computes its (bounded) weights once and returns
+a :class:`LinearMap` that a solver applies many times:
 
 >>> import torch
 >>> from opteq import operators as op

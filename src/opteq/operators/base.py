@@ -1,4 +1,4 @@
-"""What a linear map is here: a product, its exact adjoint, and a norm that can be trusted."""
+"""Linear maps: a product, its exact adjoint, and a certified bound on its norm."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from opteq.common.options import NamedOptions
 
 
 class LinearMap(ABC):
-    """A linear map whose weights are settled: ``A(v)`` and ``A.adjoint(u)``, with ``<A v, u> = <v, A' u>``.
+    """A linear map with prepared weights: ``A(v)`` and ``A.adjoint(u)``, with ``<A v, u> = <v, A' u>``.
 
-    A plain object, not a module. It lives for one batch: :meth:`Operator.prepare` makes it once and a solver then
-    applies it many times, so that nothing about the weights is computed twice.
+    A plain object, not a module. It is used for one batch: :meth:`Operator.prepare` creates it once, and a solver
+    applies it many times, so the weights are computed only once.
     """
 
     @abstractmethod
@@ -46,15 +46,16 @@ def use_prepared(maps: Mapping[Operator, LinearMap]) -> Iterator[None]:
 class Operator(nn.Module, metaclass=NamedOptions):
     """A linear map with parameters, an exact adjoint and, on request, a bounded spectral norm.
 
-    ``bound=b`` keeps the spectral norm at or below ``b`` at every moment, whatever an optimiser or a checkpoint
-    writes into the parameters: the weight that acts is ``weight * min(1, b / s(weight))``, where ``s`` is a certified
-    upper bound of the norm (see :mod:`opteq.operators.spectral.norms`). ``bound=None`` uses the weight as it is.
+    ``bound=b`` keeps the spectral norm at or below ``b`` at every moment, for all values that an optimiser or a
+    checkpoint writes into the parameters: the weight that acts is ``weight * min(1, b / s(weight))``, where ``s`` is a
+    certified upper bound of the norm (see :mod:`opteq.operators.spectral.norms`). ``bound=None`` uses the weight as it
+    is.
 
-    The bounded weight is a function of the parameters and of nothing else. No buffer remembers anything, so training,
-    evaluation, checkpoints, copies and ``torch.func`` transformations all see the same map. (In another dtype it is
-    another by up to 0.05 %, where the bound acts: that is what float32 leaves to rounding.) Nothing is cached either:
-    code that writes through ``parameter.data`` leaves no trace that a cache could notice. Call :meth:`prepare` once
-    and keep its result wherever one weight serves many products; a layer does so for every operator of its problem.
+    The bounded weight is a function of the parameters alone. There are no buffers, so training, evaluation,
+    checkpoints, copies and ``torch.func`` transformations all see the same map. (Where the bound acts, it differs
+    between dtypes by up to 0.05 %, by rounding in float32.) The weight is not cached either, since a cache would not
+    notice writes through ``parameter.data``. Where one weight serves many products, call :meth:`prepare` once and keep
+    its result; a layer does so for every operator of its problem.
     """
 
     bound: float | None = None
@@ -83,7 +84,7 @@ class Operator(nn.Module, metaclass=NamedOptions):
         return (_prepared.get() or {}).get(self) or self.prepare()
 
 
-def only_watches(hook: Any) -> bool:
+def is_observer_hook(hook: Any) -> bool:
     """Whether a hook changes nothing: torchinfo.summary writes sizes down (of a call of W, which never comes, none)."""
     return getattr(hook, "__module__", "").partition(".")[0] == "torchinfo"
 
@@ -97,22 +98,22 @@ def initial_norm(bound: float | None) -> float:
     return 0.9 if bound is None else 0.98 * bound
 
 
-def checked_size(name: str, value: object) -> int:
+def check_size(name: str, value: object) -> int:
     """``value`` if it is a positive integer; otherwise an error that names the option."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        raise ValueError(f"{name} should be a positive integer; got {value!r}")
     return value
 
 
-def checked_bound(value: object) -> float | None:
+def check_bound(value: object) -> float | None:
     """``value`` as a float if it is positive and finite, or None; otherwise an error."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"bound must be a positive finite number, or None for no bound, got {value!r}.")
+        raise ValueError(f"bound should be a positive finite number, or None for no bound; got {value!r}")
     return float(value)
 
 
 def wrong_shape(who: str, expected: str, got: Tensor) -> ValueError:
     """The error for an input of the wrong shape."""
-    return ValueError(f"{who} expects an input of shape {expected}, got {tuple(got.shape)}.")
+    return ValueError(f"{who} expects an input of shape {expected}; got {tuple(got.shape)}")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm
+from opteq.operators.base import LinearMap, Operator, check_bound, check_size, initial_norm
 from opteq.operators.conv import check_image
 from opteq.operators.spectral.norms import kernel_norm
 
 
 class ChainMap(LinearMap):
-    """Convolutions with settled weights, one after the other, on an image that is extended by zeros once.
+    """Convolutions with prepared weights, one after the other, on an image that is extended by zeros once.
 
     Padding between the convolutions would make another map, which the composed kernel says nothing about: here
     ``A v`` is exactly the composed convolution of the image extended by zeros, at the positions of the image.
@@ -42,7 +42,7 @@ class ChainMap(LinearMap):
             out = F.conv_transpose2d(out, weight)
         return F.conv_transpose2d(out, first, padding=self.padding)
 
-    def composed(self) -> Tensor:
+    def composed_kernel(self) -> Tensor:
         """The kernel ``(m, c, K1, K2)`` of the one convolution that the chain is."""
         if len(self.weights) == 1:
             return self.weights[0]
@@ -77,12 +77,12 @@ class ConvChain(Operator):
         super().__init__()
         if len(channels) < 2:
             raise ValueError(f"ConvChain.channels should name at least input and output channels; got {channels!r}")
-        self.channels = tuple(checked_size("channels", c) for c in channels)
-        self.kernel_size = checked_size("kernel_size", kernel_size)
+        self.channels = tuple(check_size("channels", c) for c in channels)
+        self.kernel_size = check_size("kernel_size", kernel_size)
         if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, got {kernel_size}.")
+            raise ValueError(f"kernel_size should be odd; got {kernel_size}")
         self.zero_mean = zero_mean
-        self.bound = checked_bound(bound)
+        self.bound = check_bound(bound)
         pairs = zip(self.channels[:-1], self.channels[1:], strict=True)
         self.weights = nn.ParameterList(torch.empty(m, c, kernel_size, kernel_size) for c, m in pairs)
         self.reset_parameters()
@@ -92,12 +92,14 @@ class ConvChain(Operator):
         """Draw the weights again and scale them to the initial norm."""
         for weight in self.weights:
             nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
-        self.weights[-1].mul_(initial_norm(self.bound) / self._norm(ChainMap(self._centred()).composed()))
+        self.weights[-1].mul_(
+            initial_norm(self.bound) / self._norm(ChainMap(self._centred_weights()).composed_kernel())
+        )
 
     def prepare(self) -> ChainMap:
-        weights = self._centred()
+        weights = self._centred_weights()
         if self.bound is not None:
-            norm = self._norm(ChainMap(weights).composed())
+            norm = self._norm(ChainMap(weights).composed_kernel())
             weights[-1] = weights[-1] * (self.bound / torch.maximum(norm, torch.full_like(norm, self.bound)))
         chain = ChainMap(weights)
         # One convolution with the composed kernel where that takes fewer multiplications, as with one input channel; on
@@ -105,13 +107,13 @@ class ConvChain(Operator):
         size = [2 * p + 1 for p in chain.padding]
         together = self.channels[0] * self.channels[-1] * size[0] * size[1]
         fewer = together <= sum(weight.numel() for weight in weights)
-        return ChainMap([chain.composed()]) if fewer and not weights[0].is_cpu else chain
+        return ChainMap([chain.composed_kernel()]) if fewer and not weights[0].is_cpu else chain
 
     def norm(self) -> Tensor:
         with torch.no_grad():
-            return self._norm(self.prepare().composed())
+            return self._norm(self.prepare().composed_kernel())
 
-    def _centred(self) -> list[Tensor]:
+    def _centred_weights(self) -> list[Tensor]:
         first, *rest = self.weights
         return [first - first.mean(dim=(2, 3), keepdim=True) if self.zero_mean else first, *rest]
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
+from opteq.operators.base import LinearMap, Operator, check_bound, check_size, initial_norm, wrong_shape
 from opteq.operators.spectral.bound import bounded
 from opteq.operators.spectral.norms import certified_norm, kernel_norm
 
 
 class ConvMap(LinearMap):
-    """Convolution with a settled weight ``(m, c, k1, k2)``, stride 1 and zero padding that keeps the image's size."""
+    """Convolution with a prepared weight ``(m, c, k1, k2)``, stride 1 and zero padding that keeps the image's size."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -51,16 +51,16 @@ class SeparableConvMap(LinearMap):
 
 
 class _Convolution(Operator):
-    """What both kinds share: their sizes, and the norm that they start with."""
+    """The base class of both convolutions: sizes, and the initial norm."""
 
     other_names = {"in_channels": "c", "out_channels": "m"}  # noqa: RUF012  # read by the metaclass
 
     def __init__(self, c: int, m: int, kernel_size: int | tuple[int, int], bound: float | None = None) -> None:
         super().__init__()
-        self.in_channels = checked_size("c", c)
-        self.out_channels = checked_size("m", m)
+        self.in_channels = check_size("c", c)
+        self.out_channels = check_size("m", m)
         self.kernel_size = _odd_pair(kernel_size)
-        self.bound = checked_bound(bound)
+        self.bound = check_bound(bound)
         self._make_parameters(c, m)
         self.reset_parameters()
 
@@ -159,12 +159,12 @@ class SeparableConv2d(_Convolution):
 def _odd_pair(kernel_size: object) -> tuple[int, int]:
     pair = kernel_size if isinstance(kernel_size, (tuple, list)) else (kernel_size, kernel_size)
     if len(pair) != 2:
-        raise ValueError(f"kernel_size must be an odd integer or a pair of them, got {kernel_size!r}.")
-    height, width = (checked_size("kernel_size", size) for size in pair)
+        raise ValueError(f"kernel_size should be an odd integer or a pair of them; got {kernel_size!r}")
+    height, width = (check_size("kernel_size", size) for size in pair)
     if height % 2 == 0 or width % 2 == 0:
         raise ValueError(
-            f"kernel_size must be odd, got {kernel_size!r}: "
-            "with an even kernel the output would differ in size from the input."
+            f"kernel_size should be odd; got {kernel_size!r}: "
+            "with an even kernel the output would differ in size from the input"
         )
     return height, width
 

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opteq.common.precision import matrix_product
-from opteq.operators.base import LinearMap, Operator, checked_bound, checked_size, initial_norm, wrong_shape
+from opteq.operators.base import LinearMap, Operator, check_bound, check_size, initial_norm, wrong_shape
 from opteq.operators.spectral.bound import bounded
 from opteq.operators.spectral.norms import certified_norm, kernel_norm
 
 
 class DenseMap(LinearMap):
-    """``A v = v @ weight.T`` on the last dimension, with a settled weight ``(n, m)``."""
+    """``A v = v @ weight.T`` on the last dimension, with a prepared weight ``(n, m)``."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -56,9 +56,9 @@ class Dense(Operator):
 
     def __init__(self, m: int, n: int, bound: float | None = None) -> None:
         super().__init__()
-        self.in_features = checked_size("m", m)
-        self.out_features = checked_size("n", n)
-        self.bound = checked_bound(bound)
+        self.in_features = check_size("m", m)
+        self.out_features = check_size("n", n)
+        self.bound = check_bound(bound)
         self.weight = nn.Parameter(torch.empty(n, m))
         self.reset_parameters()
 

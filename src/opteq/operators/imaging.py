@@ -1,4 +1,4 @@
-"""What happens to images that are measured: blur, hidden pixels, a coarser grid."""
+"""Measurement operators for images: blur, missing pixels, downsampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opteq.operators.base import LinearMap, Operator, checked_size, wrong_shape
+from opteq.operators.base import LinearMap, Operator, check_size, wrong_shape
 from opteq.operators.spectral.norms import kernel_norm
 
 _BOUNDARIES = ("zeros", "circular", "valid")
@@ -35,13 +35,13 @@ class BlurMap(LinearMap):
         self.padding = (kernel.shape[0] // 2, kernel.shape[1] // 2)
 
     def __call__(self, v: Tensor) -> Tensor:
-        return self._correlated(v, self.kernel, (0, 0) if self.boundary == "valid" else self.padding)
+        return self._correlate(v, self.kernel, (0, 0) if self.boundary == "valid" else self.padding)
 
     def adjoint(self, u: Tensor) -> Tensor:
         whole = (2 * self.padding[0], 2 * self.padding[1]) if self.boundary == "valid" else self.padding
-        return self._correlated(u, self.kernel.flip(0, 1), whole)
+        return self._correlate(u, self.kernel.flip(0, 1), whole)
 
-    def _correlated(self, v: Tensor, kernel: Tensor, padding: tuple[int, int]) -> Tensor:
+    def _correlate(self, v: Tensor, kernel: Tensor, padding: tuple[int, int]) -> Tensor:
         if v.ndim != 4:
             raise wrong_shape("Blur", "(B, c, h, w)", v)
         c = v.shape[1]
@@ -61,8 +61,8 @@ class Blur(Operator):
 
     Args:
         kernel: ``(k1, k2)`` with odd sizes, or a number: the standard deviation of a Gaussian in pixels.
-        boundary: what lies outside the image: ``"zeros"``, or the image again, ``"circular"``; both keep its size.
-            ``"valid"`` asks nothing outside: the result is smaller by the size of the kernel less one.
+        boundary: the values outside the image: ``"zeros"``, or ``"circular"`` for the image again; both keep its size.
+            ``"valid"`` uses no values outside, so the result is smaller by the size of the kernel less one.
 
     >>> A = Blur(1.5)
     >>> A(torch.ones(1, 1, 21, 21))[0, 0, 10, 10].item()  # doctest: +ELLIPSIS
@@ -106,7 +106,7 @@ class MaskMap(LinearMap):
 
 
 class Mask(Operator):
-    """Multiplication of every entry by a fixed number: 1 where it is seen, 0 where not, or any weight.
+    """Multiplication of every entry by a fixed number: 1 where it is measured, 0 where it is missing, or any weight.
 
     Args:
         mask: numbers that broadcast against images ``(B, c, h, w)``: ``(h, w)`` for instance.
@@ -176,7 +176,7 @@ class Downsample(Operator):
 
     def __init__(self, factor: int, kernel: Tensor | None = None) -> None:
         super().__init__()
-        self.factor = checked_size("factor", factor)
+        self.factor = check_size("factor", factor)
         kernel = torch.full((factor, factor), factor**-2.0) if kernel is None else kernel
         if kernel.ndim != 2 or any(not self._fits(size) for size in kernel.shape):
             raise ValueError(

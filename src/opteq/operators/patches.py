@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opteq.operators.base import LinearMap, Operator, checked_size, wrong_shape
+from opteq.operators.base import LinearMap, Operator, check_size, wrong_shape
 from opteq.states import is_channels_last
 
 
@@ -27,13 +27,13 @@ class PatchesMap(LinearMap):
             shape: of the image; its last three entries are ``(c, h, w)``, so ``x.shape`` will do.
         """
         if len(shape) < 3:
-            raise ValueError(f"shape must end with (channels, height, width), got {tuple(shape)}.")
+            raise ValueError(f"shape should end with (channels, height, width); got {tuple(shape)}")
         channels, height, width = shape[-3:]
         if channels % self.split:
-            raise ValueError(f"the {channels} channels of the image cannot be split into groups of split={self.split}.")
+            raise ValueError(f"the {channels} channels of the image cannot be split into groups of split={self.split}")
         if height % self.patch or width % self.patch:
             raise ValueError(
-                f"the {height} x {width} pixels of the image cannot be cut into squares of patch={self.patch}."
+                f"the {height} x {width} pixels of the image cannot be cut into squares of patch={self.patch}"
             )
         return channels // self.split, height // self.patch, width // self.patch
 
@@ -63,10 +63,10 @@ class PatchesMap(LinearMap):
 class Patches(Operator):
     """Cuts images into patches, ``(B, c, h, w) -> (B, c / split, h / patch, w / patch, split * patch ** 2)``.
 
-    A patch holds ``split`` neighbouring channels of a square of ``patch x patch`` pixels, channel first. Patches lie as
-    they did in the image, by channel group, row and column, so that they tell its shape and the adjoint needs nothing
-    else; ``flatten(1, 3)`` makes a list of them. Every number of the image goes to one place: the map is orthogonal,
-    its norm is 1 and its adjoint is its inverse. This is the rearrangement of the patch form of GEQ.
+    A patch holds ``split`` neighbouring channels of a square of ``patch x patch`` pixels, channel first. Patches keep
+    their positions in the image, by channel group, row and column, from which the adjoint recovers its shape;
+    ``flatten(1, 3)`` makes a list of them. The map only rearranges entries: it is orthogonal, its norm is 1 and its
+    adjoint is its inverse. This is the rearrangement of the patch form of GEQ.
 
     Args:
         split: channels in a patch.
@@ -79,8 +79,8 @@ class Patches(Operator):
 
     def __init__(self, split: int, patch: int) -> None:
         super().__init__()
-        self.split = checked_size("split", split)
-        self.patch = checked_size("patch", patch)
+        self.split = check_size("split", split)
+        self.patch = check_size("patch", patch)
 
     def prepare(self) -> PatchesMap:
         return PatchesMap(self.split, self.patch)

@@ -41,7 +41,7 @@ def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
 
     Average pooling if ``size`` is smaller by an integer factor, its exact adjoint if it is larger by one, ``z`` itself
     if equal. So ``resample(., s)`` from ``t`` and ``resample(., t)`` from ``s`` are adjoint to each other, and no
-    resampling has a norm above 1. This is the P that ties the branches of MOptEq together.
+    resampling has a norm above 1. This is the P that couples the branches of MOptEq.
 
     >>> import torch
     >>> resample(torch.ones(1, 2, 4, 4), 2).shape, resample(torch.ones(1, 2, 4, 4), 8).mean()
@@ -49,7 +49,7 @@ def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
     """
     there = (size, size) if isinstance(size, int) else (size[0], size[1])
     if z.ndim != 4:
-        raise ValueError(f"resample expects images (batch, channels, height, width), got {tuple(z.shape)}.")
+        raise ValueError(f"resample expects images (batch, channels, height, width); got {tuple(z.shape)}")
     here = (z.shape[2], z.shape[3])
     if here == there:
         return z
@@ -59,7 +59,7 @@ def resample(z: Tensor, size: int | tuple[int, int]) -> Tensor:
         return spread(z, factor)
     raise ValueError(
         f"resample cannot go from {here} to {there}: "
-        "one size must be an integer multiple of the other, by the same factor in height and width."
+        "one size should be an integer multiple of the other, by the same factor in height and width"
     )
 
 

@@ -52,7 +52,7 @@ class StackMap(LinearMap):
         if u.ndim <= max(self.dim, 0) or u.shape[self.dim] != sum(self.sizes):
             raise ValueError(
                 f"the adjoint of Stack expects {sum(self.sizes)} entries (those of its parts: {self.sizes}) "
-                f"in dimension {self.dim}, got shape {tuple(u.shape)}."
+                f"in dimension {self.dim}; got shape {tuple(u.shape)}"
             )
         parts = torch.split(u, self.sizes, dim=self.dim)
         total = self.maps[0].adjoint(parts[0])
@@ -79,17 +79,17 @@ class Stack(Operator):
         super().__init__()
         operators = list(operators)
         if not operators:
-            raise ValueError("Stack needs at least one operator, got none.")
+            raise ValueError("Stack needs at least one operator; got none")
         kinds = {"channels" if hasattr(A, "out_channels") else "features" for A in operators}
         for operator in operators:
             if not hasattr(operator, "out_channels") and not hasattr(operator, "out_features"):
-                raise ValueError(f"Stack takes operators that know the size of their output, got {operator!r}.")
+                raise ValueError(f"Stack takes operators that know the size of their output; got {operator!r}")
         if len(kinds) > 1:
-            raise ValueError("Stack takes convolutions or matrices, not both: their inputs differ in kind.")
+            raise ValueError("Stack takes convolutions or matrices, not both: their inputs differ in kind")
         kind = kinds.pop()
         inputs = [int(getattr(operator, f"in_{kind}")) for operator in operators]
         if len(set(inputs)) > 1:
-            raise ValueError(f"Stack needs operators with the same number of input {kind}, got {inputs}.")
+            raise ValueError(f"Stack needs operators with the same number of input {kind}; got {inputs}")
         self.sizes = [int(getattr(operator, f"out_{kind}")) for operator in operators]
         self.dim = 1 if kind == "channels" else -1
         # The same attribute names as the parts have, so that a stack can stand wherever one of them can.

@@ -1,9 +1,8 @@
 """Penalties f and activations sigma = prox_f, as one object.
 
-The prox of a penalty maps t to the minimiser of ``f(y) + (y - t)^2 / 2``. Read from the left it is an
-activation; read from the right, every non-decreasing activation is the prox of a penalty,
-``f'(y) = sigma^{-1}(y) - y``. A :class:`Penalty` therefore holds both, so that a layer and the objective that
-it minimises cannot drift apart.
+The prox of a penalty maps t to the minimiser of ``f(y) + (y - t)^2 / 2``. It is an activation. Conversely, every
+non-decreasing activation is the prox of a penalty with ``f'(y) = sigma^{-1}(y) - y``. A :class:`Penalty` holds both, so
+that a layer and the objective that it minimises always agree.
 
 >>> import torch
 >>> relu = get("relu")                                          # f(y) = 0 for y >= 0, +inf for y < 0
@@ -15,10 +14,10 @@ derivative of ``antiderivative`` is ``prox``, that of ``prox`` is ``derivative``
 ``sigma^{-1}(y) - y`` inside the domain. Where that is infinite (tanh at y = 1), it is the finite number of the
 nearest float inside; outside the domain it is 0.
 
-How accurate: ``prox`` and ``derivative`` to a few units of rounding of their own size, also where a unit is saturated
-and its slope is 1e-20, until they underflow. torch's derivative of ``prox`` is computed from the image, tanh's as
-``1 - y^2``, and sigmoid's and softsign's likewise lose digits: they are accurate to rounding of 1, not of the slope, so
-that a saturated unit's may come out as 0. ``antiderivative`` is accurate to rounding of t.
+Accuracy: ``prox`` and ``derivative`` are accurate to a few ulps until they underflow, also where a unit is saturated
+and its slope is 1e-20. Torch computes the derivative of ``prox`` from its output, tanh's as ``1 - y^2`` for instance.
+So those of tanh, sigmoid and softsign are accurate relative to 1, not to the slope, and may be 0 for a saturated unit.
+``antiderivative`` is accurate relative to t.
 """
 
 from __future__ import annotations

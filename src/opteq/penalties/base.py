@@ -1,4 +1,4 @@
-"""What a penalty is: a function f and its activation sigma = prox_f, as one object."""
+"""The base class of penalties: a function f and its activation sigma = prox_f, as one object."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from opteq.states import sum_over_sample, working_dtype
 class Linearised:
     """The derivative ``D = F F'`` of a prox at one point: a factor ``F``, its adjoint, and D itself.
 
-    A Jacobian ``D M`` with symmetric M has the spectrum of the symmetric ``F' M F``, which is what lets conjugate
-    gradients solve the backward system; that is why the factor is kept and not only D.
+    A Jacobian ``D M`` with symmetric M has the spectrum of the symmetric ``F' M F``, so conjugate gradients can solve
+    the backward system; for this the factor is kept and not only D.
     """
 
     factor: Callable[[Tensor], Tensor]
@@ -49,8 +49,8 @@ class Penalty(metaclass=NamedOptions):
         fixes_zero: whether ``sigma(0) = 0``.
         offset: the k in ``sigma~*(y) = f(y) + y^2/2 - k``, which ties f to the conjugate of the antiderivative
             sigma~; it is ``f(sigma(0)) + sigma(0)^2/2``, one per unit, and matters when values are compared.
-        has_total: whether :meth:`total` can be computed; where it cannot, solvers do without the objective.
-        has_potential: the same of :meth:`potential`.
+        has_total: whether :meth:`total` can be computed; otherwise solvers do not use the objective.
+        has_potential: whether :meth:`potential` can be computed.
     """
 
     name: str

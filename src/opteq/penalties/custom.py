@@ -16,11 +16,11 @@ from opteq.penalties.base import ElementwisePenalty
 class FromActivation(ElementwisePenalty):
     """The penalty of your own elementwise activation; ``f'(y) = sigma^{-1}(y) - y`` defines it up to a constant.
 
-    At construction the function is looked at on a float64 grid over [-100, 100]: it must be finite, elementwise,
-    non-decreasing and nowhere steeper than ``lipschitz``. That is a check and not a proof, hence ``lipschitz`` is
-    asked for and not guessed: certificates rest on it. The function must have no trainable parameters.
+    At construction the function is evaluated on a float64 grid over [-100, 100]: it should be finite, elementwise,
+    non-decreasing and nowhere steeper than ``lipschitz``. That is a check and not a proof, and certificates depend on
+    ``lipschitz``, so you have to state it. The function may not have trainable parameters.
 
-    A network needs nothing more. Values of its objective need formulas, which are checked on the same grid:
+    This is enough for a network. Values of its objective need formulas, which are checked on the same grid:
 
     Args:
         function: sigma, from a tensor to a tensor of the same shape and dtype.

@@ -13,10 +13,10 @@ from opteq.states import Autocast, sum_over_sample, working_dtype
 class LinearActivation(nn.Module, Penalty):
     """``sigma(t) = S t``; ``f(y) = (<y, S^-1 y> - |y|^2)/2``, S symmetric positive definite: a learnt quadratic.
 
-    The one penalty here that mixes entries, so that it has ``total`` and no ``value``: S acts on dim 1 of t
-    (features or channels, ``(B, n, ...)``), the same at every position. ``S = F F'`` is kept as its square factor F,
-    a parameter of the module, and is thus symmetric and positive semi-definite whatever an optimiser does to it;
-    f is finite as long as F is invertible.
+    This penalty mixes entries, so it has ``total`` and no ``value``: S acts on dim 1 of t (features or channels,
+    ``(B, n, ...)``), the same at every position. ``S = F F'`` is kept as its square factor F, a parameter of the
+    module, so S stays symmetric and positive semi-definite under every optimiser; f is finite as long as F is
+    invertible.
 
     Args:
         n: the size of dim 1.

@@ -121,7 +121,7 @@ class LeakyReLU(ElementwisePenalty):
 class SoftThreshold(ElementwisePenalty):
     """``sigma(t) = sign(t) max(|t| - threshold, 0)``; ``f(y) = threshold |y|``: a sparse state.
 
-    The default, 0.1, silences a unit whose pre-activation is a tenth of the usual scale of 1.
+    The default, 0.1, sets a unit to zero if its pre-activation is below a tenth of the usual scale of 1.
 
     >>> SoftThreshold(threshold=1.0).prox(torch.tensor([-3.0, 0.5]))
     tensor([-2.,  0.])

@@ -26,7 +26,7 @@ class ScaledPenalty:
     """
 
     def __init__(self, penalty: Penalty, length: Tensor) -> None:
-        self.penalty = _checked(penalty)
+        self.penalty = _check(penalty)
         self.length = length
         self.has_total = penalty.has_total
 
@@ -96,7 +96,7 @@ class ScaledPenalty:
         return root
 
 
-def _checked(penalty: Penalty) -> ElementwisePenalty:
+def _check(penalty: Penalty) -> ElementwisePenalty:
     if not isinstance(penalty, ElementwisePenalty):
         raise TypeError(
             f"the penalty of an objective should act on every entry alone (an ElementwisePenalty); "

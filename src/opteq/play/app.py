@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opteq.common.errors import UserError, needs_extra
-from opteq.common.files import look_into
+from opteq.common.files import check_readable
 from opteq.data.readers.decode import open_image
 from opteq.models.denoiser import Denoiser, holds_denoiser
 from opteq.models.pretrained import released_folder
@@ -67,7 +67,7 @@ Session = ClassifierSession | DenoiserSession
 def open_session(run: Path) -> Session:
     """The session for the folder of a run or a saved model, or for weights of the package by their name."""
     run = released_folder(run)
-    look_into(run)
+    check_readable(run)
     name = run.resolve().name
     if holds_denoiser(run):
         return DenoiserSession(Denoiser.load(run, on_failure="ignore"), name)
@@ -85,10 +85,10 @@ def make_app(session: Session) -> Starlette:
     routes = [Route(path, _file(*place), methods=["GET"]) for path, place in _FILES.items()]
     routes += [
         Route("/api/model", describe, methods=["GET"]),
-        Route("/api/solve", _asked(session.answer), methods=["POST"]),
+        Route("/api/solve", _post_handler(session.answer), methods=["POST"]),
     ]
     if isinstance(session, ClassifierSession):
-        routes.append(Route("/api/certificate", _asked(session.certify, queued=True), methods=["POST"]))
+        routes.append(Route("/api/certificate", _post_handler(session.certify, queued=True), methods=["POST"]))
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)])
 
 
@@ -105,7 +105,7 @@ def _file(name: str, kind: str) -> Any:
     return serve
 
 
-def _asked(answer: Callable[..., Any], queued: bool = False) -> Any:
+def _post_handler(answer: Callable[..., Any], queued: bool = False) -> Any:
     """A handler of POST requests with an image and the other parameters of ``answer``.
 
     Where they are queued, one that a page has given up while it waited is passed over: its question has changed.
@@ -115,20 +115,20 @@ def _asked(answer: Callable[..., Any], queued: bool = False) -> Any:
 
     async def handle(request: Request) -> Response:
         try:
-            asked = await _read(request)
-            image = _decode(asked.pop("image", None))
-            unknown = sorted(set(asked) - set(known))
+            parameters = await _read(request)
+            image = _decode(parameters.pop("image", None))
+            unknown = sorted(set(parameters) - set(known))
             if unknown:
                 raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
             async with turn:
                 if queued and await request.is_disconnected():
-                    return _refusal("the question was given up", 499)
-                found = await run_in_threadpool(answer, image, **asked)
+                    return _error_response("the question was given up", 499)
+                reply = await run_in_threadpool(answer, image, **parameters)
         except _TooLargeError as error:
-            return _refusal(str(error), 413)
+            return _error_response(str(error), 413)
         except ValueError as error:
-            return _refusal(str(error), 400)
-        return JSONResponse(found, headers=_HEADERS)
+            return _error_response(str(error), 400)
+        return JSONResponse(reply, headers=_HEADERS)
 
     return handle
 
@@ -146,12 +146,12 @@ async def _read(request: Request) -> dict[str, Any]:
         if len(content) > LARGEST_REQUEST:
             raise _TooLargeError(f"the request should have at most {LARGEST_REQUEST // 2**20} MB")
     try:
-        asked = json.loads(content)
+        parameters = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError("the request is not valid JSON") from error
-    if not isinstance(asked, dict):
+    if not isinstance(parameters, dict):
         raise UserError("the request should be a JSON object")
-    return asked
+    return parameters
 
 
 def _decode(image: Any) -> Image:
@@ -174,5 +174,5 @@ def _decode(image: Any) -> Image:
     return open_image(io.BytesIO(content), "the image")
 
 
-def _refusal(message: str, status: int) -> Response:
+def _error_response(message: str, status: int) -> Response:
     return JSONResponse({"error": message}, status_code=status, headers=_HEADERS)

@@ -1,4 +1,4 @@
-"""What the page shows of a classifier: the solve step by step, evidence, terms and certificate."""
+"""A classifier on the page: the solve step by step, evidence, terms and certificate."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from opteq.analysis.certified_radius import CertifiedClassifier
 from opteq.analysis.evidence import class_evidence
 from opteq.analysis.local import LocalCertificate, local_certificate
-from opteq.analysis.rescaled import rescaled, scalable_terms
+from opteq.analysis.rescaled import rescaled_terms, scalable_terms
 from opteq.common.errors import UserError, unknown_name
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier, equilibria
 from opteq.models.prediction import ImageLike, Preprocessing
-from opteq.play.plain_values import certificate_of, finite
+from opteq.play.plain_values import certificate_of, replace_non_finite
 from opteq.play.steps import plain_steps
 from opteq.report.charts.images import image_data_url, signed_map
 from opteq.states import inner
@@ -50,7 +50,7 @@ class ClassifierSession:
     """
 
     def __init__(self, model: Classifier, name: str) -> None:
-        self.model, self._certified = _for_the_page(model), _for_the_page(model)
+        self.model, self._certified = _evaluation_copy(model), _evaluation_copy(model)
         self.name = name
         self.preprocessing = Preprocessing.of(model.config)
         self._lock, self._certified_lock = Lock(), Lock()
@@ -59,7 +59,7 @@ class ClassifierSession:
         self._terms = self._read_terms()
 
     def describe(self) -> dict[str, Any]:
-        """What the page needs to know before an image is given."""
+        """The data of the page before an image is given."""
         return {
             "kind": "classifier",
             "name": self.name,
@@ -90,10 +90,10 @@ class ClassifierSession:
         factors = self._checked(tol, factors or {}, rival)
         pixels = self.preprocessing.pixels(image)
         x = self._input(pixels)
-        with self._lock, _changed(self.layer, tol, factors):
-            found = class_evidence(self.model, x)
-            if rival is not None and rival != int(found.target[0]):
-                found = class_evidence(self.model, x, rival=torch.tensor([rival]))
+        with self._lock, _temporary_settings(self.layer, tol, factors):
+            evidence = class_evidence(self.model, x)
+            if rival is not None and rival != int(evidence.target[0]):
+                evidence = class_evidence(self.model, x, rival=torch.tensor([rival]))
             with torch.no_grad():
                 logits = self.model(x)[0]
                 report = None if self.layer is None or self.layer.last is None else self.layer.last[0]
@@ -101,23 +101,23 @@ class ClassifierSession:
         if not bool(logits.isfinite().all()):
             raise UserError("the model's logits are not finite, so it names no class; look at its weights")
         channels = sorted(
-            ((f"{b}.{c}" if len(found.features) > 1 else str(c), share) for b, one in enumerate(found.channels())
+            ((f"{b}.{c}" if len(evidence.features) > 1 else str(c), share) for b, one in enumerate(evidence.channels())
              for c, share in enumerate(one[0].tolist())),
             key=lambda pair: -abs(pair[1]),
         )  # fmt: skip
-        return finite({
+        return replace_non_finite({
             "image": image_data_url(pixels),
             "logits": logits.tolist(),
             "probabilities": logits.softmax(0).tolist(),
-            "predicted": int(found.target[0]),
+            "predicted": int(evidence.target[0]),
             "evidence": {
-                "rival": int(found.rival[0]),
-                "difference": float(found.difference[0]),
+                "rival": int(evidence.rival[0]),
+                "difference": float(evidence.difference[0]),
                 "channels": channels[:8],
                 "others": sum(share for _, share in channels[8:]),
-                "bias": float(found.bias[0]),
-                "pixels": signed_map(found.pixels[0].sum(dim=0)),
-                "exact": found.affine,
+                "bias": float(evidence.bias[0]),
+                "pixels": signed_map(evidence.pixels[0].sum(dim=0)),
+                "exact": evidence.affine,
             },
             "solve": None if report is None else {
                 "method": report.method,
@@ -131,7 +131,7 @@ class ClassifierSession:
         })  # fmt: skip
 
     def certify(self, image: ImageLike, tol: float | None = None, factors: Mapping[str, float] | None = None) -> Any:
-        """What holds at the equilibrium of an image, and how far the image is from another prediction.
+        """The certificate at the equilibrium of an image, and its distance from another prediction.
 
         See :func:`~opteq.analysis.local_certificate` and :class:`~opteq.analysis.CertifiedClassifier`.
         """
@@ -139,25 +139,25 @@ class ClassifierSession:
         layer = _single_layer(self._certified)
         if layer is None:
             return {"error": "this model has no single equilibrium layer"}
-        with self._certified_lock, _changed(layer, min(tol or CERTIFIED_TOL, CERTIFIED_TOL), factors):
+        with self._certified_lock, _temporary_settings(layer, min(tol or CERTIFIED_TOL, CERTIFIED_TOL), factors):
             pixels = self.preprocessing.pixels(image)
             with torch.no_grad():
                 given = self._certified.stem(self._input(pixels))
             try:
-                found = local_certificate(layer, given, CERTIFIED_STEPS)
+                certificate = local_certificate(layer, given, CERTIFIED_STEPS)
             except ValueError as error:
                 return {"error": str(error)}
             assert layer.last is not None
             norm = inner(given, given).sqrt()
-            return finite({
+            return replace_non_finite({
                 "converged": bool(layer.last[0].converged[0]),
-                "strict_minimum": bool(found.strict_minimum[0]),
-                "contraction": float(found.contraction[0]),
-                "lipschitz": float(found.lipschitz[0]),
-                "radius": None if found.radius is None else float(found.radius[0]),
+                "strict_minimum": bool(certificate.strict_minimum[0]),
+                "contraction": float(certificate.contraction[0]),
+                "lipschitz": float(certificate.lipschitz[0]),
+                "radius": None if certificate.radius is None else float(certificate.radius[0]),
                 "norm": float(norm[0]),
-                "probability": found.probability,
-                **self._distances(pixels, found),
+                "probability": certificate.probability,
+                **self._distances(pixels, certificate),
             })  # fmt: skip
 
     def _distances(self, pixels: Tensor, local: LocalCertificate) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class ClassifierSession:
             return scalable_terms(self.layer.problem(self.model.stem(blank.to(next(self.model.parameters()).dtype))))
 
 
-def _for_the_page(model: Classifier) -> Classifier:
+def _evaluation_copy(model: Classifier) -> Classifier:
     """A copy in evaluation mode; the page says whether it converged, so no layer warns."""
     copied = copy.deepcopy(model).eval()
     for _, layer in equilibria(copied):
@@ -221,7 +221,7 @@ def _single_layer(model: Classifier) -> Equilibrium | None:
 
 
 @contextmanager
-def _changed(layer: Equilibrium | None, tol: float | None, factors: Mapping[str, float]) -> Iterator[None]:
+def _temporary_settings(layer: Equilibrium | None, tol: float | None, factors: Mapping[str, float]) -> Iterator[None]:
     """Inside, a layer has another tolerance and its terms are scaled."""
     if layer is None:
         yield
@@ -230,7 +230,7 @@ def _changed(layer: Equilibrium | None, tol: float | None, factors: Mapping[str,
     try:
         if tol is not None:
             layer.solver = replace(solver, tol=tol, max_steps=max(solver.max_steps, 200))
-        with rescaled(layer, factors) if factors else nullcontext():
+        with rescaled_terms(layer, factors) if factors else nullcontext():
             yield
     finally:
         layer.solver = solver

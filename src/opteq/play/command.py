@@ -33,12 +33,12 @@ def command(run: Path, port: int, browser: bool, console: Console) -> None:
 
 def bound_socket(port: int) -> socket.socket:
     """A socket on localhost alone; 0 takes a free port."""
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind(("127.0.0.1", port))
-        made.listen()
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
     except OSError as error:
-        made.close()
+        listener.close()
         raise UserError(f"port {port} can't be used ({error.strerror}); give another with --port, or 0") from error
-    return made
+    return listener

@@ -1,4 +1,4 @@
-"""What the page shows of a denoiser: the image before and after, and how its energy was minimised."""
+"""A denoiser on the page: the image before and after, and how its energy was minimised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opteq.common.errors import UserError
 from opteq.inference.restore import Damage, restore
 from opteq.models.denoiser import Denoiser
 from opteq.models.prediction import ImageLike, Preprocessing
-from opteq.play.plain_values import certificate_of, finite
+from opteq.play.plain_values import certificate_of, replace_non_finite
 from opteq.report.charts.images import image_data_url
 
 MOST_PIXELS = 200 * 200
@@ -35,7 +35,7 @@ class DenoiserSession:
         self._lock = Lock()
 
     def describe(self) -> dict[str, Any]:
-        """What the page needs to know before an image is given."""
+        """The data of the page before an image is given."""
         return {
             "kind": "denoiser",
             "name": self.name,
@@ -51,13 +51,13 @@ class DenoiserSession:
         tol: float = 1e-4,
         add_noise: bool = True,
     ) -> Any:
-        """The denoised image with the residual, for JSON.
+        """The denoised image with the estimated error, for JSON.
 
         Args:
             image: any image.
             sigma: standard deviation of the noise, of 255.
             strength: factor of the prior.
-            tol: relative residual of the solve.
+            tol: estimated relative distance to the minimiser.
             add_noise: add noise of that level first, always the same.
         """
         for name, value, low, high in (
@@ -67,15 +67,15 @@ class DenoiserSession:
                 raise UserError(f"{name} should lie in [{low:g}, {high:g}]; got {value!r}")
         if not isinstance(add_noise, bool):
             raise UserError(f"add_noise should be true or false; got {add_noise!r}")
-        clean = small(image)
+        clean = shrink_to_limit(image)
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)) * sigma / 255
         given = (clean + noise if add_noise else clean).clamp(0, 1)
         with self._lock:
             result = restore(given, self.model, Damage(sigma), strength, tol)
-        return finite({
+        return replace_non_finite({
             "before": image_data_url(_bytes(given), max(given.shape)),
             "after": image_data_url(_bytes(result.image), max(given.shape)),
-            "residual": result.residual,
+            "error": result.error,
             "steps": result.steps,
             "minimised": result.minimised == 1,
             "tol": tol,
@@ -83,7 +83,7 @@ class DenoiserSession:
         })  # fmt: skip
 
 
-def small(image: ImageLike) -> Tensor:
+def shrink_to_limit(image: ImageLike) -> Tensor:
     """``(c, h, w)`` in [0, 1], grey where all channels agree, of at most :data:`MOST_PIXELS`."""
     pixels = Preprocessing(3, None, (0.0,) * 3, (1.0,) * 3, ()).pixels(image).float() / 255
     if bool((pixels - pixels[:1]).abs().max() == 0):

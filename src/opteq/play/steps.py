@@ -26,7 +26,7 @@ MOST_CHANNELS = 16
 def plain_steps(model: Classifier, layer: Equilibrium, x: Tensor) -> list[dict[str, Any]]:
     """From the start until the tolerance of the layer's solver: residual, terms, probabilities and state maps."""
     hidden = layer.problem(model.stem(x))
-    y, found, damping = hidden.start(), [], hidden.damping
+    y, steps_taken, damping = hidden.start(), [], hidden.damping
 
     def mixed(a: Tensor, b: Tensor) -> Tensor:
         return a + _rows(damping, a) * (b - a)
@@ -37,7 +37,7 @@ def plain_steps(model: Classifier, layer: Equilibrium, x: Tensor) -> list[dict[s
         residual = float((inner(change, change) / inner(image, image).clamp_min(1e-30)).sqrt())
         logits = model.head(hidden.features(y))[0]
         terms = _terms(hidden, y)
-        found.append({
+        steps_taken.append({
             "residual": residual,
             "objective": None if terms is None else sum(terms.values()),
             "terms": terms,
@@ -47,15 +47,15 @@ def plain_steps(model: Classifier, layer: Equilibrium, x: Tensor) -> list[dict[s
         if residual <= layer.solver.tol or not math.isfinite(residual):
             break
         y = _map(mixed, y, image)
-    return found
+    return steps_taken
 
 
 def _terms(hidden: BoundMap, y: State) -> dict[str, float] | None:
     try:
-        found = state_terms(hidden, y)
+        terms = state_terms(hidden, y)
     except (ValueError, NotImplementedError, ConvergenceError):
         return None
-    return {name: float(value[0]) for name, value in found.items()}
+    return {name: float(value[0]) for name, value in terms.items()}
 
 
 def _montage(y: State) -> str | None:

@@ -1,4 +1,4 @@
-"""Potentials: functions of filter responses that priors are sums of."""
+"""Potentials: functions of filter responses, whose sums are priors."""
 
 from opteq.potentials.base import Curve, Potential
 from opteq.potentials.classic import Gaussian, GemanMcClure, Huber, Student

@@ -1,4 +1,4 @@
-"""What a potential is: a function psi of one number, its derivative, and the exact range of its curvature."""
+"""The base class of potentials: a function psi of one number, its derivative, and the exact range of its curvature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opteq.common.validate import check_positive, check_whole
 
 
 class Curve(ABC):
-    """A potential at unit scale with its parameters settled: plain tensors, so that it can live inside a bound problem.
+    """A potential at unit scale with its parameters as plain tensors, for use in a bound problem.
 
     Entries are independent of each other. Where parameters differ by channel, channels are dimension 1 of ``u``.
     """
@@ -47,7 +47,7 @@ def scaled_second(u: Tensor, curve: Curve, inverse: Tensor, weight: Tensor) -> T
 class Potential(nn.Module, metaclass=NamedOptions):
     """A function ``psi_s(t) = s^2 psi(t / s)`` of every entry of a tensor, for priors ``sum psi((A y)_i)``.
 
-    The scale s says where the potential leaves the parabola; it does not change the range of ``psi''``.
+    The scale s is where the potential departs from a parabola; it does not change the range of ``psi''``.
 
     Args:
         scale: the scale s, a positive number.
@@ -77,7 +77,7 @@ class Potential(nn.Module, metaclass=NamedOptions):
 
     @property
     def convex(self) -> bool:
-        """Whether psi is convex whatever its parameters are."""
+        """Whether psi is convex for all values of its parameters."""
         return False
 
     @property

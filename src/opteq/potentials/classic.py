@@ -100,7 +100,7 @@ class Huber(_Classic):
 class Gaussian(_Classic):
     """``s^2 (1 - exp(-t^2 / 2 s^2))``, also known as Welsch's; ``psi''`` in ``[-2 exp(-3/2), 1]``.
 
-    It levels off: what lies far outside costs ``s^2``, and pulls no longer.
+    It is bounded: far outliers cost ``s^2`` and have no gradient.
 
     >>> [round(float(end), 4) for end in Gaussian().curvature()]
     [-0.4463, 1.0]

@@ -16,7 +16,7 @@ from opteq.states import is_channels_last
 
 @dataclass(frozen=True)
 class SplineCurve(Curve):
-    """``psi'(u) = p_k sign(u) + q_k u`` on interval k: one lookup and one multiplication, whatever the number of knots.
+    """``psi'(u) = p_k sign(u) + q_k u`` on interval k: one lookup and one multiplication, for any number of knots.
 
     Attributes:
         table: ``(3, C, K + 1)``, for each interval the constants v, p, q of ``psi(u) = v + p |u| + q u^2/2`` (odd) or
@@ -62,9 +62,9 @@ class SplineCurve(Curve):
 class Spline(Potential):
     """``psi'`` linear between equidistant knots, with slopes in ``[-rho, mu]``, constant outside the last knots.
 
-    Whatever an optimiser writes into ``raw``, the slopes are ``m + h raw / sqrt(1 + raw^2)`` with m and h the middle
-    and half the length of the range. So psi is rho-weakly convex (convex for rho = 0), and its gradient is
-    Lipschitz with constant ``max(rho, mu)``.
+    For all values of ``raw``, the slopes are ``m + h raw / sqrt(1 + raw^2)`` with m and h the middle and half the
+    length of the range. So psi is rho-weakly convex (convex for rho = 0), and its gradient is Lipschitz with constant
+    ``max(rho, mu)``.
 
     Args:
         channels: number of channels with a curve of their own; None for one curve for all entries.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opteq import engine, penalties
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
-from opteq.operators.base import Operator, only_watches
+from opteq.operators.base import Operator, is_observer_hook
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
@@ -51,7 +51,7 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
         return None
 
     def certificate(self) -> Certificate:
-        """What is guaranteed, from the weights as they are now."""
+        """Guarantees computed from the current weights."""
         return unknown(f"{type(self).__name__} declares nothing to conclude this from")
 
     def _check_input(self, x: Any) -> None:
@@ -80,7 +80,7 @@ class WrittenProblem(Problem):
         return torch.zeros_like(blocks(x)[0])
 
     def features(self, y: State) -> State:
-        """What the network hands on."""
+        """The output of the layer."""
         return y
 
 
@@ -91,9 +91,9 @@ class HiddenProblem(WrittenProblem):
     implicit gradient follow by autograd.
 
     - ``penalty``: an activation's name or a :class:`~opteq.penalties.Penalty`; the activation is its prox.
-    - ``smooth(y, x)``: one value per sample, or a dict of several with names, whose sum it is.
-    - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
-    - ``features(y)``: what the network hands on; ``y`` by default.
+    - ``smooth(y, x)``: one value per sample, or a dict of named terms, which are summed.
+    - ``start(x)``: the initial state, which also sets its shape; zeros like ``x`` by default.
+    - ``features(y)``: the output of the layer; ``y`` by default.
 
     >>> import torch, opteq
     >>> class Denoiser(opteq.HiddenProblem):
@@ -110,7 +110,7 @@ class HiddenProblem(WrittenProblem):
 
     @abstractmethod
     def smooth(self, y: State, x: Tensor) -> Tensor | dict[str, Tensor]:
-        """g(y; x), one value per sample; or a dict of terms, each with one value per sample, whose sum it is."""
+        """g(y; x), one value per sample; or a dict of terms with one value per sample each, which are summed."""
 
     def bind(self, x: Tensor) -> BoundMap:
         """The problem with ``x`` bound, everything by autograd."""
@@ -118,7 +118,7 @@ class HiddenProblem(WrittenProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """Existence where the activation's range is bounded; the rest needs bounds that only the author knows."""
+        """Existence if the activation's range is bounded; the rest needs bounds that only the author of g knows."""
         exists, unique, reasons = existence(None, self._activation().bounded)
         why = "no bound on the curvature of smooth is known; override certificate() to state one"
         return Certificate(exists, unique, None, None, {**reasons, "contraction": why, "lipschitz": why})
@@ -136,10 +136,10 @@ def check_operator(W: Any, name: str) -> Operator:
     """``W`` if it is an operator without hooks."""
     if not isinstance(W, Operator):
         raise TypeError(f"{name} should be one of opteq.operators, which have an exact adjoint; got {type(W).__name__}")
-    return unhooked(W, name)
+    return check_unhooked(W, name)
 
 
-def unhooked(operator: Operator, name: str) -> Operator:
+def check_unhooked(operator: Operator, name: str) -> Operator:
     """``operator``, unless it has hooks: solvers apply its prepared map, so that a hook would have no effect.
 
     The older utilities of torch (``torch.nn.utils.spectral_norm``, ``weight_norm``, ``prune``) work by such a hook: the
@@ -149,7 +149,7 @@ def unhooked(operator: Operator, name: str) -> Operator:
         if isinstance(part, Operator) and is_hooked(part, backward=True):
             kinds = sorted({type(hook).__name__ for hooks in _hooks(part, backward=True) for hook in hooks})
             raise ValueError(
-                f"{name} has hooks ({', '.join(kinds)}), which would have no effect: its weights are read once a "
+                f"{name} has hooks ({', '.join(kinds)}), which would have no effect: its weights are read once per "
                 "batch, not at every call. Reparametrise it by torch.nn.utils.parametrize (for instance "
                 "torch.nn.utils.parametrizations.spectral_norm), and watch values by a hook on U or on the layer"
             )
@@ -164,13 +164,13 @@ def is_hooked(module: nn.Module, backward: bool = False) -> bool:
 def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
     names = ["_forward_hooks", "_forward_pre_hooks"]
     names += ["_backward_hooks", "_backward_pre_hooks"] if backward else []
-    return [[hook for hook in getattr(module, name).values() if not only_watches(hook)] for name in names]
+    return [[hook for hook in getattr(module, name).values() if not is_observer_hook(hook)] for name in names]
 
 
 def check_injection(U: Any) -> nn.Module | None:
     """``U`` if it is a module or nothing."""
     if U is not None and not isinstance(U, nn.Module):
-        raise TypeError(f"U should be a torch module that carries the input into the state's space; got {U!r}")
+        raise TypeError(f"U should be a torch module from the input to the space of the state; got {U!r}")
     return U
 
 

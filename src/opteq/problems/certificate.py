@@ -1,4 +1,4 @@
-"""What is guaranteed about an equilibrium, and which statement says so."""
+"""Guarantees about an equilibrium, with the statements that justify them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Certificate:
         return "\n".join([*lines, f"where {where}"] if where else lines)
 
     def symbols(self) -> dict[str, str]:
-        """What the symbols in the reasons mean."""
+        """The meanings of the symbols in the reasons."""
         return symbols_in(" ".join(self.reasons.values()))
 
 
@@ -68,13 +68,13 @@ def for_finite_weights(certify: Callable[[M], Certificate]) -> Callable[[M], Cer
                 return unknown(f"{name} has entries that are not finite")
         overflow = "the weights are so large that bounds of what they do overflow"
         try:
-            found = certify(problem)
+            result = certify(problem)
         except OverflowError:
             return unknown(overflow)
         for name in ("contraction", "lipschitz"):
-            if not math.isfinite(getattr(found, name) or 0.0):
-                found = replace(found, **{name: None}, reasons={**found.reasons, name: overflow})
-        return found
+            if not math.isfinite(getattr(result, name) or 0.0):
+                result = replace(result, **{name: None}, reasons={**result.reasons, name: overflow})
+        return result
 
     return certificate
 

@@ -1,4 +1,4 @@
-"""A layer of a user's own, ``z = f(z, x)``, with no objective behind it."""
+"""A user-written fixed-point layer, ``z = f(z, x)``, without an objective."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from opteq.states import State, blocks
 
 
 class FixedPoint(Problem):
-    """The state z with ``z = f(z, x)``, for any f: a deep equilibrium model as others write it.
+    """The state z with ``z = f(z, x)``, for any f: a general deep equilibrium model.
 
-    Nothing is asked of f but that it keeps the shape of z. So nothing is promised: there is no objective, the Jacobian
-    has no symmetry (GMRES solves the backward system), and a fixed point need not exist or be unique. What depends on x
-    and the weights alone, ``self.U(x)`` inside a module f for instance, is computed once a solve.
+    f only has to keep the shape of z. So there are no guarantees: there is no objective, the Jacobian is not symmetric
+    (GMRES solves the backward system), and a fixed point need not exist or be unique. Operations on x and the weights
+    alone, ``self.U(x)`` inside a module f for instance, run once per solve.
 
     Args:
         f: a module or function of z and x. Samples should not depend on each other: normalise over groups or layers,
             not over the batch.
-        start: a function of x that gives the first z, and so its shape; None begins at zeros like x.
-        features: a module or function of z that gives what the layer hands on; None hands on z.
+        start: a function of x that returns the initial z, and so its shape; None for zeros like x.
+        features: a module or function from z to the output of the layer; None for z itself.
 
     >>> import torch, opteq
     >>> layer = opteq.Equilibrium(opteq.FixedPoint(lambda z, x: torch.cos(z) + x), opteq.Anderson(tol=1e-6))
@@ -54,7 +54,7 @@ class FixedPoint(Problem):
         return torch.zeros_like(blocks(x)[0]) if self.first is None else self.first(x)
 
     def features(self, z: State) -> State:
-        """What the layer hands on."""
+        """The output of the layer."""
         return z if self.read is None else self.read(z)
 
     def bind(self, x: State) -> BoundFixedPoint:
@@ -63,7 +63,7 @@ class FixedPoint(Problem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """Nothing: there is no objective, and f is not known."""
+        """Everything is unknown: there is no objective, and f may be any map."""
         return unknown("a map f(z, x) that is written freely has no hidden objective, and nothing is known about it")
 
 
@@ -84,5 +84,5 @@ class BoundFixedPoint(BoundMap):
         return image
 
     def features(self, y: State) -> State:
-        found: State = self.bound.call("features", y)
-        return found
+        features: State = self.bound.call("features", y)
+        return features

@@ -1,4 +1,4 @@
-"""GEQ: the network whose state is to resemble its input, by a kernel."""
+"""GEQ: the state maximises a kernel's similarity to the input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opteq.kernels import Gaussian, Kernel, Similarity
 from opteq.kernels.inner_product import InnerProductSimilarity
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked, unknown_norm
+from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject, unknown_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import Hidden, Structure
 from opteq.states import State, inner, single
@@ -26,13 +26,14 @@ class GEQ(Problem):
 
     Args:
         W: operator from the state to the space in which it is compared.
-        U: what carries the input there (its bias is b). With the Gaussian kernel it maps into the space of W's output,
-            with the linear, polynomial and sigmoid kernels into that of the state; None takes the input as it is.
-        kernel: one of :mod:`opteq.kernels`, or one's own; ``Gaussian()`` by default.
+        U: module from the input to that space (its bias is b). With the Gaussian kernel it maps into the space of W's
+            output, with the linear, polynomial and sigmoid kernels into that of the state; None takes the input as it
+            is.
+        kernel: one of :mod:`opteq.kernels`, or your own; ``Gaussian()`` by default.
         activation: name or :class:`~opteq.penalties.Penalty`.
 
-    Give W a bound. Damping and backward solver are chosen from it whenever an input is bound; without one the norm of
-    W is computed each time, which for a convolution costs as much as many steps.
+    Give W a bound. The damping and the backward solver are chosen from it whenever an input is bound. Without one, the
+    norm of W is computed each time, which for a convolution costs as much as many steps.
 
     >>> import torch, opteq
     >>> from opteq.kernels import Gaussian
@@ -59,9 +60,9 @@ class GEQ(Problem):
     def bind(self, x: Tensor) -> BoundGEQ:
         """``U x + b``, the bounded W, and the kernel with its parameters settled, computed once."""
         c = inject(self.U, x)
-        W = unhooked(self.W, "W").prepare()
+        W = check_unhooked(self.W, "W").prepare()
         if self.kernel.projection is not None:
-            unhooked(self.kernel.projection, "kernel.projection")
+            check_unhooked(self.kernel.projection, "kernel.projection")
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)
         # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.
@@ -140,7 +141,7 @@ class BoundGEQ(Hidden):
     ) -> None:
         self.penalty = penalty
         self.similarity = similarity
-        self.quadratic = isinstance(similarity, InnerProductSimilarity) and similarity.kernel.bends == (0.0, 0.0)
+        self.quadratic = isinstance(similarity, InnerProductSimilarity) and similarity.kernel.second_range == (0.0, 0.0)
         self._start = penalty.project(start)
         if curvature is None:
             return
@@ -178,7 +179,7 @@ class BoundGEQ(Hidden):
         product = self.similarity.curvature_at(single(y))
         return lambda v: product(single(v))
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step, and the objective, which damped steps decrease."""
         y = single(y)
         gradient, value = self.similarity.gradient_and_value(y)
@@ -190,7 +191,7 @@ def _bound_or_norm(operator: Operator) -> float:
 
 
 def _norm(operator: Operator) -> float:
-    return float(unhooked(operator, "W").norm())
+    return float(check_unhooked(operator, "W").norm())
 
 
 def _scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""A problem with its input bound: what a solver iterates, what a gradient differentiates, what a person reads."""
+"""A problem with its input bound: its step, its Jacobian, and its objective with terms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Product = Callable[[State], State]
 
 
 class Structure(Enum):
-    """What is known of ``I - J`` before a single product: it decides which linear solver is the right one."""
+    """The structure of ``I - J``, which decides which linear solver is used."""
 
     POSITIVE = "symmetric and positive definite after scaling: conjugate gradients"
     SYMMETRIC = "symmetric after scaling: MINRES"
@@ -87,20 +87,20 @@ class SymmetricLinearisation:
 class FeatureForm:
     """The same fixed-point problem written for the features instead of the state.
 
-    ``state`` gives the state of features; ``measured`` the step with a merit, as :attr:`BoundMap.measured`.
+    ``state`` gives the state of features; ``step_and_merit`` the step with a merit, as :attr:`BoundMap.step_and_merit`.
     """
 
     step: Callable[[State], State]
     start: State
     state: Callable[[State], State]
-    measured: Callable[[State], tuple[State, Tensor]] | None = None
+    step_and_merit: Callable[[State], tuple[State, Tensor]] | None = None
 
 
 class BoundMap(ABC):
     """A map with its input bound, whose fixed point is sought. Weights and input terms were computed once, already."""
 
     structure: Structure = Structure.GENERAL
-    """What is known of the Jacobian; see :class:`~opteq.problems.hidden.Structure`."""
+    """The structure of the Jacobian; see :class:`~opteq.problems.hidden.Structure`."""
 
     coupled: bool = False
     """Whether samples depend on each other, so that a batch is one system."""
@@ -114,7 +114,7 @@ class BoundMap(ABC):
     has_merit: bool = False
     """Whether there is a merit, a number that plain steps decrease."""
 
-    fuse: bool = False
+    compile_functions: bool = False
     """Whether a user's functions may be compiled, see ``Equilibrium(compile=True)``."""
 
     @property
@@ -128,13 +128,13 @@ class BoundMap(ABC):
     extrapolate, and no merit is computed."""
 
     @property
-    def measured(self) -> Callable[[State], tuple[State, Tensor]] | None:
+    def step_and_merit(self) -> Callable[[State], tuple[State, Tensor]] | None:
         """The step together with its merit, where the problem has one."""
         # Not kept as an attribute: a map that holds its own method lives, with all its tensors, until the garbage
         # collector comes by.
-        return self._measured if self.has_merit else None
+        return self._step_and_merit if self.has_merit else None
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         raise NotImplementedError(f"{type(self).__name__} has no merit")
 
     @abstractmethod
@@ -146,7 +146,7 @@ class BoundMap(ABC):
         """One application of the map."""
 
     def features(self, y: State) -> State:
-        """What the network hands on: the state itself unless the problem says otherwise."""
+        """The output of the layer: the state itself by default."""
         return y
 
     def project(self, y: State) -> State:

@@ -12,7 +12,7 @@ from opteq.common.validate import check_share
 from opteq.operators import Operator
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked
+from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject
 from opteq.problems.branches.branch import Branch, check_branches, injection_norm, views
 from opteq.problems.branches.common_space import MOST, CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
@@ -37,22 +37,22 @@ class AcceleratedProblem(Problem):
 class Inhibition(AcceleratedProblem):
     """``min sum f(y) + m/2 |y|^2 + 1/2 |A'y|^2 - <U x + b, y>``, with features y.
 
-    Units that share a filter of A inhibit each other: an input that one of them explains is taken from the others, as
-    in sparse coding. The objective is m-strongly convex for *every* A, so that no weight needs a bound: there is one
-    equilibrium, its Jacobian is symmetric, and conjugate gradients solve the backward system. In the form of all hidden
-    problems ``g = 1/2 |A'y|^2 - (1 - m)/2 |y|^2 - <U x + b, y>``.
+    Units that share a filter of A inhibit each other: an input that one of them explains is subtracted from the others,
+    as in sparse coding. The objective is m-strongly convex for *every* A, so no weight needs a bound. There is one
+    equilibrium, its Jacobian is symmetric, and conjugate gradients solve the backward system. As a hidden problem it
+    has ``g = 1/2 |A'y|^2 - (1 - m)/2 |y|^2 - <U x + b, y>``.
 
-    The step is the proximal gradient step of the whole objective, of length ``t = 1 / (m + |A|^2)`` with ``|A|``
-    measured by a few Lanczos steps when an input is bound; accelerated (:class:`~opteq.FISTA`) by default. The features
-    are y and not ``A'y``, for ``A'y`` is what is suppressed.
+    The step is the proximal gradient step of the whole objective, of length ``t = 1 / (m + |A|^2)``. A few Lanczos
+    steps measure ``|A|`` when an input is bound. The default solver is :class:`~opteq.FISTA`. The features are y, and
+    not ``A'y``, which the objective suppresses.
 
-    With branches, ``A'y = sum_i S_i' A_i' y_i``: all of them meet in one common space, of the size of the largest state
-    (see :class:`~opteq.problems.branches.common_space.CommonSpaceMap`), and inhibit each other across scales.
+    With branches, ``A'y = sum_i S_i' A_i' y_i``: they share one common space, of the size of the largest state (see
+    :class:`~opteq.problems.branches.common_space.CommonSpaceMap`), and inhibit each other across scales.
 
     Args:
         A: operator from the common space to the state, with a bound or without; or a list of
             :class:`~opteq.Branch`, whose ``W`` are the ``A_i``. State and features are then tuples.
-        U: what carries the input into the state's space (its bias is b); None takes the input as it is. Branches bring
+        U: module from the input to the space of the state (its bias is b); None for the input itself. Branches have
             their own.
         m: strong convexity, in (0, 1]. The equilibrium moves by at most ``|U| / m`` times as much as the input.
         activation: name or elementwise convex :class:`~opteq.penalties.Penalty`.
@@ -80,19 +80,19 @@ class Inhibition(AcceleratedProblem):
             self.branches: nn.ModuleList | None = None
         else:
             if U is not None:
-                raise ValueError("U has no effect beside branches, which bring their own: Branch(A, U, scale)")
+                raise ValueError("U has no effect with branches, which have their own: Branch(A, U, scale)")
             self.branches = nn.ModuleList(check_branches(A))
         self.m = check_share("m", m)
         self.penalty = penalties.get(activation)
         ScaledPenalty(self.penalty, torch.ones(1))  # refuses penalties that are not convex or not elementwise
 
-    def each(self) -> list[Branch]:
+    def branch_list(self) -> list[Branch]:
         """The branches, with their type; none where the state is one tensor."""
         return [branch for branch in self.branches or () if isinstance(branch, Branch)]
 
     def operators(self) -> list[Operator]:
         """``A``, or the ``A_i`` of all branches."""
-        return [branch.W for branch in self.each()] if self.branches is not None else [self.A]
+        return [branch.W for branch in self.branch_list()] if self.branches is not None else [self.A]
 
     def bind(self, x: State) -> BoundInhibition:
         """Every ``U x + b``, the weights of A and the step length, computed once."""
@@ -101,7 +101,7 @@ class Inhibition(AcceleratedProblem):
                 raise TypeError(f"Inhibition without branches takes one tensor; got a tuple of {len(x)}")
             injections: State = inject(self.U, x)
         else:
-            branches = self.each()
+            branches = self.branch_list()
             inputs = views(x, [branch.scale for branch in branches])
             injections = tuple(inject(branch.U, part) for branch, part in zip(branches, inputs, strict=True))
         operators = self.operators()
@@ -113,14 +113,14 @@ class Inhibition(AcceleratedProblem):
     @for_finite_weights
     def certificate(self) -> Certificate:
         """One equilibrium for every A; the rate from ``|A|``, the Lipschitz constant from ``|U| / m``."""
-        squared = sum(float(unhooked(A, "A").norm()) ** 2 for A in self.operators())
+        squared = sum(float(check_unhooked(A, "A").norm()) ** 2 for A in self.operators())
         strong, shown = strong_convexity(self.m, self.penalty)
         why = f"the objective is {shown}-strongly convex for every A, so it has exactly one minimiser"
         step = (
             f"a proximal gradient step of length t >= 1 / (m + {MOST:g} |A|^2), with |A|^2 <= {squared:.4g}: "
             "its rate is 1 - m t"
         )
-        carried, missing = injection_norm(self.each() if self.branches is not None else self.U)
+        carried, missing = injection_norm(self.branch_list() if self.branches is not None else self.U)
         lipschitz = None if carried is None else carried / strong
         reasons = {"exists": why, "unique": why, "contraction": step}
         reasons["lipschitz"] = missing or f"|U| / ({shown}), from x to the state"
@@ -165,7 +165,7 @@ class BoundInhibition(BoundObjective):
     def feature_form(self) -> FeatureForm:
         """The state itself, where that is the feature."""
         if self.rest is not None:
-            raise ValueError("a solver that works on features can't solve a problem with inhibition beside other terms")
+            raise ValueError("a solver that works on features can't solve a problem with inhibition and other terms")
         return super().feature_form()
 
     def gradient(self, y: State) -> State:
@@ -189,8 +189,8 @@ class BoundInhibition(BoundObjective):
         other = None if self.rest is None else self.rest.curvature_at(y)
 
         def product(v: State) -> State:
-            found = map_state(lambda part, back: torch.add(back, part, alpha=self.m), v, self.A(self.A.adjoint(v)))
-            return found if other is None else map_state(torch.sub, found, other(v))
+            image = map_state(lambda part, back: torch.add(back, part, alpha=self.m), v, self.A(self.A.adjoint(v)))
+            return image if other is None else map_state(torch.sub, image, other(v))
 
         return product
 
@@ -200,10 +200,10 @@ class BoundInhibition(BoundObjective):
         return map_state(torch.sub, pushed, self.A(self.A.adjoint(y)))
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
-        seen = self.A.adjoint(y)
+        image = self.A.adjoint(y)
         terms = {
             "quadratic": self.m / 2 * inner(y, y),
-            "inhibition": sum_over_sample(seen.to(working_dtype(seen.dtype)).square()) / 2,
+            "inhibition": sum_over_sample(image.to(working_dtype(image.dtype)).square()) / 2,
         }
         return terms | ({"input": -inner(self.injections, y)} if self.rest is None else self.rest.smooth_terms(y))
 

@@ -16,7 +16,7 @@ from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import WrittenProblem
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
-from opteq.problems.written import BoundModule, checked_terms
+from opteq.problems.written import BoundModule, check_terms
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, inner, map_state, per_row, working_dtype
@@ -28,17 +28,17 @@ _MARGIN = 1.1
 class Objective(WrittenProblem):
     """A network defined by the objective that it minimises: ``sum of terms(y, x) + penalty(y)``.
 
-    - ``terms(y, x)``: a dict with one number per sample for each name; their sum is the smooth part F.
+    - ``terms(y, x)``: a dict of named terms with one value per sample each; their sum is the smooth part F.
     - ``penalty``: the non-smooth part h, an activation's name or an elementwise convex
       :class:`~opteq.penalties.Penalty` (``"relu"``: y is not negative); None by default.
-    - ``start(x)``: where solvers begin, which also says what shape the state has; zeros like ``x`` by default.
-    - ``features(y)``: what the network hands on; ``y`` by default.
-    - ``curvature``: a bound on the largest eigenvalue of F's Hessian: a number, one per sample ``(B,)``, or a method
-      that gives one for ``x``. It sets the step length. Where it is None, it is measured for every batch.
+    - ``start(x)``: the initial state, which also sets its shape; zeros like ``x`` by default.
+    - ``features(y)``: the output of the layer; ``y`` by default.
+    - ``curvature``: a bound on the largest eigenvalue of F's Hessian: a number, one value per sample ``(B,)``, or a
+      method of ``x`` that returns either. It sets the step length. None measures it for every batch.
 
     The step is the proximal gradient step ``prox_{t h}(y - t grad F(y; x))`` with t the inverse of the curvature. The
-    fixed points are the stationary points of ``F + h`` whatever t is. A curvature that is too small is noticed and
-    corrected by :class:`~opteq.FISTA`, the default solver of objectives.
+    fixed points are the stationary points of ``F + h`` for every t. :class:`~opteq.FISTA`, the default solver of
+    objectives, detects and corrects a curvature that is too small.
 
     >>> import torch, opteq
     >>> class Denoiser(opteq.Objective):
@@ -55,15 +55,15 @@ class Objective(WrittenProblem):
     curvature: Any
 
     def terms(self, y: Any, x: Any) -> dict[str, Tensor]:
-        """The terms of the smooth part, each one number per sample."""
-        raise NotImplementedError(f"{type(self).__name__} should define terms(y, x), one number per sample each")
+        """The terms of the smooth part, one value per sample each."""
+        raise NotImplementedError(f"{type(self).__name__} should define terms(y, x), one value per sample each")
 
     def bind(self, x: Any) -> BoundObjective:
         """The objective with ``x`` bound, and a step length per sample."""
         return BoundObjective(self, x)
 
     def default_solver(self) -> FISTA:
-        """FISTA until the estimated distance to the minimiser is small, however many steps that takes."""
+        """FISTA, which stops by the estimated distance to the minimiser, with a high limit on the steps."""
         return FISTA(measure="error", max_steps=10_000)
 
     def default_gradient_steps(self) -> int:
@@ -72,7 +72,7 @@ class Objective(WrittenProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """Nothing is known of terms that are written freely; override this where more is."""
+        """Unknown, since terms may be any functions; override this where more is known."""
         return unknown("nothing is known about the terms; override certificate() to state what is")
 
 
@@ -120,8 +120,8 @@ class BoundObjective(Hidden):
         return self._start
 
     def features(self, y: State) -> State:
-        found: State = self.bound.call("features", y)
-        return found
+        features: State = self.bound.call("features", y)
+        return features
 
     def value(self, y: State) -> Tensor:
         """F(y), one number per sample."""
@@ -143,12 +143,12 @@ class BoundObjective(Hidden):
         return values, slope
 
     def terms(self, y: State) -> dict[str, Tensor]:
-        """The user's terms, and the penalty where there is one; one number per sample each."""
-        found = dict(self._smooth_parts(y))
+        """The user's terms, and the penalty where there is one; one value per sample each."""
+        terms = dict(self._smooth_parts(y))
         if self.penalised:
-            name = "penalty" if "penalty" not in found else "penalty (non-smooth)"
-            found[name] = self._penalty_of(y)
-        return found
+            name = "penalty" if "penalty" not in terms else "penalty (non-smooth)"
+            terms[name] = self._penalty_of(y)
+        return terms
 
     def smooth(self, y: State) -> Tensor:
         """``t F - 1/2 |y|^2``."""
@@ -181,14 +181,14 @@ class BoundObjective(Hidden):
             return SymmetricLinearisation(self.curvature_at(y), lambda w: w, lambda v: v)
         return super().linearise(y)
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         values, slope = self.value_and_gradient(y)
         merit = values + self._penalty_of(y) if self.penalised else values
         return self._prox(self._forward_step(y, slope)), merit
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
-        found = self.bound.call("terms", y, self.bound.x)
-        return checked_terms(found, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
+        terms = self.bound.call("terms", y, self.bound.x)
+        return check_terms(terms, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
 
     def _prox(self, u: State) -> State:
         return map_state(self.penalty.prox, u) if self.penalised else u
@@ -207,10 +207,10 @@ class BoundObjective(Hidden):
         def product(rows: Tensor) -> Tensor:
             return layout.pack(hessian(layout.unpack(rows)))
 
-        found = largest_magnitude(product, layout.pack(start))
+        curvature = largest_magnitude(product, layout.pack(start))
         # Where the start knows nothing (a Hessian of zeros, or of NaN), any length is as good as another.
-        usable = torch.isfinite(found) & (found > torch.finfo(layout.dtype).tiny ** 0.5)
-        return torch.where(usable, found, 1.0).to(layout.dtype)
+        usable = torch.isfinite(curvature) & (curvature > torch.finfo(layout.dtype).tiny ** 0.5)
+        return torch.where(usable, curvature, 1.0).to(layout.dtype)
 
     def _declared(self, curvature: Any) -> Tensor:
         first = blocks(self._start)[0]

@@ -12,7 +12,7 @@ from opteq.common.errors import ConvergenceError
 from opteq.common.validate import check_positive
 from opteq.operators import LinearMap, Operator
 from opteq.penalties import Linearised, Penalty
-from opteq.problems.base import Problem, check_injection, check_operator, inject, unhooked
+from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden, Reduction, Structure, SymmetricLinearisation
 from opteq.problems.opteq_certificate import certify, check_prior
@@ -28,8 +28,8 @@ class OptEq(Problem):
     form of the paper. It contracts when ``L |W|^2 < mu``, with L the largest slope of sigma.
 
     Args:
-        W: operator from features to state; its adjoint goes back.
-        U: what carries the input into the state's space (its bias is b); None takes the input as it is.
+        W: operator from features to state; its adjoint maps back.
+        U: module from the input to the space of the state (its bias is b); None for the input itself.
         activation: name or :class:`~opteq.penalties.Penalty`. A :class:`~opteq.penalties.LinearActivation` gives the
             variant with a symmetric positive definite S.
         mu: divides the coupling; ``mu >= L |W|^2`` makes the step a prox (Theorem 1).
@@ -68,11 +68,11 @@ class OptEq(Problem):
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""
         return BoundOptEq(
-            self, Block(unhooked(self.W, "W").prepare(), inject(self.U, x, self.W), self.penalty, self.mu)
+            self, Block(check_unhooked(self.W, "W").prepare(), inject(self.U, x, self.W), self.penalty, self.mu)
         )
 
     def known_contraction(self) -> bool:
-        """Whether the bound on W alone, whatever the weights, makes a step contract."""
+        """Whether the bound on W makes a step contract, for all weights within it."""
         if isinstance(self.penalty, nn.Module):  # its slope is learned, and reading it would make a device wait
             return False
         bound = self.W.bound
@@ -245,7 +245,7 @@ class BoundOptEq(Hidden):
             lambda z: self.block(single(z)),
             torch.zeros_like(self.features(self.start())),
             lambda z: self.block.activation(single(z)),
-            self._measured_features if self.has_merit else None,
+            self._features_and_merit if self.has_merit else None,
         )
 
     def compact_form(self) -> FeatureForm | None:
@@ -260,12 +260,12 @@ class BoundOptEq(Hidden):
         form = self.feature_form()
         return form if single(form.start).numel() <= self.block.c.numel() else None
 
-    def _measured_features(self, z: State) -> tuple[State, Tensor]:
+    def _features_and_merit(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""
         image, merit = self._activated(single(z))
         return self.block.back(image), merit
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step, and the merit ``1/2 |z|^2 - psi(z)`` that plain steps decrease, from the same pre-activation."""
         return self._activated(self.features(y))
 

@@ -1,4 +1,4 @@
-"""What is guaranteed of OptEq, with a smooth prior R on its features or without."""
+"""The certificate of OptEq, with or without a smooth prior R on its features."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import unhooked, unknown_norm
+from opteq.problems.base import check_unhooked, unknown_norm
 from opteq.problems.certificate import Certificate, existence
 from opteq.regularizers import Regularizer
 
@@ -26,7 +26,7 @@ def certify(
     bounds the step. The second is enough for uniqueness and the Lipschitz constant: sigma is the gradient of a
     convex function, so ``<dy, dt> >= |dy|^2 / L`` for the states y and pre-activations t of two equilibria.
     """
-    norm, slope = float(unhooked(W, "W").norm()), penalty.lipschitz
+    norm, slope = float(check_unhooked(W, "W").norm()), penalty.lipschitz
     factor = slope * norm**2 / mu
     stretch, pull = prior_factors(regularizer, gamma)
     contraction = None if stretch is None else factor * stretch

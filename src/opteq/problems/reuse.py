@@ -37,8 +37,8 @@ class InputOnly(TorchFunctionMode):
         key = self._key(func, args, kwargs)
         if key is None:
             substitute = engine.substitute(func)
-            found = None if substitute is None else substitute(*args, **kwargs)
-            return func(*args, **kwargs) if found is None else found
+            replacement = None if substitute is None else substitute(*args, **kwargs)
+            return func(*args, **kwargs) if replacement is None else replacement
         if key in self._found:
             return self._found[key]
         result = func(*args, **kwargs)
@@ -68,7 +68,7 @@ class InputOnly(TorchFunctionMode):
             self._found[self._key(func, args, kwargs)] = result
 
     def _key(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What identifies an operation on known tensors; None for every other one."""
+        """The key of an operation on known tensors; None for every other operation."""
         name = getattr(func, "__name__", "")
         if name in _IMPURE or name.endswith("_") or (name.startswith("__") and name not in _PURE_DUNDERS):
             return None
@@ -107,7 +107,7 @@ _PURE_DUNDERS = {
 
 
 def _mode() -> tuple[object, ...]:
-    """What changes the result of an operation beside its arguments."""
+    """Global settings that change the result of an operation."""
     kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 

@@ -1,4 +1,4 @@
-"""Variants of OptEq: seen through an affine change of variable, or with a regulariser that has kinks."""
+"""Variants of OptEq: with an affine change of variable, or with a non-smooth regulariser."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from opteq.states import State, single, working_dtype
 class AffineOptEq(Problem):
     """The fixed points of ``A^-1 o T o A`` with ``A(u) = matrix u + shift``: the minimisers of ``phi o A``.
 
-    They are the features of the inner OptEq, in other coordinates. The step is a prox itself only where the matrix is
-    orthogonal, so its Jacobian has no symmetry in general.
+    They are the features of the inner OptEq in other coordinates. The step is a prox only for an orthogonal matrix, so
+    its Jacobian is not symmetric in general.
 
     Args:
         problem: the OptEq that gives T, with vectors as features.
@@ -106,8 +106,8 @@ class BoundAffineOptEq(BoundMap):
 class Splitting(Problem):
     """Features that minimise ``phi + gamma R`` exactly, for a convex R known by its prox (the l1 norm, say).
 
-    ``T o prox`` minimises another function: R's Moreau envelope in R's place. The Douglas-Rachford step
-    ``u <- u + T(2 p - u) - p`` with ``p = prox(u)`` does not; its features are p.
+    ``T o prox`` would minimise another function, with R's Moreau envelope in place of R. The Douglas-Rachford step
+    ``u <- u + T(2 p - u) - p`` with ``p = prox(u)`` minimises the sum itself; the features are p.
 
     Args:
         problem: an OptEq without a regulariser of its own, which gives T.

@@ -30,7 +30,7 @@ class BoundModule:
         self.reused = InputOnly([*blocks(x), *module.parameters(), *module.buffers(), *_weights(self.maps.values())])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the user's function of this name gives; it reuses what was computed already."""
+        """Call the user's function of this name; operations on known tensors are reused."""
         with use_prepared(self.maps), self.reused:
             return getattr(self.module, name)(*arguments)
 
@@ -67,19 +67,19 @@ class WrittenHidden(Hidden):
         """The user's terms by name, or one called "smooth"."""
         values = self.bound.call("smooth", y, self.bound.x)
         terms = values if isinstance(values, dict) else {"smooth": values}
-        return checked_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
+        return check_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
 
     def features(self, y: State) -> State:
-        found: State = self.bound.call("features", y)
-        return found
+        features: State = self.bound.call("features", y)
+        return features
 
 
-def checked_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
+def check_terms(terms: Any, batch: int, who: str) -> dict[str, Tensor]:
     """The terms of an objective if they are what they should be: names, and one value per sample each."""
-    if not isinstance(found, dict) or not found:
-        got = "an empty dict" if found == {} else type(found).__name__
+    if not isinstance(terms, dict) or not terms:
+        got = "an empty dict" if terms == {} else type(terms).__name__
         raise TypeError(f"{who} should return a dict from names to tensors, one value per sample each; got {got}")
-    for name, values in found.items():
+    for name, values in terms.items():
         if not isinstance(values, Tensor) or values.shape != (batch,):
             got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             which = "it" if name == "smooth" else f"{name!r}"
@@ -87,4 +87,4 @@ def checked_terms(found: Any, batch: int, who: str) -> dict[str, Tensor]:
                 f"{who}: {which} should be one value per sample, shape ({batch},); got {got}. "
                 "Sum over every dimension but the first"
             )
-    return found
+    return terms

@@ -15,7 +15,7 @@ _BY_NAME: dict[str, type[Regularizer]] = {kind.name: kind for kind in (Ridge, L1
 
 
 def get(regularizer: str | Regularizer) -> Regularizer:
-    """The regulariser of that name with its default options; a regulariser is given back as it is.
+    """The regulariser of that name with its default options; a regulariser is returned unchanged.
 
     >>> get("incay")
     Incay(eps=1.0)
@@ -23,7 +23,7 @@ def get(regularizer: str | Regularizer) -> Regularizer:
     if isinstance(regularizer, Regularizer):
         return regularizer
     if not isinstance(regularizer, str):
-        raise TypeError(f"a regularizer is a name or an instance, such as 'ridge' or Ridge(), not {regularizer!r}.")
+        raise TypeError(f"a regularizer is a name or an instance, such as 'ridge' or Ridge(); got {regularizer!r}")
     if regularizer not in _BY_NAME:
         raise unknown_name("regularizer", regularizer, _BY_NAME)
     return _BY_NAME[regularizer]()

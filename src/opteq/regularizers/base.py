@@ -75,7 +75,7 @@ class Regularizer(metaclass=NamedOptions):
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no proximal operator that can be computed in closed form; "
-            "use its gradient, z - weight * gradient(z), instead."
+            "use its gradient, z - weight * gradient(z), instead"
         )
 
     @property
@@ -91,10 +91,10 @@ class Regularizer(metaclass=NamedOptions):
 def working_copy(z: Tensor, *, least_dims: int = 1) -> Tensor:
     """``z`` in the precision to compute with: float32 for the half types, otherwise as it is."""
     if not z.is_floating_point():
-        raise TypeError(f"features must be real floating-point numbers, not {z.dtype}.")
+        raise TypeError(f"features should be real floating-point numbers; got {z.dtype}")
     if z.dim() < least_dims:
         wanted = "a batch dimension" if least_dims == 1 else "a batch and a feature dimension, (B, m, ...)"
-        raise ValueError(f"features need {wanted}; got shape {tuple(z.shape)}.")
+        raise ValueError(f"features need {wanted}; got shape {tuple(z.shape)}")
     return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
 
 
@@ -111,4 +111,4 @@ def chunk_size(numbers_each: int) -> int:
 def check_direction(z: Tensor, v: Tensor) -> None:
     """Refuse a direction ``v`` that would broadcast against ``z`` instead of matching it."""
     if v.shape != z.shape:
-        raise ValueError(f"v must have the shape of z, {tuple(z.shape)}; got {tuple(v.shape)}.")
+        raise ValueError(f"v should have the shape of z, {tuple(z.shape)}; got {tuple(v.shape)}")

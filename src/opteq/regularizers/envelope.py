@@ -1,4 +1,4 @@
-"""What a proximal layer really minimises: the Moreau envelope of its regulariser."""
+"""The Moreau envelope of a regulariser, which is what a proximal layer minimises."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Envelope(Regularizer):
     def __post_init__(self) -> None:
         R = self.regularizer
         if not isinstance(R, Regularizer):
-            raise TypeError(f"Envelope: regularizer must be a Regularizer, such as L1(), not {R!r}.")
+            raise TypeError(f"Envelope: regularizer should be a Regularizer, such as L1(); got {R!r}")
         if not R.convex:
-            raise ValueError(f"Envelope: regularizer must be convex, and {R!r} is not; Ridge() and L1() are.")
+            raise ValueError(f"Envelope: regularizer should be convex, such as Ridge() or L1(); got {R!r}")
         if type(R).prox is Regularizer.prox:
-            raise ValueError(f"Envelope: regularizer must have a prox, and {R!r} has none; give its class one.")
+            raise ValueError(f"Envelope: regularizer should have a prox; {R!r} has none")
         positive(self, "weight")
         object.__setattr__(self, "couples_batch", R.couples_batch)
 
@@ -70,5 +70,5 @@ class Envelope(Regularizer):
 
     @property
     def gradient_lipschitz(self) -> float:
-        """1, whatever R: ``I - prox`` is nonexpansive."""
+        """1 for every R: ``I - prox`` is nonexpansive."""
         return 1.0

@@ -111,17 +111,17 @@ def _what_if(example: Example, classes: Sequence[str]) -> Html | None:
     names = {0.0: "off", 0.5: "half", 2.0: "double"}
     rows = []
     for layer, term in dict.fromkeys((one.layer, one.term) for one in example.what_if):
-        found = {one.factor: one for one in example.what_if if (one.layer, one.term) == (layer, term)}
+        by_factor = {one.factor: one for one in example.what_if if (one.layer, one.term) == (layer, term)}
         label = f"{layer}: {term}" if several else term
-        cells = [_cell(found[factor], example.predicted, classes) for factor in factors if factor in found]
+        cells = [_cell(by_factor[factor], example.predicted, classes) for factor in factors if factor in by_factor]
         rows.append(tag("tr", tag("th", tag("i", class_=f"swatch {style_of(term)}"), " ", label, scope="row"), *cells))
     heads = (tag("th", names.get(factor, f"{factor:g} times"), scope="col") for factor in factors)
     head = tag("tr", tag("th", "term", scope="col"), *heads)
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="numbers")
     lead = f"{classes[example.predicted]} over {classes[example.evidence.rival]}"
-    told = f"The lead of {lead} in logits, solved again with one term scaled, and the class where it is another one"
-    told += "; none: no equilibrium found." if not all(one.converged for one in example.what_if) else "."
-    note = tag("p", told, class_="note")
+    caption = f"The lead of {lead} in logits, solved again with one term scaled, and the class where it is another one"
+    caption += "; none: no equilibrium found." if not all(one.converged for one in example.what_if) else "."
+    note = tag("p", caption, class_="note")
     title = "What if a term were off, halved or doubled?"
     return tag("details", tag("summary", title), scroller(table, title), note)
 

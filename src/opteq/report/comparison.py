@@ -10,7 +10,7 @@ from typing import Any
 from opteq.common.errors import UserError
 from opteq.common.files import plain_errors, write_atomically
 from opteq.report.charts.curves import Chart, Series, line_chart
-from opteq.report.frame import framed
+from opteq.report.frame import html_page
 from opteq.report.html.markup import Html, join, scroller, tag
 from opteq.report.html.numbers import count, decimal, duration, percent, plural, scientific
 from opteq.report.run import Run, read_run
@@ -37,7 +37,7 @@ def compare(folders: Sequence[str | Path], target: str | Path) -> Path:
     body = join(_results(runs), _curves(runs), _differences(runs))
     notes = [f"{name}: {note}" for name, run in runs.items() for note in run.notes]
     listed = tag("ul", *(tag("li", note) for note in notes), class_="notes") if notes else None
-    page = framed(
+    page = html_page(
         f"{len(runs)} runs", "comparison of runs", join(*(tag("b", name) for name in runs), between=", "), None,
         listed, body,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from opteq.data.grey import read_grey
 from opteq.models.denoiser import Denoiser
 from opteq.report.charts.curves import Chart, Series, line_chart
 from opteq.report.charts.images import WIDE, image_data_url
-from opteq.report.frame import framed
+from opteq.report.frame import html_page
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.run import Run, read_run
 from opteq.solvers import FISTA
@@ -38,7 +38,7 @@ def write_denoising_report(folder: Path) -> Path:
         notes.append("The run is not finished: there are no weights yet.")
     remarks = join(*(tag("p", note, class_="note") for note in notes)) if notes else None
     subtitle = tag("p", str(run.recipe.get("reproduces", "")))
-    page = framed(run.name, "Denoiser", subtitle, None, remarks, join(*parts))
+    page = html_page(run.name, "Denoiser", subtitle, None, remarks, join(*parts))
     target = folder / "report.html"
     with plain_errors("writing the report", "free some space or check the permissions"):
         write_atomically(target, page.encode())
@@ -59,13 +59,13 @@ def _energy(model: Denoiser) -> Html:
 
 def _tests(folder: Path) -> Html | None:
     try:
-        found: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())["sets"]
+        sets: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())["sets"]
     except (OSError, ValueError, KeyError):
         return _section("Tests", tag("p", "Not evaluated yet: `opteq evaluate RUN` writes PSNR and SSIM here."))
     head = ("images", "sigma", "noisy, dB", "PSNR, dB", "SSIM", "minimised")
     rows = [
         (name, sigma, f"{one['noisy_psnr']:.2f}", f"{one['psnr']:.2f}", f"{one['ssim']:.4f}", f"{one['converged']:.0%}")
-        for name, levels in found.items()
+        for name, levels in sets.items()
         for sigma, one in levels.items()
     ]
     body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]

@@ -90,12 +90,12 @@ class Example:
         return None if self.label is None else self.label == self.predicted
 
 
-def explain(model: Classifier, images: LabelledImages, found: Predictions, seconds: float) -> list[Example]:
+def explain(model: Classifier, images: LabelledImages, predictions: Predictions, seconds: float) -> list[Example]:
     """Up to three mistakes, and correct predictions up to six in total."""
-    rows = choose(found, images.labels[found.order])
+    rows = choose(predictions, images.labels[predictions.order])
     if not rows:
         return []
-    indices = found.order[rows]
+    indices = predictions.order[rows]
     x = images.batch(indices, next(model.parameters()).device)
     return explain_images(model, x, images.images[indices], images.labels[indices].tolist(), seconds=seconds)
 
@@ -120,7 +120,7 @@ def explain_images(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = class_evidence(model, x)
+        evidence = class_evidence(model, x)
         with torch.no_grad():
             probabilities = model(x).float().softmax(dim=1).cpu()
         solves = layer_solves(model, x)
@@ -130,7 +130,7 @@ def explain_images(
     rows = range(len(x))
 
     def what_if(row: int) -> list[WhatIf]:
-        pair = int(found.target[row]), int(found.rival[row])
+        pair = int(evidence.target[row]), int(evidence.rival[row])
         return [
             WhatIf(
                 one.layer,
@@ -146,9 +146,9 @@ def explain_images(
     return [
         Example(
             pixels=pixels[row].cpu(),
-            predicted=int(found.target[row]),
+            predicted=int(evidence.target[row]),
             likely=list(zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True)),
-            evidence=_share(found, row),
+            evidence=_share(evidence, row),
             label=labels[row],
             name=names[row] if names else "",
             solves=solves[row],
@@ -159,34 +159,34 @@ def explain_images(
     ]
 
 
-def _share(found: Evidence, row: int) -> ShareOfEvidence:
-    several = len(found.features) > 1
+def _share(evidence: Evidence, row: int) -> ShareOfEvidence:
+    several = len(evidence.features) > 1
     channels = {
         (f"channel {index}.{place}" if several else f"channel {place}"): share
-        for index, branch in enumerate(found.channels())
+        for index, branch in enumerate(evidence.channels())
         for place, share in enumerate(branch[row].tolist())
     }
     strongest = dict(sorted(channels.items(), key=lambda pair: -abs(pair[1]))[:_CHANNELS])
     if several:
-        shares = {f"branch {index}": share for index, share in enumerate(found.branches()[row].tolist())}
+        shares = {f"branch {index}": share for index, share in enumerate(evidence.branches()[row].tolist())}
     else:
         rest = sum(share for name, share in channels.items() if name not in strongest)
         shares = {**strongest, "other channels": rest} if len(channels) > _CHANNELS else dict(strongest)
     return ShareOfEvidence(
-        rival=int(found.rival[row]),
-        shares={**shares, "bias": float(found.bias[row])},
+        rival=int(evidence.rival[row]),
+        shares={**shares, "bias": float(evidence.bias[row])},
         channels=strongest if several else {},
-        pixels=found.pixels[row].sum(dim=0).cpu(),
-        offset=float(found.offset[row]),
-        affine=found.affine,
+        pixels=evidence.pixels[row].sum(dim=0).cpu(),
+        offset=float(evidence.offset[row]),
+        affine=evidence.affine,
     )
 
 
-def choose(found: Predictions, labels: Tensor) -> list[int]:
+def choose(predictions: Predictions, labels: Tensor) -> list[int]:
     """Rows: the most confident mistakes, the least confident correct one, then average correct ones, over classes."""
-    confidence = found.probabilities.gather(1, found.predicted[:, None]).squeeze(1)
+    confidence = predictions.probabilities.gather(1, predictions.predicted[:, None]).squeeze(1)
     confidence = confidence.nan_to_num(nan=0.0)
-    right = found.predicted == labels
+    right = predictions.predicted == labels
     order = confidence.argsort(descending=True, stable=True).tolist()
     wrong = _spread_over_classes([row for row in order if not right[row]], labels, _WRONG)
     good = [row for row in order if right[row]]

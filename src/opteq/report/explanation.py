@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.files import plain_errors, write_atomically
 from opteq.models import Classifier, equilibria
 from opteq.models.prediction import ImageLike, Preprocessing, stack
@@ -13,7 +13,7 @@ from opteq.report import sections
 from opteq.report.cards import cards
 from opteq.report.examples import Example, explain_images
 from opteq.report.formula import formulas
-from opteq.report.frame import framed
+from opteq.report.frame import html_page
 from opteq.report.guarantees import guarantees
 from opteq.report.html.markup import join, tag
 from opteq.report.html.numbers import plural
@@ -34,7 +34,7 @@ def write_explanation(
     preprocessing = Preprocessing.of(model.config)
     weight = next(model.parameters())
     pixels = [preprocessing.pixels(image) for image in images]
-    with evaluating(model):
+    with evaluation_mode(model):
         # One batch where all images have one size; images of a model without a saved size may differ.
         batches = [pixels] if len({one.shape for one in pixels}) == 1 else [[one] for one in pixels]
         examples: list[Example] = []
@@ -51,7 +51,7 @@ def write_explanation(
     if layers:
         parts.append(guarantees([(name, layer.problem.certificate()) for name, layer in layers]))
     what = join(tag("b", str(model.config["name"])), f"on {plural(len(images), 'image')}", between=" ")
-    html = framed(title, "explanation of predictions", what, None, None, join(*parts))
+    html = html_page(title, "explanation of predictions", what, None, None, join(*parts))
     with plain_errors(f"writing {target}", "choose another place with --explain FILE"):
         write_atomically(target, html.encode(errors="replace"))
     return target

@@ -233,7 +233,7 @@ def _(problem: MOptEq) -> Formula:
         symbols.append((typeset("D"), "the sizes of all products of different channels, added up"))
     over_all = Html(over.replace("<i>y</i>", "<i>y</i><sub><i>i</i></sub>"))
     step = join(typeset("y_i ← "), act, typeset("(W_i h_i + U_i x_i + b_i)"))
-    return Formula(over_all, tuple(terms), step, tuple(symbols), before=_sum(len(problem.each())))
+    return Formula(over_all, tuple(terms), step, tuple(symbols), before=_sum(len(problem.branch_list())))
 
 
 @formula.register

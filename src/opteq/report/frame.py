@@ -9,7 +9,7 @@ from string import Template
 from opteq.report.html.markup import Html, join
 
 
-def framed(title: str, kind: str, subtitle: Html, headline: Html | None, notes: Html | None, body: Html) -> str:
+def html_page(title: str, kind: str, subtitle: Html, headline: Html | None, notes: Html | None, body: Html) -> str:
     """A self-contained HTML page.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from opteq.problems.certificate import Certificate
 from opteq.report.html.markup import Html, join, tag
-from opteq.report.html.numbers import decimal, percent, with_symbols, written
+from opteq.report.html.numbers import decimal, explain_symbols, percent, with_symbols
 from opteq.report.sections import section
 
 _PART = re.compile(r"(?:^|\. |; )part (\d+): ")
@@ -30,7 +30,7 @@ def guarantees(certificates: Sequence[tuple[str, Certificate | str]], certified:
             blocks.append(join(title, tag("ul", *_statements(certificate), class_="certificate")))
             meanings |= certificate.symbols()
     if meanings:
-        blocks.append(tag("p", f"Here {written(meanings)}.", class_="note"))
+        blocks.append(tag("p", f"Here {explain_symbols(meanings)}.", class_="note"))
     if certified is not None:
         words = f"Of the test images, {percent(certified)} converged to certified equilibria, by the weights or"
         blocks.append(tag("p", f"{words} at the point (see analysis.local_certificate)."))
@@ -88,8 +88,8 @@ def _reason(words: str, unknown: bool) -> Html:
         return tag("p", with_symbols(words))
     parts = list(zip(rest[::2], rest[1::2], strict=True))
     if len({reason for _, reason in parts}) == 1:
-        told = f"Each of the {len(parts)} parts: {with_symbols(parts[0][1])}"
-        return tag("p", told if unknown else f"{with_symbols(head)} {told}")
+        text = f"Each of the {len(parts)} parts: {with_symbols(parts[0][1])}"
+        return tag("p", text if unknown else f"{with_symbols(head)} {text}")
     first = tag("p", f"The first of {len(parts)} parts: {with_symbols(parts[0][1])}" if unknown else with_symbols(head))
     listed = tag("ol", *(tag("li", with_symbols(reason)) for _, reason in parts), start="0")
     return join(first, tag("details", tag("summary", f"All {len(parts)} parts"), listed))

@@ -78,7 +78,7 @@ def layer_solves(model: nn.Module, x: Tensor) -> list[list[LayerSolve]]:
 
 
 def _until(trace: Tensor, steps: int) -> list[float]:
-    """The values up to the sample's last step, with which its batch mates may go on."""
+    """The values up to the sample's last step; other samples of the batch may take more steps."""
     return [float(value) for value in trace[: steps + 1].double().cpu()]
 
 

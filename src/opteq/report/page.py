@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.files import plain_errors, write_atomically
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
@@ -19,7 +19,7 @@ from opteq.report.charts.robustness import robustness
 from opteq.report.denoising import write_denoising_report
 from opteq.report.examples import Example, explain
 from opteq.report.formula import formulas
-from opteq.report.frame import framed
+from opteq.report.frame import html_page
 from opteq.report.guarantees import guarantees
 from opteq.report.html.markup import Html, join, tag
 from opteq.report.html.numbers import count, decimal, duration, percent, plural, scientific, short_count
@@ -41,8 +41,8 @@ class Findings:
     @property
     def solves(self) -> list[SolveRecord]:
         """Statistics of the solves; empty where nothing was evaluated."""
-        looked = self.predictions if self.predictions is not None else self.maps
-        return [] if looked is None else looked.solves
+        evaluated = self.predictions if self.predictions is not None else self.maps
+        return [] if evaluated is None else evaluated.solves
 
     def layers(self) -> list[tuple[str, Equilibrium]]:
         """The equilibrium layers of the model."""
@@ -68,8 +68,8 @@ def write(run_dir: str | Path, seconds: float = 120.0) -> Path:
     run = read_run(folder)
     if run.recipe.get("task") == "denoising":
         return write_denoising_report(folder)
-    found = _findings(run, seconds)
-    html = render(run, found)
+    findings = _findings(run, seconds)
+    html = render(run, findings)
     target = folder / "report.html"
     with plain_errors("writing the report", "free some space or check the permissions"):
         # File names in the command may not be valid Unicode.
@@ -77,41 +77,46 @@ def write(run_dir: str | Path, seconds: float = 120.0) -> Path:
     return target
 
 
-def render(run: Run, found: Findings) -> str:
+def render(run: Run, findings: Findings) -> str:
     """The report as HTML."""
-    layers = found.layers()
+    layers = findings.layers()
     parts: list[Html] = []
-    if found.model is not None:
+    if findings.model is not None:
         parts.append(sections.objective([(name, one) for name, layer in layers for one in formulas(layer.problem)]))
     parts.append(sections.learning(run))
-    if found.solves:
-        parts.append(sections.solving(found.solves))
+    if findings.solves:
+        parts.append(sections.solving(findings.solves))
     if layers:
         parts.append(guarantees([(name, _certificate(layer)) for name, layer in layers], run.certified))
     if run.robustness:
         parts.append(robustness(run.robustness, run.folder))
-    if found.predictions is not None and found.images is not None and len(found.predictions.order):
-        parts.append(sections.mistakes(found.predictions, found.images.classes))
-    if found.examples and found.images is not None:
-        parts.append(cards(found.examples, found.images.classes))
-    if found.maps is not None and found.images is not None:
+    if findings.predictions is not None and findings.images is not None and len(findings.predictions.order):
+        parts.append(sections.mistakes(findings.predictions, findings.images.classes))
+    if findings.examples and findings.images is not None:
+        parts.append(cards(findings.examples, findings.images.classes))
+    if findings.maps is not None and findings.images is not None:
         parts += [
-            pixel_mistakes(found.maps, found.images.classes),
-            segmentation_cards(found.maps.examples, found.images.classes),
+            pixel_mistakes(findings.maps, findings.images.classes),
+            segmentation_cards(findings.maps.examples, findings.images.classes),
         ]
     parts.append(appendix(run))
     notes = tag("ul", *(tag("li", note) for note in run.notes), class_="notes") if run.notes else None
-    return framed(
-        run.name, "report of a run", _subtitle(run, found), sections.headline(_numbers(run, found)), notes, join(*parts)
+    return html_page(
+        run.name,
+        "report of a run",
+        _subtitle(run, findings),
+        sections.headline(_numbers(run, findings)),
+        notes,
+        join(*parts),
     )
 
 
-def _subtitle(run: Run, found: Findings) -> Html:
+def _subtitle(run: Run, findings: Findings) -> Html:
     """Model, data, training time, and the result that it reproduces."""
     model = run.section("model").get("name") or run.config.get("name") or "a model"
     data = run.section("data").get("name")
     on = None if data is None else f"on {data}"
-    classes = None if found.images is None else f"with {len(found.images.classes)} classes"
+    classes = None if findings.images is None else f"with {len(findings.images.classes)} classes"
     seconds = sum(value for value in run.column("seconds") if math.isfinite(value))
     trained = f"trained for {duration(seconds)}" if seconds > 0 else None
     what = join(tag("b", model), on, classes, between=" ")
@@ -119,13 +124,13 @@ def _subtitle(run: Run, found: Findings) -> Html:
     return join(what, trained, f"the recipe's goal: {goal}" if goal else None, between=" · ")
 
 
-def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
+def _numbers(run: Run, findings: Findings) -> list[tuple[str, str, str]]:
     """The headline: values measured now, or those that training recorded."""
-    looked, maps = found.predictions, found.maps
+    predictions, maps = findings.predictions, findings.maps
     measure, key = ("mean IoU", "test_iou") if run.latest("test_iou") is not None else ("accuracy", "test_accuracy")
     accuracy, about = run.latest(key), "on the test images, as recorded"
-    if looked is not None and looked.complete and len(looked.order):
-        accuracy, about = looked.accuracy, f"of {plural(looked.total, 'test image')}"
+    if predictions is not None and predictions.complete and len(predictions.order):
+        accuracy, about = predictions.accuracy, f"of {plural(predictions.total, 'test image')}"
     elif maps is not None and maps.seen == maps.total:
         measure, accuracy, about = "mean IoU", maps.mean_overlap, f"over {plural(maps.total, 'test image')}"
     elif accuracy is None:
@@ -133,12 +138,12 @@ def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
     epochs, planned = len(run.epochs), run.planned_epochs
     of = "recorded" if planned is None else "as planned" if planned == epochs else f"of {planned} planned"
     numbers = [(measure, percent(accuracy), about), ("epochs", count(epochs), of)]
-    if found.model is not None:
-        size = sum(parameter.numel() for parameter in found.model.parameters())
+    if findings.model is not None:
+        size = sum(parameter.numel() for parameter in findings.model.parameters())
         numbers.insert(1, ("parameters", short_count(size), f"exactly {size:,}"))
-        if not found.layers():
+        if not findings.layers():
             return numbers
-    solves = found.solves
+    solves = findings.solves
     steps, worst = run.latest("solver_steps"), run.latest("worst_residual")
     if solves:
         steps = sum(one.mean_steps for one in solves) / len(solves)
@@ -157,49 +162,49 @@ def _numbers(run: Run, found: Findings) -> list[tuple[str, str, str]]:
 
 def _findings(run: Run, seconds: float) -> Findings:
     """Load the model and evaluate it; failures become notes."""
-    found = Findings()
+    findings = Findings()
     if not run.has_weights:
         run.notes.append("No weights are saved yet, so the report shows only what training recorded.")
-        return found
+        return findings
     from opteq import data, models  # imported here: not needed without weights
 
     try:
-        found.model = models.from_pretrained(run.folder)
+        findings.model = models.from_pretrained(run.folder)
     except (ValueError, RuntimeError, OSError) as error:
         run.notes.append(f"The weights can't be loaded: {error}")
-        return found
+        return findings
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found.model.to(device).eval()
+    findings.model.to(device).eval()
     known = ("name", "root", "cache", "image_size", "stream", "workers")
-    asked = {key: value for key, value in run.section("data").items() if key in known}
-    if "name" not in asked:
+    options = {key: value for key, value in run.section("data").items() if key in known}
+    if "name" not in options:
         run.notes.append("The recipe names no data, so no test images are shown.")
-        return found
+        return findings
     try:
-        loaded = data.load(**asked)
+        loaded = data.load(**options)
     except (ValueError, TypeError, OSError) as error:
         run.notes.append(f"The test images can't be loaded: {error}")
-        return found
-    trained = {"classes": loaded.classes, "mean": loaded.mean, "std": loaded.std, **found.model.config["extra"]}
+        return findings
+    trained = {"classes": loaded.classes, "mean": loaded.mean, "std": loaded.std, **findings.model.config["extra"]}
     if list(trained["classes"]) != list(loaded.classes):
         run.notes.append("The classes are not those that the model was trained on, so no test images are shown.")
-        return found
+        return findings
     split = loaded.test
     # Mean and std are those of training.
     colours = tuple(trained["mean"]), tuple(trained["std"])
-    found.images = LabelledImages(split.images, split.labels, tuple(loaded.classes), *colours)
+    findings.images = LabelledImages(split.images, split.labels, tuple(loaded.classes), *colours)
     try:
-        with evaluating(found.model):
-            if not all(bool(torch.isfinite(weight).all()) for weight in found.model.parameters()):
+        with evaluation_mode(findings.model):
+            if not all(bool(torch.isfinite(weight).all()) for weight in findings.model.parameters()):
                 raise ValueError("its weights are not finite")
             if split.dense:
-                found.maps = evaluate_segmentation(found.model, found.images, seconds)
-                return found
-            found.predictions = predict(found.model, found.images, seconds)
-            found.examples = explain(found.model, found.images, found.predictions, seconds)
+                findings.maps = evaluate_segmentation(findings.model, findings.images, seconds)
+                return findings
+            findings.predictions = predict(findings.model, findings.images, seconds)
+            findings.examples = explain(findings.model, findings.images, findings.predictions, seconds)
     except (ValueError, RuntimeError) as error:  # weights that are not finite, or images of another size
         run.notes.append(f"The model can't be run on the test images: {error}")
-    return found
+    return findings
 
 
 def _certificate(layer: Equilibrium) -> Certificate | str:

@@ -12,7 +12,7 @@ import tomlkit
 from tomlkit.exceptions import ParseError
 
 from opteq.common.errors import UserError
-from opteq.common.files import look_into
+from opteq.common.files import check_readable
 
 _SIGNS = ("recipe.toml", "metrics.jsonl", "config.json", "model.safetensors")
 
@@ -61,8 +61,8 @@ class Run:
 
     def section(self, name: str) -> dict[str, Any]:
         """A table of the recipe; empty where there is none."""
-        found = self.recipe.get(name)
-        return found if isinstance(found, dict) else {}
+        table = self.recipe.get(name)
+        return table if isinstance(table, dict) else {}
 
     def column(self, key: str) -> list[float]:
         """One metric over all epochs, NaN where it is missing."""
@@ -75,7 +75,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """The run in ``folder``. Damaged files become notes; a folder without a run raises :class:`UserError`."""
-    look_into(folder)
+    check_readable(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the run folder that `opteq train` wrote, such as runs/digits")
     if not any((folder / sign).is_file() for sign in _SIGNS):
@@ -123,11 +123,11 @@ def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
     if not content:
         return {}
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except ValueError as error:
         notes.append(f"{path.name} can't be read: {error}.")
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
@@ -138,14 +138,14 @@ def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)  # reads NaN and Infinity, which Python's writer leaves
+            line_values = json.loads(line)  # reads NaN and Infinity, which Python's writer leaves
         except ValueError:
             damaged += 1
             continue
-        if not isinstance(found, dict):
+        if not isinstance(line_values, dict):
             damaged += 1
             continue
-        values = {key: _number(value) for key, value in found.items()}
+        values = {key: _number(value) for key, value in line_values.items()}
         epoch = values.get("epoch", math.nan)
         epochs[int(epoch) if math.isfinite(epoch) else number] = values
     if damaged:

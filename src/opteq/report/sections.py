@@ -9,7 +9,7 @@ from opteq.report.charts.curves import Chart, Series, line_chart
 from opteq.report.charts.matrix import class_accuracies, confused_pairs, confusion_matrix, legend
 from opteq.report.charts.waterfall import style_of
 from opteq.report.formula import Formula
-from opteq.report.html.markup import Html, join, raised, scroller, tag
+from opteq.report.html.markup import Html, join, scroller, superscripts, tag
 from opteq.report.html.numbers import count, decimal, percent, plural, scientific
 from opteq.report.predictions import Predictions, SolveRecord
 from opteq.report.run import Run
@@ -24,25 +24,30 @@ def section(name: str, title: str, *content: object, lead: object = None) -> Htm
 def headline(numbers: Sequence[tuple[str, str, str]]) -> Html:
     """The headline: name, value and note of each number."""
     items = [
-        tag("div", tag("dt", name), tag("dd", tag("b", raised(value)), tag("span", raised(note))), class_="number")
+        tag(
+            "div",
+            tag("dt", name),
+            tag("dd", tag("b", superscripts(value)), tag("span", superscripts(note))),
+            class_="number",
+        )
         for name, value, note in numbers
     ]
     return tag("dl", *items, class_="headline")
 
 
-def objective(found: Sequence[tuple[str, Formula]]) -> Html:
-    """What the network minimises."""
+def objective(formulas: Sequence[tuple[str, Formula]]) -> Html:
+    """The objective that the network minimises."""
     lead = join(
         "The middle of this network is an equilibrium layer. For every image it finds a state ",
         tag("i", "y"),
         " where this objective is stationary (its minimum, where there is only one such state).",
     )
-    if not found:
+    if not formulas:
         return section("objective", "Objective", _no_equilibrium())
-    if not any(one.terms for _, one in found):
+    if not any(one.terms for _, one in formulas):
         lead = join("The middle of this network is an equilibrium layer: a fixed point of its steps.")
-    several = len({name for name, _ in found}) > 1
-    return section("objective", "Objective", *(_formula(name, one, several) for name, one in found), lead=lead)
+    several = len({name for name, _ in formulas}) > 1
+    return section("objective", "Objective", *(_formula(name, one, several) for name, one in formulas), lead=lead)
 
 
 def _no_equilibrium() -> Html:
@@ -187,7 +192,9 @@ def _solve_facts(record: SolveRecord) -> Html:
         ("converged", percent(record.converged)),
         ("worst residual", scientific(record.worst_residual)),
     ]
-    listed = tag("dl", *(join(tag("dt", name), tag("dd", raised(value))) for name, value in facts), class_="facts")
+    listed = tag(
+        "dl", *(join(tag("dt", name), tag("dd", superscripts(value))) for name, value in facts), class_="facts"
+    )
     failures = [
         tag("p", tag("b", f"{plural(times, 'image')}: "), f"{status.message}.", class_="note")
         for status, times in record.failures.items()
@@ -195,15 +202,19 @@ def _solve_facts(record: SolveRecord) -> Html:
     return tag("div", listed, *failures)
 
 
-def mistakes(found: Predictions, classes: Sequence[str]) -> Html:
+def mistakes(predictions: Predictions, classes: Sequence[str]) -> Html:
     """The confusion matrix and the most frequent confusions."""
-    wrong = int(found.confusion.sum() - found.confusion.diagonal().sum())
-    seen = len(found.order)
-    of = f"{plural(seen, 'test image')}" if found.complete else f"the {seen:,} of {found.total:,} evaluated test images"
+    wrong = int(predictions.confusion.sum() - predictions.confusion.diagonal().sum())
+    seen = len(predictions.order)
+    of = (
+        f"{plural(seen, 'test image')}"
+        if predictions.complete
+        else f"the {seen:,} of {predictions.total:,} evaluated test images"
+    )
     lead = f"Of {of}, {wrong:,} {'was' if wrong == 1 else 'were'} misclassified. Rows are true classes."
     matrix = tag(
         "figure",
-        confusion_matrix(found.confusion, classes),
+        confusion_matrix(predictions.confusion, classes),
         tag(
             "figcaption",
             "Shade: fraction of the row. Mistakes are shaded relative to the most frequent one. ",
@@ -211,8 +222,8 @@ def mistakes(found: Predictions, classes: Sequence[str]) -> Html:
         ),
         class_="matrix",
     )
-    accuracies = class_accuracies(found.confusion, classes)
-    aside = tag("div", tag("h3", "Most frequent mistakes"), confused_pairs(found.confusion, classes))
+    accuracies = class_accuracies(predictions.confusion, classes)
+    aside = tag("div", tag("h3", "Most frequent mistakes"), confused_pairs(predictions.confusion, classes))
     return section("mistakes", "Mistakes", tag("div", matrix, aside, class_="beside"), accuracies, lead=lead)
 
 

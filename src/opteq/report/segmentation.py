@@ -76,7 +76,7 @@ def evaluate_segmentation(model: nn.Module, images: LabelledImages, seconds: flo
     size = len(images.classes)
     confusion = torch.zeros(size, size, dtype=torch.int64)
     examples: list[SegmentationExample] = []
-    seen = 0
+    count = 0
     model.eval()
     monitor, deadline = SolveMonitor(model), time.monotonic() + seconds
     with warnings.catch_warnings():
@@ -88,24 +88,28 @@ def evaluate_segmentation(model: nn.Module, images: LabelledImages, seconds: flo
             labelled = labels != IGNORE_INDEX
             cells = labels[labelled] * size + predicted[labelled]
             confusion += torch.bincount(cells, minlength=size * size).reshape(size, size)
-            seen += len(indices)
+            count += len(indices)
             for place, index in enumerate(indices[: _SHOWN - len(examples)].tolist()):
                 examples.append(SegmentationExample(images.images[index], labels[place], predicted[place]))
             if time.monotonic() > deadline:
                 break
-    return SegmentationResult(confusion, examples, monitor.records(), seen, len(order))
+    return SegmentationResult(confusion, examples, monitor.records(), count, len(order))
 
 
-def pixel_mistakes(found: SegmentationResult, classes: Sequence[str]) -> Html:
+def pixel_mistakes(result: SegmentationResult, classes: Sequence[str]) -> Html:
     """Metrics per class, and the most frequent confusions."""
-    labelled = int(found.confusion.sum())
-    of = plural(found.seen, "test image") if found.seen == found.total else f"{found.seen:,} of {found.total:,} images"
+    labelled = int(result.confusion.sum())
+    of = (
+        plural(result.seen, "test image")
+        if result.seen == result.total
+        else f"{result.seen:,} of {result.total:,} images"
+    )
     lead = (
         f"Over {plural(labelled, 'pixel')} with a class, in {of}. Intersection over union is the number of correct "
         "pixels over the number of pixels that belong to a class or were predicted as it."
     )
-    true, right = found.confusion.sum(dim=1).tolist(), found.confusion.diagonal().tolist()
-    overlap = found.overlap.tolist()
+    true, right = result.confusion.sum(dim=1).tolist(), result.confusion.diagonal().tolist()
+    overlap = result.overlap.tolist()
     head = ("class", "intersection over union", "found", "share of all pixels")
     rows = [
         tag(
@@ -120,7 +124,7 @@ def pixel_mistakes(found: SegmentationResult, classes: Sequence[str]) -> Html:
     columns = tag("tr", *(tag("th", name, scope="col") for name in head))
     table = tag("table", tag("thead", columns), tag("tbody", *rows), class_="numbers")
     numbers = scroller(table, "Every class in numbers")
-    pairs = confused_pairs(found.confusion, classes, "pixel")
+    pairs = confused_pairs(result.confusion, classes, "pixel")
     aside = tag("div", tag("h3", "Most frequent mistakes"), pairs)
     return section("mistakes", "Mistakes", tag("div", numbers, aside, class_="beside"), lead=lead)
 

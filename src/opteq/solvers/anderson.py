@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.common.validate import whole
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Task
-from opteq.states import choose_rows, row_norms, zeros_a_row
+from opteq.states import choose_rows, row_norms, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +18,13 @@ class Anderson(DampedSolver):
     """Anderson acceleration (type II) with a memory of a few steps.
 
     With ``g = T(y) - y`` and the last differences ``dY``, ``dG``, the weights ``w`` minimise ``|g - dG w|`` and
-    ``y <- y - dY w + damping (g - dG w)``. Differences are stored divided by ``|dG|``, so the Gram matrix holds
-    cosines, whatever the scale of the problem; it is solved in float64 with a ridge at its rounding level. A row
-    whose columns have become dependent keeps only the newest one. Nothing here can raise a singular-matrix error.
+    ``y <- y - dY w + damping (g - dG w)``. Differences are stored divided by ``|dG|``, so the Gram matrix holds cosines
+    at every scale of the problem. The system is solved in float64 with a ridge at its rounding level. A row whose
+    columns have become dependent keeps only the newest one. No singular-matrix error is possible.
 
     Args:
-        memory: number of differences. Five is where most of the gain is; more costs memory and conditioning.
-        damping: share of the residual that is added; None takes what the problem recommends, else 1.
+        memory: number of differences. Five give most of the gain; more cost memory and conditioning.
+        damping: share of the residual that is added; None takes the problem's recommendation, else 1.
 
     >>> import torch
     >>> outcome = Anderson(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
@@ -43,7 +43,7 @@ class Anderson(DampedSolver):
 
 
 def ridge(dtype: torch.dtype, eps: float) -> float:
-    """What is added to a Gram matrix of cosines: inner products carry ``dtype``'s rounding, differences the map's."""
+    """The ridge of a Gram matrix of cosines: inner products carry ``dtype``'s rounding, differences the map's."""
     return max(50 * torch.finfo(dtype).eps, 0.1 * eps)
 
 
@@ -55,10 +55,10 @@ class _AndersonMixing(Method):
         self.residuals = History(start, memory)  # dG / |dG|
         self.moves = History(start, memory)  # (dY + damping dG) / |dG|
         small = torch.float32 if start.device.type == "mps" else torch.float64
-        self.gram = zeros_a_row(start, memory, memory, dtype=small)
+        self.gram = zeros_per_row(start, memory, memory, dtype=small)
         self.eye = torch.eye(memory, dtype=small, device=start.device)
-        self.used = zeros_a_row(start, memory, dtype=torch.bool)
-        self.fresh = ~zeros_a_row(start, dtype=torch.bool)
+        self.used = zeros_per_row(start, memory, dtype=torch.bool)
+        self.fresh = ~zeros_per_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
         self.ridge = ridge
 
@@ -145,7 +145,7 @@ class History:
         self.filled = 0
         plain = not torch._C._are_functorch_transforms_active()
         shape = (memory, like.shape[1])
-        self._ring = like.new_empty(like.shape[0], *shape) if plain else zeros_a_row(like, *shape)
+        self._ring = like.new_empty(like.shape[0], *shape) if plain else zeros_per_row(like, *shape)
 
     @property
     def columns(self) -> Tensor:
@@ -159,7 +159,7 @@ class History:
 
     @property
     def newest(self) -> Tensor:
-        """What was written last, ``(R, N)``."""
+        """The newest column, ``(R, N)``."""
         return self._ring[:, self.slot]
 
     def push(self, vector: Tensor, scale: Tensor, rows: Tensor) -> None:

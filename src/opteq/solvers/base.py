@@ -1,4 +1,4 @@
-"""What every fixed-point solver is: a frozen set of options, and one entry, :meth:`Solver.solve`."""
+"""The base class of fixed-point solvers: frozen options, and one entry point, :meth:`Solver.solve`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from opteq.solvers.status import Status
 from opteq.states import Autocast, Layout, State, blocks
 
 Step = Callable[[State], State]
-MeasuredStep = Callable[[State], tuple[State, Tensor]]
+StepAndMerit = Callable[[State], tuple[State, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Outcome:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """How a solve went, per sample.
+    """The outcome of a solve, per sample.
 
     Attributes:
-        method, steps: what was used, in words, and the steps taken ``(B,)``.
-        residual: relative residual of the answer, ``(B,)``; NaN where no system was solved. Where a problem was solved
-            in the smaller variable of its features, theirs, which is at least that of the state.
+        method, steps: the method in words, and the number of steps ``(B,)``.
+        residual: relative residual of the result, ``(B,)``; NaN where no system was solved. Where a problem was solved
+            in its features, it is theirs, which is at least that of the state.
         codes: a :class:`~opteq.solvers.status.Status` as an integer, ``(B,)``.
         tol: the tolerance that was applied.
         history: residual after every step, or a function that waits for it: :attr:`trace` reads it.
@@ -108,7 +108,7 @@ class Report:
     __repr__ = __str__  # tensors of a whole batch would be all that is seen
 
     def failures(self) -> Tensor:
-        """Which samples ended without what was asked for."""
+        """Which samples failed, ``(B,)``."""
         fine = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
         return torch.stack([self.codes != int(status) for status in fine]).all(dim=0)
 
@@ -135,8 +135,8 @@ class FixedPointTask:
     Attributes:
         step: the map; it keeps the shape of its argument.
         start: a tensor or a tuple of tensors, batch first.
-        measured: the same map together with a merit, one value per sample that plain steps decrease. It guards methods
-            that extrapolate.
+        step_and_merit: the same map together with a merit, one value per sample that plain steps decrease. It guards
+            methods that extrapolate.
         project: brings a state to where the problem makes sense, for methods that extrapolate.
         damping: the damping that the problem recommends; a number, or one per sample ``(B,)``.
         coupled: whether samples depend on each other, so that the batch is solved as one.
@@ -144,7 +144,7 @@ class FixedPointTask:
 
     step: Step
     start: State
-    measured: MeasuredStep | None = None
+    step_and_merit: StepAndMerit | None = None
     project: Step | None = None
     damping: float | Tensor = 1.0
     coupled: bool = False
@@ -186,13 +186,13 @@ class Solver(metaclass=NamedOptions):
         step: Step,
         start: State,
         *,
-        measured: MeasuredStep | None = None,
+        step_and_merit: StepAndMerit | None = None,
         project: Step | None = None,
         damping: float | Tensor = 1.0,
         coupled: bool = False,
     ) -> Outcome:
         """Solve ``y = step(y)`` from ``start``; the arguments are those of :class:`FixedPointTask`."""
-        return self.run(FixedPointTask(step, start, measured, project, damping, coupled))
+        return self.run(FixedPointTask(step, start, step_and_merit, project, damping, coupled))
 
     def run(self, task: FixedPointTask) -> Outcome:
         """Solve ``task``."""
@@ -206,7 +206,7 @@ class Solver(metaclass=NamedOptions):
         start = task.start
         layout = Layout.of(start, task.coupled or self.couples_batch)
         caller = Autocast.current(layout.device)
-        evaluate = Evaluation(task.step, None if self.takes_every_step else task.measured, layout, caller)
+        evaluate = Evaluation(task.step, None if self.takes_every_step else task.step_and_merit, layout, caller)
         with caller.off():
             image, merit = evaluate.state(start)
             first, packed = layout.pack(start), layout.pack(image)
@@ -275,9 +275,9 @@ def _by_row(damping: float | Tensor, layout: Layout) -> float | Tensor:
 class Evaluation:
     """The map in the caller's precision, on states and on matrices, checked and with its rounding noted."""
 
-    def __init__(self, step: Step, measured: MeasuredStep | None, layout: Layout, caller: Autocast) -> None:
+    def __init__(self, step: Step, step_and_merit: StepAndMerit | None, layout: Layout, caller: Autocast) -> None:
         self.step = step
-        self.measured = measured
+        self.step_and_merit = step_and_merit
         self.layout = layout
         self.caller = caller
         self.eps = torch.finfo(caller.dtype).eps if caller.enabled and caller.dtype else 0.0
@@ -285,7 +285,7 @@ class Evaluation:
     def state(self, state: State) -> tuple[State, Tensor | None]:
         """Image and merit of a state."""
         with self.caller.entered():
-            image, merit = (self.step(state), None) if self.measured is None else self.measured(state)
+            image, merit = (self.step(state), None) if self.step_and_merit is None else self.step_and_merit(state)
         self.layout.check(image, "what the map returns")
         self.eps = max(self.eps, *(torch.finfo(part.dtype).eps for part in blocks(image)))
         if merit is not None and self.layout.coupled:

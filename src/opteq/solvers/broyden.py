@@ -1,4 +1,4 @@
-"""Broyden's method with limited memory: a Newton step whose Jacobian is learned from the steps taken."""
+"""Broyden's method with limited memory: a Newton step whose inverse Jacobian is estimated from earlier steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opteq.common.validate import whole
 from opteq.solvers.anderson import History, with_column
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Task
-from opteq.states import row_norms, zeros_a_row
+from opteq.states import row_norms, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,13 @@ class Broyden(DampedSolver):
     """Good Broyden updates of an inverse Jacobian, kept as a sum of ``memory`` rank-one terms.
 
     With ``g = T(y) - y`` the step is ``y <- y + H g``, where ``H ~ (I - J)^-1`` starts as ``damping I`` and after a
-    move ``s`` with change of residual ``-t`` becomes ``H + (s - H t) (H's)' / <H's, t>``, so that ``H t = s``.
-    When the memory is full the estimate begins anew: each term was made to fit those before it, so what is left after
-    dropping the oldest is no estimate of anything.
+    move ``s`` with change of residual ``-t`` becomes ``H + (s - H t) (H's)' / <H's, t>``, so that ``H t = s``. When the
+    memory is full the estimate is reset: each term corrects those before it, so without the oldest the rest would be no
+    estimate.
 
     Args:
         memory: number of terms.
-        damping: scale of the first estimate; None takes what the problem recommends, else 1.
+        damping: scale of the first estimate; None takes the problem's recommendation, else 1.
 
     >>> import torch
     >>> outcome = Broyden(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))
@@ -53,8 +53,8 @@ class _BroydenUpdates(Method):
         self.damping = damping
         self.left = History(start, memory)
         self.right = History(start, memory)
-        self.used = zeros_a_row(start, memory, dtype=torch.bool)
-        self.fresh = ~zeros_a_row(start, dtype=torch.bool)
+        self.used = zeros_per_row(start, memory, dtype=torch.bool)
+        self.fresh = ~zeros_per_row(start, dtype=torch.bool)
         self.last: tuple[Tensor, Tensor] | None = None
 
     def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:  # noqa: ARG002

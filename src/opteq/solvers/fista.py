@@ -1,4 +1,4 @@
-"""FISTA: accelerated proximal gradient steps with restarts and step lengths that correct themselves, per sample."""
+"""FISTA: accelerated proximal gradient steps with adaptive restarts and step lengths, per sample."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from opteq.states import choose_rows, per_row, row_norms
 
 _MEASURES = ("residual", "error")
 _YOUNG, _ASSUMED = 8, 1e4
-"""The first moves go along stiff directions and say little about the others: until so many were made, a condition number
-of 1e4 is assumed."""
+"""The first moves follow stiff directions and say little about the others. For that many moves a condition number of
+1e4 is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FISTA(DampedSolver):
     """Accelerated steps ``y <- z + s (T(z) - z)``, ``z <- y + beta (y - y_before)`` (Beck and Teboulle 2009).
 
-    For an :class:`~opteq.Objective` T is a proximal gradient step, so this is the accelerated proximal gradient method;
-    it also accelerates any other map that is the gradient step of a convex function, OptEq's for instance. One
-    evaluation of the map per step; every sample restarts and shortens its steps by itself:
+    For an :class:`~opteq.Objective` T is a proximal gradient step, so this is the accelerated proximal gradient method.
+    It also accelerates every other map that is the gradient step of a convex function, OptEq's for instance. A step
+    evaluates the map once. Every sample has its own restarts and step lengths:
 
-    - momentum restarts where it points uphill (O'Donoghue and Candes 2015), and where the merit has risen; without a
-      merit where ``|T(z) - z|`` is above its least value: on maps that are no gradient steps momentum may go round in
-      circles, while the plain steps of a contraction decrease it;
-    - a plain step that raises both the merit and the residual is taken back, and the share s is halved. For convex
-      penalties ``T(z) - z`` is a direction of descent whatever the problem's step length, so that this ends;
-    - s also falls where the curvature that was met along the last move does not allow it.
+    - momentum restarts where it is no descent direction (O'Donoghue and Candes 2015), and where the merit has risen.
+      Without a merit it restarts where ``|T(z) - z|`` is above its least value: on maps that are not gradient steps,
+      momentum may cycle, while the plain steps of a contraction decrease it;
+    - a plain step that increases both the merit and the residual is undone, and the share s is halved. This ends, since
+      for convex penalties ``T(z) - z`` is a descent direction for every step length;
+    - s is also reduced where the curvature along the last move is too large for it.
 
     Args:
-        damping: the share s to begin with; None takes what the problem recommends, else 1.
+        damping: the initial share s; None takes the problem's recommendation, else 1.
         measure: what ``tol`` bounds. ``"residual"`` is ``|T(y) - y| / |T(y)|`` as for every solver. ``"error"``
             multiplies it by ``|dy| / |d(T(y) - y)|`` along the last moves, at least 1: an estimate of the relative
-            distance to the solution, which in a problem of condition number k is up to k times the residual. It is the
-            one to use where the objective has flat directions: a small residual does not mean a minimum there.
+            distance to the solution, which is up to k times the residual for condition number k. Use it where the
+            objective has flat directions: a small residual does not mean a minimum there.
 
     >>> import torch
     >>> outcome = FISTA(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))

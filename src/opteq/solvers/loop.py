@@ -79,7 +79,7 @@ FAR = 10.0
 
 
 class Process(Protocol):
-    """What a method does between two measurements of the residual. Points are matrices with one row per sample."""
+    """The part of a method between two evaluations of the residual. Points are matrices with one row per sample."""
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The starting point ``(R, N)`` and its relative residual ``(R,)``."""

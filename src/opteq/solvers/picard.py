@@ -14,10 +14,10 @@ from opteq.solvers.loop import Method, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Picard(DampedSolver):
-    """``y <- (1 - damping) y + damping T(y)``: slow, without memory, and sure to converge where T contracts.
+    """``y <- (1 - damping) y + damping T(y)``: slow, without memory, and guaranteed to converge where T contracts.
 
     Args:
-        damping: share of the new value; None takes what the problem recommends, and 1 where it says nothing.
+        damping: share of the new value; None takes the problem's recommendation, else 1.
 
     >>> import torch
     >>> outcome = Picard(tol=1e-6).solve(lambda y: 0.5 * y + 1, torch.zeros(1, 1))

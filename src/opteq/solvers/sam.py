@@ -1,4 +1,4 @@
-"""SAM: among several equilibria, the one that a regulariser likes best."""
+"""SAM: among several equilibria, the one at which a regulariser is least."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opteq.states import map_state, row_norms
 
 
 class Prior(Protocol):
-    """What SAM needs of a regulariser R."""
+    """The interface of a regulariser R for SAM."""
 
     @property
     def couples_batch(self) -> bool:
@@ -38,15 +38,15 @@ class Prior(Protocol):
 class SAM(Solver):
     """Sequential averaging: ``z <- b_k S(z) + (1 - b_k) T(z)`` with ``S(z) = z - gamma (grad R(z) + l_k z)``.
 
-    For a convex regulariser R and a map T that does not expand, the iterates approach the fixed point of T at which R
-    is least (Theorem 5 of OptEq, with the schedule put right: ``b_k = eta / k^rho``, ``l_k = eta / k^c``). The distance
-    shrinks only like ``b_k + l_k``, so a few dozen steps lean towards that point and do not reach it; the residual of T
-    is reported as it is. All ``max_steps`` are taken, since a start that happens to be a fixed point is not yet the
-    chosen one. It runs on a problem's features, where R lives.
+    For a convex regulariser R and a nonexpansive map T, the iterates approach the fixed point of T at which R is least
+    (Theorem 5 of OptEq, with the corrected schedule ``b_k = eta / k^rho``, ``l_k = eta / k^c``). The distance shrinks
+    only like ``b_k + l_k``, so a few dozen steps move towards that point and do not reach it. The reported residual is
+    that of T. All ``max_steps`` are taken, since a start that is a fixed point need not be the selected one. SAM
+    iterates on a problem's features, of which R is a function.
 
-    ``sam.solve(T, z)`` returns the last iterate ``z_K``, after ``max_steps = K`` steps of which the last ``polish`` are
-    plain. A layer returns the state that ``z_K`` belongs to, ``y = sigma(W z_K + c)`` for OptEq, and as features those
-    of that state: ``W' y = T(z_K)``, one plain step beyond ``z_K``. The residual that it reports is that of ``z_K``.
+    ``sam.solve(T, z)`` returns the last iterate ``z_K`` after ``max_steps = K`` steps; the last ``polish`` steps are
+    plain. A layer returns the state of ``z_K``, ``y = sigma(W z_K + c)`` for OptEq, and the features of that state:
+    ``W' y = T(z_K)``, one plain step after ``z_K``. The reported residual is that of ``z_K``.
 
     Args:
         regularizer: R, from :mod:`opteq.regularizers` or anything with the ``gradient``, ``gradient_lipschitz`` and
@@ -55,8 +55,8 @@ class SAM(Solver):
         eta: scale of both schedules, at most 1; None takes ``min(sqrt(2 L), L / 2, 1 / 2)``.
         rho: decay of ``b_k``.
         c: decay of ``l_k``. ``rho + 2 c < 1`` makes the averaged maps contract faster than they drift.
-        polish: how many of the last steps are plain ones, ``z <- T(z)``, which bring the answer onto the set of fixed
-            points; 0 leaves a layer with the one plain step of its read-out.
+        polish: how many of the last steps are plain, ``z <- T(z)``, and lead to the set of fixed points; 0 leaves a
+            layer with the one plain step of its read-out.
 
     >>> import torch, opteq
     >>> sam = SAM(regularizer=opteq.regularizers.Ridge(), max_steps=1000, polish=10)
@@ -98,7 +98,7 @@ class SAM(Solver):
                 (share if field == "eta" else positive)(self, field)
             elif lipschitz is None:
                 raise ValueError(
-                    f"SAM.{field} must be given: the gradient of {type(self.regularizer).__name__} has no known "
+                    f"give SAM.{field}: the gradient of {type(self.regularizer).__name__} has no known "
                     "Lipschitz constant to choose it by"
                 )
 

@@ -1,4 +1,4 @@
-"""How a solve ended, sample by sample, in words that say what to try."""
+"""The status of a solve, per sample, with a message that says what to try."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _MESSAGES = {
     ),
     Status.FIXED_STEPS: "tol=0 asked for exactly max_steps steps; they were taken, and the residual is what they left",
     Status.NOT_A_MINIMUM: (
-        "the objective has a direction of negative curvature here, so this is a maximum, a saddle, or a point on the way "
-        "to a minimum along a flat direction. Use opteq.FISTA(measure='error') or a smaller tol, begin elsewhere "
+        "the objective has a direction of negative curvature here, so this is a maximum, a saddle, or a point on the "
+        "way to a minimum along a flat direction. Use opteq.FISTA(measure='error') or a smaller tol, begin elsewhere "
         "(start=), make the objective convex, or bound the weight of its concave terms"
     ),
     Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",

@@ -41,7 +41,7 @@ class CertifiedShare:
         self.states: dict[int, State] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def counting(self) -> Iterator[None]:
         """Inside, every forward pass of the model is counted."""
         hooks = []
         for index, layer in enumerate(self.layers):
@@ -88,7 +88,7 @@ def _strict(layer: Equilibrium, x: State, state: State) -> Tensor | None:
     """Which samples are strict minima, in chunks that fit into memory."""
     width = sum(part[0].numel() for part in blocks(state))
     count = max(1, _MOST_BYTES // (4 * width * _STEPS))
-    found = []
+    strict = []
     for begin in range(0, blocks(state)[0].shape[0], count):
 
         def rows(part: Tensor, begin: int = begin) -> Tensor:
@@ -97,5 +97,5 @@ def _strict(layer: Equilibrium, x: State, state: State) -> Tensor | None:
         answer = strict_minima(layer.problem(map_state(rows, x)), map_state(rows, state), _STEPS)
         if answer is None:
             return None
-        found.append(answer[0])
-    return torch.cat(found)
+        strict.append(answer[0])
+    return torch.cat(strict)

@@ -32,7 +32,7 @@ def make_accelerator(device: str, precision: str, tf32: bool = True, threads: in
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise UserError(
-            'device "cuda" was asked for, but torch sees no GPU here: use train.device=cpu or train.device=auto '
+            'device "cuda" needs a GPU, and torch finds none: use train.device=cpu or train.device=auto '
             "(evaluate: --device cpu), or install a CUDA build of torch and check nvidia-smi"
         )
     on_cpu = device == "cpu" or not has_gpu

@@ -15,7 +15,7 @@ from opteq.common.errors import UserError
 from opteq.training.certified import CertifiedShare
 from opteq.training.feature_size import FeatureSize
 from opteq.training.metrics import Metrics
-from opteq.training.opened import OpenedRun, open_run
+from opteq.training.open_run import LoadedRun, open_run
 from opteq.training.recipe.sections import AdversarySection, fraction
 
 
@@ -75,12 +75,12 @@ def _as_json(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _measured(opened: OpenedRun, attack: PGD | None) -> dict[str, Any]:
+def _measured(opened: LoadedRun, attack: PGD | None) -> dict[str, Any]:
     """The metrics of the test split with the settings, then of the unseen split and under attack."""
     dataset, accelerator = opened.dataset, opened.accelerator
     certified = CertifiedShare(accelerator.unwrap_model(opened.model), accelerator.device)
     sizes = FeatureSize(accelerator.unwrap_model(opened.model), accelerator.device)
-    with certified.watching(), sizes.watching():
+    with certified.counting(), sizes.counting():
         counts = opened.counts(dataset.test)
     share = {"certified": certified.share(accelerator), **sizes.means(accelerator)}
     figures = _figures(counts, dataset.test.dense)

@@ -27,7 +27,7 @@ class FeatureSize:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def counting(self) -> Iterator[None]:
         """Inside, every forward pass of the model is counted."""
         hooks = [layer.register_forward_hook(self._count) for layer in self.layers]
         try:

@@ -56,6 +56,6 @@ def check_progress(options: GuardSection, metrics: Metrics, where: str, ended: b
     if metrics.solves and metrics.converged_share < options.converged:
         raise TrainingStopped(
             f"{where}: only {metrics.converged_share:.0%} of the equilibria reached the solver's tolerance, and "
-            f"guard.converged asks for {options.converged:.0%}. Try more solver steps, a larger tolerance, or a "
+            f"guard.converged requires {options.converged:.0%}. Try more solver steps, a larger tolerance, or a "
             "smaller bound on the model's operators"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from opteq.analysis.terms import evaluating
+from opteq.analysis.terms import evaluation_mode
 from opteq.common.errors import UserError
 from opteq.data import Batches
 from opteq.equilibrium import Equilibrium
@@ -23,7 +23,7 @@ def check_input_size(model: Classifier, batches: Batches) -> None:
     height, width = batches.augmentation.size(batches.height, batches.width)
     blank = torch.zeros(1, batches.channels, height, width, device=batches.device)
     try:
-        with rng.preserved(), evaluating(model):
+        with rng.preserve_rng(), evaluation_mode(model):
             given = model.stem(blank)
             if isinstance(model.equilibrium, Equilibrium):
                 model.equilibrium.problem(given)

@@ -13,21 +13,21 @@ from opteq.data.dataset import IGNORE_INDEX
 from opteq.solution import Report
 from opteq.training.devices import Accelerator
 
-_SUMS = ("loss", "correct", "judged", "top5", "samples", "solves", "steps", "residual", "converged", "lost")
+_SUMS = ("loss", "correct", "label_count", "top5", "samples", "solves", "steps", "residual", "converged", "lost")
 
 
 @dataclass(frozen=True)
 class Metrics:
     """Sums over images, and over solves (one per image and equilibrium layer).
 
-    ``judged`` is the number of labels: of images, or of pixels with a class. ``confusion`` has a row per true class and
+    ``label_count`` counts images, or pixels with a class. ``confusion`` has a row per true class and
     a column per predicted class; None where it was not computed. Steps that were skipped, because their gradient was
     not finite, count in ``skipped`` alone; ``skipped_in_a_row`` is the longest run of them.
     """
 
     loss: float
     correct: float
-    judged: float
+    label_count: float
     top5: float
     samples: float
     solves: float
@@ -48,7 +48,7 @@ class Metrics:
     @property
     def accuracy(self) -> float:
         """Fraction of images, or of pixels, whose class was predicted."""
-        return self.correct / max(self.judged, 1)
+        return self.correct / max(self.label_count, 1)
 
     @property
     def mean_iou(self) -> float:
@@ -131,7 +131,7 @@ class RunningMetrics:
         predicted, top5 = logits.argmax(dim=1), zero
         # No class has the index of "no label", so a correct pixel always has a label.
         correct = (predicted == classes).sum()
-        judged = classes.numel() if labels.ndim < 3 else (classes != IGNORE_INDEX).sum()
+        label_count = classes.numel() if labels.ndim < 3 else (classes != IGNORE_INDEX).sum()
         if self.classes is not None:
             cells = torch.where(classes == IGNORE_INDEX, self.classes**2, classes * self.classes + predicted).flatten()
             self.cells.index_add_(0, cells, torch.ones_like(cells, dtype=torch.float64))
@@ -150,7 +150,7 @@ class RunningMetrics:
                 lost = lost + (residual > self.lost_above).sum()
             if residual.numel():
                 self.worst = torch.maximum(self.worst, residual.max())
-        counts = (correct, judged, top5, len(labels), solves, steps, residuals, converged, lost)
+        counts = (correct, label_count, top5, len(labels), solves, steps, residuals, converged, lost)
         # Values known on the host are filled in on the device: a copy would wait for it.
         parts = [part.double() if isinstance(part, Tensor) else torch.full_like(zero, part) for part in counts]
         self.sums += torch.stack([loss.detach().double(), *parts])

@@ -99,7 +99,7 @@ class StepRunner:
             self.accelerator.unscale_gradients()
             norm = gradient_norm(self.model.parameters())
         # Features of 1e30 have a finite gradient, and an infinite variance that running averages would keep for ever.
-        failed = ~torch.isfinite(norm) | buffers.spoiled()
+        failed = ~torch.isfinite(norm) | buffers.have_non_finite()
         if self.accelerator.scaler is None:
             step_unless(failed, self.optimizer)
         else:

@@ -82,9 +82,9 @@ def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerat
             recipe, model, step_runner, train_batches, test, Checkpoints(folder.checkpoints), accelerator, unseen=unseen
         )
         display = ProgressDisplay(recipe.train.epochs, len(trainer.train), accelerator.is_main_process, console)
-        found = trainer.checkpoints.latest() if resume else None
-        if found is not None:
-            trainer.resume(found)
+        checkpoint = trainer.checkpoints.latest() if resume else None
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
             ended = trainer.epoch >= recipe.train.epochs
             place = "had finished" if ended else f"continues in epoch {trainer.epoch + 1}"
             display.say(f"{folder.path} {place}, after step {trainer.step}")

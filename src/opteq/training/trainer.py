@@ -93,7 +93,10 @@ class Trainer:
         self.seconds = values["seconds"]
         # The metrics are those of all processes; the first one continues them.
         if self.accelerator.is_main_process:
-            self.metrics.restore(Metrics(**values["counts"]))
+            counts = values["counts"]
+            if "judged" in counts:  # as earlier versions called it
+                counts["label_count"] = counts.pop("judged")
+            self.metrics.restore(Metrics(**counts))
 
     def run(
         self,
@@ -151,7 +154,7 @@ class Trainer:
             self.seconds = before + time.monotonic() - began
             display.batch(self.batch, self.metrics.compute)
             due = recipe.train.checkpoint_steps and self.step % recipe.train.checkpoint_steps == 0
-            signal = stop.agreed(self.step)
+            signal = stop.agreed_signal(self.step)
             if due or signal or self.step % recipe.guard.every == 0:
                 self._check(self.metrics.compute(self.accelerator), f"epoch {self.epoch + 1}, step {self.step}")
             if signal:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from opteq.common.files import write_atomically
 from opteq.training.evaluate import evaluate
-from opteq.training.opened import open_run
+from opteq.training.open_run import open_run
 from opteq.training.optim.losses import cross_entropy
 from opteq.training.recipe.files import load_recipe
 from opteq.training.train import train
@@ -51,11 +51,11 @@ def unrolling_table(
     chosen = [(f"unrolled-{k}", _unrolled(k)) for k in steps] + [(f"implicit-{t:g}", _implicit(t)) for t in thresholds]
     for name, options in chosen:
         folder = Path(out) / name
-        made = load_recipe(recipe, [*overrides, *(f"model.options.{key}={value}" for key, value in options.items())])
-        train(made, folder, resume=folder.exists(), console=console)
-        found = evaluate(folder, device=made.train.device)
-        measured = {key: found[key] for key in ("test_accuracy", "mean_residual", "solver_steps")}
-        rows.append({"method": name, **measured, **_times(folder, made.train.device)})
+        loaded = load_recipe(recipe, [*overrides, *(f"model.options.{key}={value}" for key, value in options.items())])
+        train(loaded, folder, resume=folder.exists(), console=console)
+        metrics = evaluate(folder, device=loaded.train.device)
+        measured = {key: metrics[key] for key in ("test_accuracy", "mean_residual", "solver_steps")}
+        rows.append({"method": name, **measured, **_times(folder, loaded.train.device)})
     write_atomically(Path(out) / "unrolling.json", (json.dumps(rows, indent=2) + "\n").encode())
     return rows
 
@@ -82,12 +82,12 @@ def _times(folder: Path, device: str) -> dict[str, float]:
 
     forward = _seconds(inference, where)
     model.train()
-    taken = []
+    seconds = []
     for _ in range(_TIMED + 1):
         loss = cross_entropy(model(images), labels)
-        taken.append(_once(loss.backward, where))
+        seconds.append(_once(loss.backward, where))
         model.zero_grad()
-    return {"inference_seconds": forward, "backward_seconds": statistics.median(taken[1:])}
+    return {"inference_seconds": forward, "backward_seconds": statistics.median(seconds[1:])}
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -66,7 +66,7 @@ def validate(
     model.eval()
     adversary = None if attack is None else Adversary(attack, batches)
     try:
-        with rng.preserved(), without_warnings(model) as layers:
+        with rng.preserve_rng(), without_warnings(model) as layers:
             for index, (images, labels) in enumerate(batches.epoch(0)):
                 if should_stop():
                     return False

@@ -54,7 +54,7 @@ def randaugment(
             if kind == first:
                 places = by_kind[start:stop]
                 maps = affine_maps(chosen[places], sign[places] * strength, height, width)
-                changed = _resampled(part, to_device(torch.from_numpy(maps), images.device))
+                changed = _resample(part, to_device(torch.from_numpy(maps), images.device))
             else:
                 changed = _photometric(OPERATIONS[kind], part, towards[start:stop], strength)
             result[rows[start:stop]] = changed
@@ -83,7 +83,7 @@ def affine_maps(
     return maps.astype(np.float32)
 
 
-def _resampled(images: Tensor, maps: Tensor) -> Tensor:
+def _resample(images: Tensor, maps: Tensor) -> Tensor:
     # Not kornia's warp, which inverts the maps on the device and makes the host wait for a check of the result.
     grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

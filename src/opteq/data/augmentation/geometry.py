@@ -20,7 +20,7 @@ def crop_and_flip(images: Tensor, rows: Tensor | None, move: Tensor, padding: in
     across = left - padding + torch.where(mirrored, width - 1 - across, across)
     inside: Tensor | None = None
     if padding and reflect:
-        down, across = _reflected(down, height), _reflected(across, width)
+        down, across = _reflect(down, height), _reflect(across, width)
     elif padding:
         inside = _within(down, 0, height)[:, None, :, None] & _within(across, 0, width)[:, None, None, :]
         down, across = down.clamp(0, height - 1), across.clamp(0, width - 1)
@@ -31,7 +31,7 @@ def crop_and_flip(images: Tensor, rows: Tensor | None, move: Tensor, padding: in
     return moved if inside is None else moved.mul_(inside)
 
 
-def _reflected(place: Tensor, side: int) -> Tensor:
+def _reflect(place: Tensor, side: int) -> Tensor:
     """Coordinates outside of 0..side - 1 reflected at the edge pixel, which is not repeated."""
     return side - 1 - (side - 1 - place.abs()).abs()
 

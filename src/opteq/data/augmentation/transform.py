@@ -45,30 +45,30 @@ class BatchTransform:
         options, dense = self.augmentation, labels.ndim == 3
         if options.windows:
             windows = Windows(self._drawn(shard.part("window")), options.crop_height, options.crop_width, images)
-            made = windows.of_images(images, rows, self.shift).contiguous(memory_format=self.memory_format)
+            batch = windows.of_images(images, rows, self.shift).contiguous(memory_format=self.memory_format)
             labels = windows.of_labels(labels, IGNORE_INDEX) if dense else labels
         elif options.moves:
             move = self._drawn(shard.part("move"))
             pixels = crop_and_flip(images, rows, move, options.crop_padding, options.crop_fill == "reflect")
-            made = pixels.to(torch.float32, memory_format=self.memory_format)
+            batch = pixels.to(torch.float32, memory_format=self.memory_format)
             labels = crop_and_flip(labels[:, None], None, move, 0, False)[:, 0] if dense else labels
         else:
             pixels = images if rows is None else images.index_select(0, rows)
-            made = pixels.to(torch.float32, memory_format=self.memory_format)
+            batch = pixels.to(torch.float32, memory_format=self.memory_format)
         labels = labels.long()
         if options.changes_colors:
             with needs_extra("train"):
                 from opteq.data.augmentation.color import jitter_and_randaugment
 
-            made = jitter_and_randaugment(made.div_(255), options, shard).mul_(255)
-            made = made.contiguous(memory_format=self.memory_format)
-        made = made.sub_(self.shift).mul_(self.scale)
+            batch = jitter_and_randaugment(batch.div_(255), options, shard).mul_(255)
+            batch = batch.contiguous(memory_format=self.memory_format)
+        batch = batch.sub_(self.shift).mul_(self.scale)
         if options.erase:
-            erased = inside_boxes(self._drawn(shard.part("erase")), *made.shape[2:])
-            made = made.masked_fill_(erased, 0.0)
+            erased = inside_boxes(self._drawn(shard.part("erase")), *batch.shape[2:])
+            batch = batch.masked_fill_(erased, 0.0)
         if options.mixes:
-            return self._mixed(made, labels, shard)
-        return made, labels
+            return self._mixed(batch, labels, shard)
+        return batch, labels
 
     def _mixed(self, images: Tensor, labels: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
         count = len(shard.own)

@@ -62,8 +62,8 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0, first: i
     x = images.float() / 255 if whole else images.float()
     draws = Draws(seed, name, range(first, first + len(images)), images.device)
     level, scale = parameters(name, severity, min(images.shape[2:]))
-    made = _FUNCTIONS[name](x, Setting(level, draws, scale)).clamp(0, 1)
-    return (255 * made).round().to(torch.uint8) if whole else made.to(images.dtype)
+    corrupted = _FUNCTIONS[name](x, Setting(level, draws, scale)).clamp(0, 1)
+    return (255 * corrupted).round().to(torch.uint8) if whole else corrupted.to(images.dtype)
 
 
 __all__ = ["MAIN", "NAMES", "SEVERITIES", "corrupt", "names"]

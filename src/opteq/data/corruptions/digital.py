@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opteq.common.errors import needs_extra
 from opteq.data.corruptions.draws import Setting
-from opteq.data.corruptions.filters import blurred, coarsened, places, sampled
+from opteq.data.corruptions.filters import blur, coarsen, pixel_grid, sample_at
 
 
 def contrast(x: Tensor, at: Setting) -> Tensor:
@@ -23,7 +23,7 @@ def elastic_transform(x: Tensor, at: Setting) -> Tensor:
     """An affine map that moves three points at random, then smooth random displacements; the border is reflected."""
     side = min(x.shape[2:])
     strength, sigma, corners = (side * number for number in at.level)
-    rows, columns = places(x)
+    rows, columns = pixel_grid(x)
     middle = x.new_tensor([(x.shape[2] - 1) / 2, (x.shape[3] - 1) / 2])
     third = side / 3
     points = middle + third * x.new_tensor([[1.0, 1.0], [-1.0, 1.0], [-1.0, -1.0]])
@@ -31,13 +31,13 @@ def elastic_transform(x: Tensor, at: Setting) -> Tensor:
     # The map with moved = [points, 1] A, for each image.
     affine = torch.linalg.solve(torch.cat([points, points.new_ones(3, 1)], dim=1), moved)
     place = torch.stack([rows, columns, torch.ones_like(rows)], dim=3) @ affine[:, None]
-    shift = blurred(at.draws.uniform(2, *x.shape[2:], low=-1, high=1).to(x), sigma) * strength
-    return sampled(x, place[..., 0] + shift[:, 0], place[..., 1] + shift[:, 1], "reflection")
+    shift = blur(at.draws.uniform(2, *x.shape[2:], low=-1, high=1).to(x), sigma) * strength
+    return sample_at(x, place[..., 0] + shift[:, 0], place[..., 1] + shift[:, 1], "reflection")
 
 
 def pixelate(x: Tensor, at: Setting) -> Tensor:
     """Averaged over larger pixels."""
-    return coarsened(x, at.level[0])
+    return coarsen(x, at.level[0])
 
 
 def jpeg_compression(x: Tensor, at: Setting) -> Tensor:

@@ -52,7 +52,7 @@ class Draws:
 
 
 class Setting(NamedTuple):
-    """What a corruption needs beside the images.
+    """The parameters of a corruption.
 
     Attributes:
         level: the numbers of its severity.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def filtered(x: Tensor, kernel: Tensor) -> Tensor:
+def correlate(x: Tensor, kernel: Tensor) -> Tensor:
     """Every channel of ``(B, C, h, w)`` with one kernel ``(k1, k2)`` of odd sides; the border is repeated."""
     down, right = kernel.shape[0] // 2, kernel.shape[1] // 2
     padded = F.pad(x, (right, right, down, down), mode="replicate")
@@ -25,7 +25,7 @@ def gaussian(sigma: float, truncate: float = 4.0) -> Tensor:
     return weights / weights.sum()
 
 
-def blurred(x: Tensor, sigma: float) -> Tensor:
+def blur(x: Tensor, sigma: float) -> Tensor:
     """A Gaussian blur with standard deviation ``sigma`` in pixels, the border reflected; none for 0."""
     if sigma <= 0:
         return x
@@ -42,33 +42,33 @@ def _blur_matrix(side: int, sigma: float) -> Tensor:
     return torch.zeros(side, side).scatter_add_(1, folded, weights.expand(side, -1).contiguous())
 
 
-def sampled(x: Tensor, rows: Tensor, columns: Tensor, border: str = "border") -> Tensor:
+def sample_at(x: Tensor, rows: Tensor, columns: Tensor, border: str = "border") -> Tensor:
     """``x`` at real pixel coordinates ``(B, h, w)``, bilinearly; ``border`` or ``reflection`` outside."""
     height, width = x.shape[2:]
     grid = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], dim=3)
     return F.grid_sample(x, grid.to(x), mode="bilinear", padding_mode=border, align_corners=False)
 
 
-def places(x: Tensor) -> tuple[Tensor, Tensor]:
+def pixel_grid(x: Tensor) -> tuple[Tensor, Tensor]:
     """Row and column of every pixel, each ``(1, h, w)``."""
     rows = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)
     columns = torch.arange(x.shape[3], dtype=x.dtype, device=x.device)
     return rows[None, :, None].expand(1, -1, len(columns)), columns[None, None, :].expand(1, len(rows), -1)
 
 
-def zoomed(x: Tensor, factor: float) -> Tensor:
+def zoom(x: Tensor, factor: float) -> Tensor:
     """The middle of the images, enlarged by ``factor`` to their size."""
-    rows, columns = places(x)
+    rows, columns = pixel_grid(x)
     middle = (x.shape[2] - 1) / 2, (x.shape[3] - 1) / 2
     count = x.shape[0]
-    return sampled(
+    return sample_at(
         x,
         (middle[0] + (rows - middle[0]) / factor).expand(count, -1, -1),
         (middle[1] + (columns - middle[1]) / factor).expand(count, -1, -1),
     )
 
 
-def swept(x: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
+def line_blur(x: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
     """Motion blur: a mean along a line from each pixel, with one half of a Gaussian as weights.
 
     Args:
@@ -77,17 +77,17 @@ def swept(x: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
         radius: length of the line in pixels.
         sigma: standard deviation of the weights in pixels.
     """
-    rows, columns = places(x)
+    rows, columns = pixel_grid(x)
     turn = torch.deg2rad(angle.to(x))[:, None, None]
     total, weights = torch.zeros_like(x), 0.0
     for step in range(round(radius) + 1):
         weight = math.exp(-0.5 * (step / sigma) ** 2)
-        total += weight * sampled(x, rows + step * torch.sin(turn), columns + step * torch.cos(turn))
+        total += weight * sample_at(x, rows + step * torch.sin(turn), columns + step * torch.cos(turn))
         weights += weight
     return total / weights
 
 
-def coarsened(x: Tensor, share: float) -> Tensor:
+def coarsen(x: Tensor, share: float) -> Tensor:
     """``share`` times as many pixels in each direction, each a mean of those that lie in it, then enlarged again."""
     down, across = (_box_matrix(side, max(1, int(side * share))).to(x) for side in x.shape[2:])
     return F.interpolate(down @ x @ across.T, size=x.shape[2:], mode="nearest-exact")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opteq.data.corruptions.draws import Setting
-from opteq.data.corruptions.filters import blurred, filtered, gaussian, swept, zoomed
+from opteq.data.corruptions.filters import blur, correlate, gaussian, line_blur, zoom
 
 
 def gaussian_noise(x: Tensor, at: Setting) -> Tensor:
@@ -33,13 +33,13 @@ def speckle_noise(x: Tensor, at: Setting) -> Tensor:
 
 def gaussian_blur(x: Tensor, at: Setting) -> Tensor:
     """A Gaussian blur."""
-    return blurred(x, at.scale * at.level[0])
+    return blur(x, at.scale * at.level[0])
 
 
 def glass_blur(x: Tensor, at: Setting) -> Tensor:
     """Frosted glass: pixels trade places with near ones, between two blurs."""
     sigma, reach, times = at.scale * at.level[0], max(1, round(at.scale * at.level[1])), int(at.level[2])
-    x = blurred(x, sigma)
+    x = blur(x, sigma)
     count, channels, height, width = x.shape
     row, column = (torch.arange(n, device=x.device) for n in (height, width))
     for _ in range(times):
@@ -48,7 +48,7 @@ def glass_blur(x: Tensor, at: Setting) -> Tensor:
         columns = (column[None, :] + moved[:, 1]).clamp(0, width - 1)
         place = (rows * width + columns).flatten(1)[:, None].expand(-1, channels, -1)
         x = x.flatten(2).gather(2, place).view(count, channels, height, width)
-    return blurred(x, sigma)
+    return blur(x, sigma)
 
 
 def defocus_blur(x: Tensor, at: Setting) -> Tensor:
@@ -58,18 +58,18 @@ def defocus_blur(x: Tensor, at: Setting) -> Tensor:
     place = torch.arange(-reach, reach + 1, dtype=torch.float32)
     disk = (place[:, None] ** 2 + place[None, :] ** 2 <= radius**2).float()
     edge = gaussian(soft, truncate=(2 if radius > 8 else 1) / soft)
-    kernel = filtered(disk[None, None], edge[:, None] * edge[None, :])[0, 0]
-    return filtered(x, kernel / kernel.sum())
+    kernel = correlate(disk[None, None], edge[:, None] * edge[None, :])[0, 0]
+    return correlate(x, kernel / kernel.sum())
 
 
 def motion_blur(x: Tensor, at: Setting) -> Tensor:
     """A camera that moves, in a random direction."""
     angle = at.draws.uniform(low=-45, high=45)
-    return swept(x, angle, at.scale * at.level[0], at.scale * at.level[1])
+    return line_blur(x, angle, at.scale * at.level[0], at.scale * at.level[1])
 
 
 def zoom_blur(x: Tensor, at: Setting) -> Tensor:
     """A camera that moves towards the scene: a mean over enlargements."""
     most, step = at.level
     count = round((most - 1) / step) + 1
-    return (x + sum(zoomed(x, 1 + step * place) for place in range(count))) / (count + 1)
+    return (x + sum(zoom(x, 1 + step * place) for place in range(count))) / (count + 1)

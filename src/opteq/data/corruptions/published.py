@@ -76,11 +76,11 @@ class PublishedCorruptions:
     def _array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # a damaged header fails in any of a dozen ways
-            said = reason(error)[:200]
-            raise UserError(f"{path} can't be read as an array of NumPy: {said}") from error
-        if not isinstance(found, np.ndarray):
-            found.close()
+            why = reason(error)[:200]
+            raise UserError(f"{path} can't be read as an array of NumPy: {why}") from error
+        if not isinstance(array, np.ndarray):
+            array.close()
             raise UserError(f"{path} should be one array of NumPy; it is an archive of several")
-        return found
+        return array

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opteq.data.corruptions.draws import Setting, plasma
-from opteq.data.corruptions.filters import blurred, swept, zoomed
+from opteq.data.corruptions.filters import blur, line_blur, zoom
 
 _ICE = (0.80, 0.90, 1.00)
 _WATER = (0.686, 0.933, 0.933)
@@ -17,9 +17,9 @@ def snow(x: Tensor, at: Setting) -> Tensor:
     """A whiter scene behind flakes that fall, streaked by their motion."""
     mean, spread, size, least, radius, sigma, kept = at.level
     flakes = (mean + spread * at.draws.normal(1, *x.shape[2:])).clamp(0, 1)
-    flakes = zoomed(flakes, max(1.0, at.scale * size))
+    flakes = zoom(flakes, max(1.0, at.scale * size))
     flakes = torch.where(flakes < least, 0.0, flakes)
-    flakes = swept(flakes, at.draws.uniform(low=-135, high=-45), at.scale * radius, at.scale * sigma)
+    flakes = line_blur(flakes, at.draws.uniform(low=-135, high=-45), at.scale * radius, at.scale * sigma)
     pale = torch.maximum(x, 1.5 * _grey(x) + 0.5)
     return kept * x + (1 - kept) * pale + flakes + flakes.flip(2, 3)
 
@@ -53,14 +53,14 @@ def brightness(x: Tensor, at: Setting) -> Tensor:
 def spatter(x: Tensor, at: Setting) -> Tensor:
     """Drops on the lens: of water in levels 1 to 3, lit at one side, and of mud in the others."""
     mean, spread, sigma, least, soft, mud = at.level
-    liquid = blurred(mean + spread * at.draws.normal(1, *x.shape[2:]), at.scale * sigma)
+    liquid = blur(mean + spread * at.draws.normal(1, *x.shape[2:]), at.scale * sigma)
     if mud:
-        cover = blurred((liquid > least).to(x), at.scale * soft)
+        cover = blur((liquid > least).to(x), at.scale * soft)
         cover = torch.where(cover < 0.8, 0.0, cover)
         return x * (1 - cover) + _coloured(x, _MUD) * cover
     depth = torch.where(liquid < least, 0.0, liquid)
     light = (depth - depth.roll((1, 1), (2, 3))).clamp_min(0)  # the edge that faces the upper left
-    cover = blurred(depth * 0.5 + light, 0.5 * at.scale)
+    cover = blur(depth * 0.5 + light, 0.5 * at.scale)
     return x + _coloured(x, _WATER) * cover * 0.5
 
 

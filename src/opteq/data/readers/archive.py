@@ -1,4 +1,4 @@
-"""Members of a tar archive, read into memory: nothing is unpacked, and nothing in it can lead astray.
+"""Members of a tar archive, read into memory without unpacking to disk.
 
 What is checked: the checksum of the compression, which tar's own end would leave unread; that a wanted member is a
 plain file and no link; and that neither a member nor the whole is larger than any archive of images that is read
@@ -33,8 +33,8 @@ def read_members(path: Path, wanted: Container[str], remedy: str) -> dict[str, b
     """The members whose paths are ``wanted``, by path; one line, with the ``remedy``, where something is amiss."""
     contents: dict[str, bytes] = {}
     try:
-        with _opened(path) as stream:
-            bounded = _Bounded(stream)
+        with _open(path) as stream:
+            bounded = _LimitedStream(stream)
             with tarfile.open(fileobj=cast(IO[bytes], bounded), mode="r:") as tar:
                 for count, member in enumerate(tar):
                     _check(path, member, count, remedy, member.name.removeprefix("./") in wanted)
@@ -59,7 +59,7 @@ def _check(path: Path, member: tarfile.TarInfo, count: int, remedy: str, wanted:
         raise UserError(f"{path}: refused, {member.name} in it has {member.size} bytes, over {LARGEST}; {remedy}")
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open(path: Path) -> IO[bytes]:
     with open(path, "rb") as file:
         head = file.read(6)
     for magic, opener in _PACKED.items():
@@ -69,7 +69,7 @@ def _opened(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
-class _Bounded:
+class _LimitedStream:
     """A stream that ends with an error where more is asked of it than an honest archive holds."""
 
     def __init__(self, stream: IO[bytes]) -> None:

@@ -18,7 +18,7 @@ from opteq.data.dataset import Labels, Pixels
 from opteq.data.paths import data_folders
 from opteq.data.readers.archive import read_members
 from opteq.data.readers.safe_pickle import pixels, read_pickle
-from opteq.data.readers.source import Found, Source, reason, whole
+from opteq.data.readers.source import FoundDataset, Source, reason, whole
 from opteq.data.readers.superclasses import hold_out
 
 PIXELS = 3 * 32 * 32
@@ -96,23 +96,23 @@ def _remedy(name: str) -> str:
     return f"{fetched} and give it, or its folder, as root (--set data.root=PATH)"
 
 
-def find_cifar(name: str, root: Path | None) -> Found:
+def find_cifar(name: str, root: Path | None) -> FoundDataset:
     """Look for an archive or an unpacked folder: ``root`` itself, or inside of it, or in the usual places."""
     places = data_folders(name.partition("-")[0]) if root is None else [root]
     for place in places:
         for version in VERSIONS[name]:
             for archive in (place, place / version.archive):
                 if archive.is_file() and (archive == place or archive.name == version.archive):
-                    return Found(archive.parent, (archive.name,), partial(_read_archive, name, archive))
+                    return FoundDataset(archive.parent, (archive.name,), partial(_read_archive, name, archive))
             for folder in (place / version.folder, place):
                 present = [file for file in version.files if (folder / file).is_file()]
                 if len(present) == len(version.files):
-                    return Found(folder, version.files, partial(_read_folder, name, version, folder))
+                    return FoundDataset(folder, version.files, partial(_read_folder, name, version, folder))
                 if present and folder.name == version.folder:
                     missing = next(file for file in version.files if file not in present)
                     raise UserError(f"{folder / missing}: missing, although others are there; {_remedy(name)}")
-    looked = ", ".join(map(str, places))
-    raise UserError(f"{looked}: no archive and no unpacked folder of {name} there; {_remedy(name)}")
+    searched = ", ".join(map(str, places))
+    raise UserError(f"{searched}: no archive and no unpacked folder of {name} there; {_remedy(name)}")
 
 
 def _read_folder(name: str, version: Version, folder: Path) -> Source:

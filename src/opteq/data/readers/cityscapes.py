@@ -15,7 +15,7 @@ from opteq.data.dataset import IGNORE_INDEX, Pixels
 from opteq.data.paths import data_folders
 from opteq.data.readers.decode import decode_one, in_pieces
 from opteq.data.readers.folder import visible
-from opteq.data.readers.source import Found, Source, Stream, reason
+from opteq.data.readers.source import FoundDataset, Source, Stream, reason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,16 +42,16 @@ class _Pair:
     labels: str
 
 
-def find_cityscapes(root: Path | None, image_size: int | None) -> Found:
+def find_cityscapes(root: Path | None, image_size: int | None) -> FoundDataset:
     """List the images of ``train`` and ``val`` and their label maps, without opening them."""
     places = data_folders("cityscapes") if root is None else [root]
     place = next((place for place in places if (place / "leftImg8bit").is_dir()), None)
     if place is None:
-        looked = ", ".join(str(place) for place in places)
-        raise UserError(f"{looked}: no folder leftImg8bit there (give another root by data.root); {LAYOUT}")
+        searched = ", ".join(str(place) for place in places)
+        raise UserError(f"{searched}: no folder leftImg8bit there (give another root by data.root); {LAYOUT}")
     train, val = (_list(place, split) for split in ("train", "val"))
     files = tuple(name for pair in (*train, *val) for name in (pair.image, pair.labels))
-    return Found(place, files, partial(_read, place, train, val, image_size))
+    return FoundDataset(place, files, partial(_read, place, train, val, image_size))
 
 
 def _list(root: Path, split: str) -> list[_Pair]:
@@ -82,8 +82,8 @@ def _read(root: Path, train: list[_Pair], val: list[_Pair], image_size: int | No
 
     def checked(pixels: Pixels, path: Path) -> Pixels:
         if pixels.shape[-2:] != (height, width):
-            found = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
-            raise UserError(f"{path} is {found} pixels but {first} is {width}x{height}; fetch the archives again")
+            size = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
+            raise UserError(f"{path} is {size} pixels but {first} is {width}x{height}; fetch the archives again")
         return pixels
 
     def stream(pairs: list[_Pair]) -> Stream:

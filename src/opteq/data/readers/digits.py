@@ -23,7 +23,7 @@ def read_digits() -> tuple[Pixels, Labels]:
         return arrays["images"], arrays["labels"].astype(np.int64)
 
 
-def held_out(labels: Labels) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def test_mask(labels: Labels) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """A mask of the test split: every fifth sample of each class, in the order of the file.
 
     The split is stratified and contains no random number. The file is ordered by writer, so both splits have digits of
@@ -39,7 +39,7 @@ def load_digits() -> Dataset:
     """1797 grey digits of 8x8 pixels: four fifths for training, one fifth for testing."""
     levels, labels = read_digits()
     images = np.rint(levels * (255 / 16)).astype(np.uint8)[:, None]
-    test = held_out(labels)
+    test = test_mask(labels)
     mean, std = channel_statistics([images[~test]], channels=1)
     train_split, test_split = (
         Split(torch.from_numpy(images[rows]), torch.from_numpy(labels[rows])) for rows in (~test, test)

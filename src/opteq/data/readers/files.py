@@ -106,7 +106,7 @@ class Listing:
     files: Files
     labels: Labels
 
-    def relabelled(self, classes: tuple[str, ...], labels: dict[int, int]) -> Listing:
+    def relabel(self, classes: tuple[str, ...], labels: dict[int, int]) -> Listing:
         """The images whose label is a key of ``labels``, with its value as their label."""
         rows = np.flatnonzero(np.isin(self.labels, list(labels)))
         renamed = np.array([labels[label] for label in self.labels[rows].tolist()], dtype=np.int64)

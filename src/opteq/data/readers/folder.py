@@ -17,7 +17,7 @@ from opteq.common.errors import UserError
 from opteq.data.readers.decode import Decoder
 from opteq.data.readers.files import Files, Listing, Names
 from opteq.data.readers.shards import list_shards
-from opteq.data.readers.source import Found, Source, Stream
+from opteq.data.readers.source import FoundDataset, Source, Stream
 from opteq.data.readers.superclasses import TABLE, read_table
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
@@ -25,7 +25,7 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".
 LAYOUT = "expected train/<class>/<image> and test/<class>/<image> (or val/ for test/)"
 
 
-def find_folder(root: Path | None, image_size: int | None, test_only: bool = False) -> Found:
+def find_folder(root: Path | None, image_size: int | None, test_only: bool = False) -> FoundDataset:
     """List the images under ``root``; they are opened later.
 
     With ``test_only`` the folder ``train`` may be missing; the first test image of every class then takes its place.
@@ -33,7 +33,7 @@ def find_folder(root: Path | None, image_size: int | None, test_only: bool = Fal
     return _found(list_splits("folder", root, test_only), (), image_size)
 
 
-def find_superclasses(root: Path | None, image_size: int | None, test_only: bool = False) -> Found:
+def find_superclasses(root: Path | None, image_size: int | None, test_only: bool = False) -> FoundDataset:
     """The same, with the super-classes of ``superclasses.csv`` as labels.
 
     The last class of each, by the alphabet, is held out: its test images are a third split, and the two others lack it.
@@ -55,7 +55,7 @@ def list_splits(name: str, root: Path | None, test_only: bool) -> tuple[Listing,
     if name == "folder":
         return train, test
     names, known, unseen = read_table(root / TABLE, test.classes)
-    return train.relabelled(names, known), test.relabelled(names, known), test.relabelled(names, unseen)
+    return train.relabel(names, known), test.relabel(names, known), test.relabel(names, unseen)
 
 
 def _checked(root: Path | None, name: str, test_only: bool) -> Path:
@@ -101,9 +101,9 @@ def visible(name: str) -> bool:
     return not name.startswith(".")
 
 
-def _found(splits: Sequence[Listing], beside: tuple[str, ...], image_size: int | None) -> Found:
+def _found(splits: Sequence[Listing], beside: tuple[str, ...], image_size: int | None) -> FoundDataset:
     files = (*beside, *dict.fromkeys(name for split in splits for name in split.files.sources()))
-    return Found(splits[0].files.root, files, partial(_read, splits, image_size))
+    return FoundDataset(splits[0].files.root, files, partial(_read, splits, image_size))
 
 
 def _read(splits: Sequence[Listing], image_size: int | None) -> Source:

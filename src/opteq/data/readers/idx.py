@@ -15,7 +15,7 @@ from opteq.common.errors import UserError
 from opteq.data.dataset import Pixels
 from opteq.data.paths import data_folders
 from opteq.data.readers.archive import LARGEST
-from opteq.data.readers.source import Found, Source, reason, whole
+from opteq.data.readers.source import FoundDataset, Source, reason, whole
 
 CLASSES = (
     "T-shirt/top",
@@ -36,14 +36,14 @@ REMEDY = (
 )
 
 
-def find_fashion_mnist(root: Path | None) -> Found:
+def find_fashion_mnist(root: Path | None) -> FoundDataset:
     """The four files, in ``root`` or in one of the usual folders."""
     folders = data_folders("fashion-mnist") if root is None else [root]
     for folder in folders:
         files = [_present(folder, stem) for stem in STEMS]
         names = tuple(name for name in files if name is not None)
         if len(names) == len(STEMS):
-            return Found(folder, names, partial(_read, folder, names))
+            return FoundDataset(folder, names, partial(_read, folder, names))
         if names:  # some of the four: a download that was not finished
             missing = STEMS[files.index(None)]
             raise UserError(f"{folder / missing}: missing (plain or .gz), although others are there; {REMEDY}")

@@ -20,7 +20,7 @@ from opteq.data.dataset import Pixels
 from opteq.data.readers.source import reason
 
 
-class _Note:
+class _Placeholder:
     """Stands for an array or a dtype: keeps what the pickle says of it, and does nothing."""
 
     def __init__(self, *arguments: object) -> None:
@@ -39,10 +39,10 @@ def _encode(text: object, encoding: object) -> bytes:
 
 
 _ALLOWED: dict[tuple[str, str], Callable[..., object]] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Note,
-    ("numpy._core.multiarray", "_reconstruct"): _Note,
-    ("numpy", "ndarray"): _Note,
-    ("numpy", "dtype"): _Note,
+    ("numpy.core.multiarray", "_reconstruct"): _Placeholder,
+    ("numpy._core.multiarray", "_reconstruct"): _Placeholder,
+    ("numpy", "ndarray"): _Placeholder,
+    ("numpy", "dtype"): _Placeholder,
     ("_codecs", "encode"): _encode,
 }
 
@@ -57,7 +57,7 @@ class _Reader(pickle.Unpickler):
             return _ALLOWED[module, name]
         except KeyError:
             raise UserError(
-                f"{self.path}: refused, it asks to run {module}.{name}, which no CIFAR file does; "
+                f"{self.path}: refused, it would run {module}.{name}, which no CIFAR file does; "
                 "delete it and fetch the archive from its official address"
             ) from None
 

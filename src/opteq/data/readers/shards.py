@@ -74,12 +74,12 @@ def _members(path: Path, number: int, endings: tuple[str, ...]) -> list[_Member]
             f"{path}: {'not an uncompressed' if packed else 'not a whole'} tar archive ({reason(error)}); "
             + (PACKED if packed else "fetch it again")
         ) from error
-    found = []
+    members = []
     for image in images:
         folder = image.name.rpartition("/")[0].rpartition("/")[2].strip(".")
         category = named.get(_key(image.name)) or folder or path.stem
-        found.append(_Member(category, image.name, number, image.offset_data, image.size))
-    return found
+        members.append(_Member(category, image.name, number, image.offset_data, image.size))
+    return members
 
 
 def _check_end(path: Path, end: int) -> None:

@@ -1,4 +1,4 @@
-"""What a reader returns: the files that identify a data set, and its images in chunks."""
+"""The result of a reader: the files that identify a data set, and its images in chunks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Source:
 
     def splits(self) -> dict[str, Stream]:
         """The splits that exist, by name."""
-        found = {"train": self.train, "test": self.test, "unseen": self.unseen}
-        return {name: stream for name, stream in found.items() if stream is not None}
+        splits = {"train": self.train, "test": self.test, "unseen": self.unseen}
+        return {name: stream for name, stream in splits.items() if stream is not None}
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundDataset:
     """A data set that was found on disk and not read yet.
 
     The cache identifies it by ``files`` in the folder ``root``; ``read`` opens it.
@@ -53,8 +53,8 @@ class Found:
 
 def reason(error: Exception) -> str:
     """The first line of an error's message, without the addresses of open files."""
-    said = re.sub(r" ?<_io\.\w+[^>]*>", "", str(error).partition("\n")[0])
-    return said.rstrip(": ") or type(error).__name__
+    message = re.sub(r" ?<_io\.\w+[^>]*>", "", str(error).partition("\n")[0])
+    return message.rstrip(": ") or type(error).__name__
 
 
 def whole(images: Pixels, labels: Labels, path: Path, classes: int) -> Stream:

@@ -30,7 +30,7 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Cotangents:
-    """What arrives at the state and at the features in the backward pass; None where nothing does."""
+    """The cotangents of the state and of the features in the backward pass; None where there is none."""
 
     state: State | None
     features: State | None
@@ -47,25 +47,25 @@ class AdjointByGraph:
         state: its equilibrium, a constant.
         linear: solves the adjoint system.
         coupled: whether samples depend on each other.
-        fuse: whether a user's functions are compiled.
+        compile_functions: whether a user's functions are compiled.
         most: how many steps a graph may hold. A system that needs more, and is allowed more, is solved again plainly.
     """
 
     def __init__(
-        self, flat: Flattened, state: State, linear: LinearSolver, coupled: bool, fuse: bool, most: int
+        self, flat: Flattened, state: State, linear: LinearSolver, coupled: bool, compile_functions: bool, most: int
     ) -> None:
         self.flat = flat
         self.state = state
         self.linear = linear
         self.captured = replace(linear, max_steps=min(linear.max_steps, most))
-        self.fuse = fuse
-        self.traces = Traces(flat, fuse)
+        self.compile_functions = compile_functions
+        self.traces = Traces(flat, compile_functions)
         self.layout = Layout.of(state, coupled)
         self.autocast = Autocast.current(self.layout.device)
         self.eps = rounding(self.layout, self.autocast)
 
     def vjp(self, cotangents: Cotangents) -> tuple[Gradients, Report]:
-        """What cotangents give to every tensor of the problem, and how the adjoint system was solved."""
+        """The gradients of every tensor of the problem, and the report of the adjoint solve."""
         held, states = len(self.flat.tensors), len(blocks(self.state))
         arrived = [cotangents.state, cotangents.features]
         incoming = [part for one in arrived if one is not None for part in blocks(one)]
@@ -78,7 +78,15 @@ class AdjointByGraph:
             return _BackwardSolve(self, linear, tensors[:held], state, Cotangents(*given))
 
         forms = tuple(None if one is None else len(blocks(one)) for one in arrived)
-        key = ("adjoint", self.flat.structure, self.flat.wanted, self.linear, self.autocast, forms, self.fuse)
+        key = (
+            "adjoint",
+            self.flat.structure,
+            self.flat.wanted,
+            self.linear,
+            self.autocast,
+            forms,
+            self.compile_functions,
+        )
         with self.autocast.off(), torch.no_grad():
             answer = cache.run(key, inputs, open_solve)
             note("backward", answer if isinstance(answer, str) else None)
@@ -177,7 +185,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def gradients_of(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
-    """What every leaf gets where each output gets the cotangent beside it; None where there is none."""
+    """The gradient of every leaf for the cotangents of the outputs; None where there is none."""
     pairs = [(output, cotangent.to(output.dtype)) for output, cotangent in pairs if output.requires_grad]
     places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
     if not pairs or not places:

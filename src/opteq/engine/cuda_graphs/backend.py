@@ -49,7 +49,7 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         return None
     autocast = Autocast.current(inputs[0].device)
 
-    traces = Traces(flat, hidden.fuse)
+    traces = Traces(flat, hidden.compile_functions)
 
     def open_solve(tensors: list[Tensor]) -> _ForwardSolve:
         begin = None if start is None else like(start, tuple(tensors[count:]))
@@ -57,7 +57,7 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         with autocast.entered():
             return _ForwardSolve(traces.problem(tensors[:count]), solver, begin, same_steps)
 
-    key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.fuse)
+    key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.compile_functions)
     with autocast.off():
         answer = cache.run(key, inputs, open_solve)
     if isinstance(answer, str):
@@ -114,8 +114,8 @@ def attach(
     features = outcome.features
     if features is None:
         with torch.no_grad():
-            features = features_beside(hidden, state)
-    adjoint = AdjointByGraph(flat, state, linear, hidden.coupled, hidden.fuse, _MOST_STEPS)
+            features = distinct_features(hidden, state)
+    adjoint = AdjointByGraph(flat, state, linear, hidden.coupled, hidden.compile_functions, _MOST_STEPS)
     attached = attach_adjoint(adjoint, features, record)
     return attached[0], replace(outcome, features=attached[1])
 
@@ -145,7 +145,7 @@ def _with_scales(scales: dict[int, Tensor]) -> Iterator[None]:
         known_scales.reset(token)
 
 
-def features_beside(hidden: BoundMap, state: State) -> State | None:
+def distinct_features(hidden: BoundMap, state: State) -> State | None:
     """The features of a state; None where they are the state itself."""
     features = hidden.features(state)
     same = [id(part) for part in blocks(features)] == [id(part) for part in blocks(state)]
@@ -197,7 +197,7 @@ class _ForwardSolve:
         # Operations of its own: this part of the graph is captured before the steps, and runs after them.
         with self.solve.caller.entered(), FastOperations():
             state = self.formulation.state(outcome.state)
-            features = features_beside(self.hidden, state)
+            features = distinct_features(self.hidden, state)
         place = _Place.of(state, 0)
         beside = None if features is None else _Place.of(features, place.slice.stop)
         self.facts = _Facts(place, beside, self.solve.tol)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opteq.engine.cuda_graphs.buffers import copy_all
-from opteq.engine.cuda_graphs.capture import mend_generator, no_garbage_collection, on, raw_stream, turn
+from opteq.engine.cuda_graphs.capture import capture_lock, no_garbage_collection, on, raw_stream, reset_generator
 from opteq.operators.spectral.bound import scale_for
 from opteq.states import Autocast
 
@@ -41,7 +41,7 @@ def scales_by_graph(jobs: Sequence[Job]) -> list[Tensor] | None:
         or torch.cuda.is_current_stream_capturing()
     ):
         return None
-    with turn() as mine, on(inputs[0].device):
+    with capture_lock() as mine, on(inputs[0].device):
         if not mine:
             return None
         graph = _graph(jobs, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
@@ -53,7 +53,7 @@ def scales_by_graph(jobs: Sequence[Job]) -> list[Tensor] | None:
 
 def forget() -> None:
     """Drop every captured graph and the memory that they hold."""
-    with turn() as mine:
+    with capture_lock() as mine:
         if mine:
             _graphs.clear()
             _pools.clear()
@@ -113,7 +113,7 @@ class _Graph:
             except BaseException:
                 # The allocator may take the pool for one that is still recorded to: the next capture has another one.
                 _pools.pop((device, home), None)
-                mend_generator()
+                reset_generator()
                 raise
             self.values = [value for value, _ in found]
             self.slopes = [slope for _, own in found for slope in own]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.engine.cuda_graphs.capture import CaptureContext, on, raw_stream, turn
+from opteq.engine.cuda_graphs.capture import CaptureContext, capture_lock, on, raw_stream
 from opteq.engine.cuda_graphs.conditional_graph import available
 from opteq.engine.cuda_graphs.conditional_solve import ConditionalSolve, OpenSolve
 from opteq.engine.settings import settings
@@ -34,7 +34,7 @@ def run(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve) -> tuple
     reason = unusable(inputs)
     if reason is not None:
         return reason
-    with turn() as mine:
+    with capture_lock() as mine:
         if not mine:
             return "another thread has its turn with the graphs"
         with on(inputs[0].device):
@@ -90,7 +90,7 @@ def unusable(inputs: Sequence[Tensor]) -> str | None:
 
 def forget() -> None:
     """Drop every captured solve and the memory that they hold."""
-    with turn() as mine:
+    with capture_lock() as mine:
         if not mine:  # a backward pass, while another thread uses them
             return
         _solves.clear()

@@ -1,4 +1,4 @@
-"""What captures of CUDA graphs need: a memory pool, a stream to capture on, and a clean end where one failed."""
+"""Captures of CUDA graphs: a memory pool, a stream to capture on, and cleanup after a failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def turn() -> Iterator[bool]:
+def capture_lock() -> Iterator[bool]:
     """Whether this thread may capture and replay graphs now; while it may, no other thread does.
 
     Graphs of a stream share buffers. The device executes work in the order of the stream, so it is enough that
@@ -99,7 +99,7 @@ class CaptureContext:
             try:
                 graph.capture_end()
             except RuntimeError:
-                mend_generator()
+                reset_generator()
             raise
         return graph, result
 
@@ -116,7 +116,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def mend_generator() -> None:
+def reset_generator() -> None:
     """Let random numbers be drawn again after a capture on the current device that failed.
 
     The generator has registered the beginning of the capture and no end; a copy of its state has registered neither.

@@ -194,7 +194,7 @@ def _tools(device: torch.device) -> SimpleNamespace:
 
 
 def _done(answer: tuple[Any, ...]) -> Any:
-    """What the driver gives beside its report of success."""
+    """The results of a driver call, without its status."""
     state, value = answer
     _check(state)
     return value

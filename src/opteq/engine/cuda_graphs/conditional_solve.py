@@ -42,12 +42,12 @@ class Capturable(Protocol):
 
     @property
     def iteration(self) -> Iteration:
-        """What advances."""
+        """The iteration that is captured."""
         ...
 
     @property
     def facts(self) -> object:
-        """What is known without looking at a value; it goes with every output."""
+        """Facts that need no value from the device; they accompany every output."""
         ...
 
     def tensors(self, finish: Finish) -> list[Tensor]:
@@ -121,14 +121,14 @@ class ConditionalSolve:
 
     def _capture(self, open_solve: OpenSolve) -> object:
         steps, solve = self._record(partial(self._first, open_solve))
-        settled, taken = None, 0
+        static, taken = None, 0
         for chunk in (*stage_lengths(solve.iteration.rule), None):
-            settle, at = self._record(partial(_settle, solve.iteration, settled))
+            settle, at = self._record(partial(_settle, solve.iteration, static))
             self.stages.append(_Stage(steps, settle, taken + 1))
-            if settled is None:
+            if static is None:
                 # Before there are any steps: what they keep for the steps after them may not be there when it runs.
                 self.conclusion, _ = self._record(partial(self._conclude, solve, at.finish))
-            settled = at
+            static = at
             if chunk is not None:
                 steps, _ = self._record(partial(self._advance, solve.iteration, chunk))
                 taken += chunk
@@ -199,14 +199,14 @@ class ConditionalSolve:
         branch.then(self.stages[end].settle)
 
 
-class _Settled:
-    """Where an iteration stands, at the same place in memory whatever the number of its steps."""
+class _StaticFinish:
+    """The finish of an iteration in static memory, the same for every number of steps."""
 
     def __init__(self, finish: Finish, longest: int) -> None:
-        room = getattr(finish, "room", None)
-        self.in_place = room is not None
-        if room is not None:  # it is so by itself
-            self.finish = replace(finish, trace=room)
+        trace_memory = getattr(finish, "trace_memory", None)
+        self.in_place = trace_memory is not None
+        if trace_memory is not None:  # its memory is static already
+            self.finish = replace(finish, trace=trace_memory)
             return
         trace = finish.trace.new_empty(longest, *finish.trace.shape[1:])
         # Copies, for all of it may be tensors that something else is read from.
@@ -215,19 +215,19 @@ class _Settled:
         residual, steps, codes = parts[-3:]
         self.finish = Finish(point, residual, steps, codes, trace)
 
-    def take(self, finish: Finish) -> None:
-        """Bring a finish there."""
+    def copy_from(self, finish: Finish) -> None:
+        """Copy a finish there."""
         if not self.in_place:
             own = [*_parts(self.finish), self.finish.trace[: len(finish.trace)]]
             for mine, part in zip(own, [*_parts(finish), finish.trace], strict=True):
                 mine.copy_(part)
 
 
-def _settle(iteration: Iteration, settled: _Settled | None) -> _Settled:
+def _settle(iteration: Iteration, static: _StaticFinish | None) -> _StaticFinish:
     finish = iteration.finish()
-    settled = _Settled(finish, iteration.rule.max_steps + 1) if settled is None else settled
-    settled.take(finish)
-    return settled
+    static = _StaticFinish(finish, iteration.rule.max_steps + 1) if static is None else static
+    static.copy_from(finish)
+    return static
 
 
 def _parts(finish: Finish) -> list[Tensor]:
@@ -235,9 +235,9 @@ def _parts(finish: Finish) -> list[Tensor]:
     return [*point, finish.residual, finish.steps, finish.codes]
 
 
-def _read_history(room: Tensor, steps: Tensor) -> Tensor:
+def _read_history(trace_memory: Tensor, steps: Tensor) -> Tensor:
     """The residuals of the steps that were taken, ``(steps + 1, B)``; waits for the device."""
-    return room[: max(steps.tolist(), default=0) + 1]
+    return trace_memory[: max(steps.tolist(), default=0) + 1]
 
 
 def stage_lengths(rule: Rule) -> list[int]:

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opteq.common.override import plain
-from opteq.engine.fuse import fused
+from opteq.engine.inductor import call_compiled
 from opteq.engine.triton.launch import has_triton
 from opteq.engine.triton.operations import gaussian, resample, spline
-from opteq.kernels.gaussian import bend, weigh
+from opteq.kernels.gaussian import weigh, weigh_derivative
 from opteq.operators.resample import pool, spread
 from opteq.potentials.base import scaled_derivative, scaled_second
 from opteq.solvers import fista
@@ -42,7 +42,12 @@ class FastOperations(TorchFunctionMode):
         self._flipped: dict[int, tuple[Tensor, Tensor]] = {}
         self._table: dict[Callable[..., Any], Callable[..., Any]] = {torch.conv_transpose2d: self._convolve_flipped}
         if kernels:
-            self._table |= {pool: resample.pooled, spread: resample.spread, weigh: gaussian.weigh, bend: gaussian.bend}
+            self._table |= {
+                pool: resample.pooled,
+                spread: resample.spread,
+                weigh: gaussian.weigh,
+                weigh_derivative: gaussian.weigh_derivative,
+            }
             self._table |= {scaled_derivative: spline.scaled_derivative, scaled_second: spline.scaled_second}
             # What accelerated steps do between two evaluations of the map is some forty operations on a few numbers.
             self._table |= {function: partial(_compiled, plain(function)) for function in (fista.propose, fista.accept)}
@@ -73,7 +78,7 @@ class FastOperations(TorchFunctionMode):
 
 
 def _compiled(function: Callable[..., Any], *given: Any) -> Any:
-    return fused(function, *given) if given[0].is_cuda and has_triton() else None
+    return call_compiled(function, *given) if given[0].is_cuda and has_triton() else None
 
 
 class WithOperations:

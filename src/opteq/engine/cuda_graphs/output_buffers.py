@@ -47,7 +47,7 @@ class OutputBuffers:
             buffer.note(None)
 
     def copies(self) -> list[Tensor]:
-        """What the buffers hold. A backward pass that soon asks for such a copy will find it there."""
+        """Copies of the buffers. A backward pass that reads such a copy finds its values in the buffer."""
         made: dict[int, Tensor] = {}
         for place, buffer in self._alone.items():
             made[place] = buffer.tensor.clone()

@@ -16,16 +16,16 @@ from opteq.states import State, blocks, like
 
 
 class Traces:
-    """What was traced of one problem: a capture opens its solve several times, and traces it once.
+    """The traced functions of one problem: a capture opens its solve several times, and traces it once.
 
     Args:
         flat: the problem, taken apart.
-        fuse: compile what was traced.
+        compile_functions: whether traced functions are compiled.
     """
 
-    def __init__(self, flat: Flattened, fuse: bool) -> None:
+    def __init__(self, flat: Flattened, compile_functions: bool) -> None:
         self.flat = flat
-        self.fuse = fuse
+        self.compile_functions = compile_functions
         self._known: dict[str, Traced] = {}
 
     def problem(self, tensors: list[Tensor]) -> BoundMap:
@@ -38,20 +38,20 @@ class Traces:
         def step(fixed: list[Tensor], varying: list[Tensor]) -> Sequence[Tensor]:
             return blocks(self.flat.with_tensors(fixed).step(like(start, tuple(varying))))
 
-        def measured(fixed: list[Tensor], varying: list[Tensor]) -> Sequence[Tensor]:
-            image, merit = self.flat.with_tensors(fixed)._measured(like(start, tuple(varying)))
+        def step_and_merit(fixed: list[Tensor], varying: list[Tensor]) -> Sequence[Tensor]:
+            image, merit = self.flat.with_tensors(fixed)._step_and_merit(like(start, tuple(varying)))
             return [*blocks(image), merit]
 
         stepped = self._traced("step", step, tensors, blocks(start))
         hidden.step = lambda y: like(y, tuple(stepped(blocks(y))))  # type: ignore[method-assign]
-        if hidden.measured is not None and not hidden.contracts:
-            both = self._traced("measured", measured, tensors, blocks(start))
+        if hidden.step_and_merit is not None and not hidden.contracts:
+            both = self._traced("step_and_merit", step_and_merit, tensors, blocks(start))
 
             def with_merit(y: State) -> tuple[State, Tensor]:
                 *image, merit = both(blocks(y))
                 return like(y, tuple(image)), merit
 
-            hidden._measured = with_merit  # type: ignore[method-assign]
+            hidden._step_and_merit = with_merit  # type: ignore[method-assign]
         return hidden
 
     def product(self, tensors: list[Tensor], state: State, product: Product, v: State) -> Product:
@@ -68,8 +68,8 @@ class Traces:
         return lambda u: like(u, tuple(applied(blocks(u))))
 
     def _worth_tracing(self, hidden: BoundMap) -> bool:
-        """Whether a user has written it, or its closed forms are to be fused."""
-        return self.fuse or any(isinstance(value, BoundModule) for value in vars(hidden).values())
+        """Whether a user has written it, or its closed forms are to be compiled."""
+        return self.compile_functions or any(isinstance(value, BoundModule) for value in vars(hidden).values())
 
     def _traced(
         self,
@@ -80,5 +80,5 @@ class Traces:
     ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         if name not in self._known:
             with FastOperations(kernels=False):
-                self._known[name] = Traced(function, fixed, varying, self.fuse)
+                self._known[name] = Traced(function, fixed, varying, self.compile_functions)
         return self._known[name].bind(fixed)

@@ -45,7 +45,7 @@ def load_columns(used, scale, gram, row, MP: tl.constexpr):
 
 @triton.jit
 def store_columns(used, scale, gram, row, in_use, lengths, cosines, MP: tl.constexpr):
-    """What ``load_columns`` reads at the next step."""
+    """Store the columns for ``load_columns`` of the next step."""
     line = tl.arange(0, MP)
     cells = row * MP * MP + line[:, None] * MP + line[None, :]
     tl.store(scale + row * MP + line, lengths)

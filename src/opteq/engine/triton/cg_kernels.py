@@ -184,7 +184,7 @@ def cg_accept(
 
 @triton.jit
 def _stretched(directions, paces, place: tl.constexpr, apart, lanes, row, at, inside, WIDE: tl.constexpr):
-    """What the step whose direction is in this place has added to the answer."""
+    """The contribution of the step whose direction is in this place to the solution."""
     d = tl.load(directions + tl.full((), place, tl.int64) * apart + at, mask=inside, other=0.0).to(WIDE)
     return tl.load(paces + place * lanes + row) * d
 

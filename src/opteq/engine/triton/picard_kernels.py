@@ -1,4 +1,4 @@
-"""The pass over memory of plain iteration, which decides on the step as well: one launch a step beside the map."""
+"""The pass over memory of plain iteration, which also accepts the step: one launch per step besides the map."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the fused solvers share: blocks in memory, the bookkeeping of rows, and the end of a solve."""
+"""Blocks in memory, row states and the end of a solve, for all fused solvers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SUMMARISED = 128
 
 @dataclass(frozen=True)
 class InPlace(Finish):
-    """A finish whose tensors are at the same address after every step; ``room`` is all memory of the trace."""
+    """A finish whose tensors are at the same address after every step; ``trace_memory`` is all memory of the trace."""
 
-    room: Tensor
+    trace_memory: Tensor
 
 
 def power_of_two(number: int) -> int:

@@ -1,4 +1,4 @@
-"""The bookkeeping of a row: how its flags and numbers lie in memory, and what kernels of every method do with them.
+"""The row state: the memory layout of its flags and numbers, and their updates in the kernels of all methods.
 
 ``flags (8, rows)`` are int32, ``numbers (7, rows)`` float64, by the indices below.
 
@@ -47,7 +47,7 @@ ALONG = tl.constexpr(6)  # its product with the direction
 
 @triton.jit
 def total(sums, parts, P: tl.constexpr):
-    """What the programs of a row have left, added up."""
+    """The sum of the partial results of a row's programs."""
     index = tl.arange(0, P)
     return tl.sum(tl.load(sums + index, mask=index < parts, other=0.0).to(tl.float64), axis=0)
 

@@ -33,7 +33,7 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
     assert isinstance(solver, Anderson | Picard)
     layout = Layout.of(task.start, task.coupled)
     caller = Autocast.current(layout.device)
-    evaluate = Evaluation(task.step, None if solver.takes_every_step else task.measured, layout, caller)
+    evaluate = Evaluation(task.step, None if solver.takes_every_step else task.step_and_merit, layout, caller)
     with caller.off():
         image = evaluate.state(task.start)
         memory = Blocks(blocks(image[0]), layout.rows, many=MANY_PROGRAMS if isinstance(solver, Anderson) else 0)

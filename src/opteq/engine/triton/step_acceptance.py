@@ -1,4 +1,4 @@
-"""The decision of a start, and of a step with memory: one small program a row, between two passes over memory."""
+"""Acceptance of the start and of steps with memory: one small program per row, between two passes over memory."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator, attr-defined, misc"
 from __future__ import annotations
@@ -60,7 +60,7 @@ def accept_start(
 
 @triton.jit
 def load_row(sums, parts, flags, numbers, rows, row, P: tl.constexpr):
-    """What is known of a row from before a step, and the pieces of the step's two norms."""
+    """The state of a row before a step, and the partial sums of the step's two norms."""
     piece = tl.arange(0, P)
     active = tl.load(flags + ACTIVE * rows + row)
     residual = tl.load(numbers + RESIDUAL * rows + row)

@@ -1,1 +1,1 @@
-"""What models are built of: stems, injections, heads and residual blocks."""
+"""Building blocks of models: stems, injections, heads and residual blocks."""

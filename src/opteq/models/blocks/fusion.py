@@ -1,4 +1,4 @@
-"""What is made of the features of several branches."""
+"""Fusion of the features of several branches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from opteq.operators.resample import repeat_pixels
 class AverageBranches(nn.Module):
     """The mean of images of several sizes, after each was pooled or repeated to one size.
 
-    This is how the GEQ paper fuses its branches. Larger images are averaged over squares, smaller ones have their
-    pixels repeated, so that a constant image stays what it is. All have the same number of channels.
+    This is how the GEQ paper fuses its branches. Larger images are averaged over squares, and pixels of smaller ones
+    are repeated, so a constant image does not change. All have the same number of channels.
 
     Args:
         size: height and width of the result; None takes those of the largest image.

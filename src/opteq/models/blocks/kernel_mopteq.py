@@ -80,30 +80,32 @@ class BoundKernelMOptEq(BoundMOptEq):
         self.kernel = problem.kernel
         self.structure = Structure.SYMMETRIC
         self.quadratic = False
-        self.has_merit = self.kernel.bends is not None and self.penalty.has_total and not self.jumps
+        self.has_merit = self.kernel.second_range is not None and self.penalty.has_total and not self.jumps
 
     def start(self) -> tuple[Tensor, ...]:
         """Zeros; or c where ``k'(0) = 0``, so that zero is a fixed point whatever the input is."""
-        flat = bool(self.kernel.slope(torch.zeros(())) == 0)
+        flat = bool(self.kernel.derivative(torch.zeros(())) == 0)
         return tuple(self.penalty.project(c.detach()) if flat else torch.zeros_like(c) for c in self.injections)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """Input by the kernel, heritage (or self) and diversity."""
-        seen = torch.stack([self.kernel.height(t) for t in self._seen(y)]).sum(dim=0)
-        return {"input": -seen, **self.coupling.terms(self.features(y))}
+        similarity = torch.stack([self.kernel.value(t) for t in self._inner_products(y)]).sum(dim=0)
+        return {"input": -similarity, **self.coupling.terms(self.features(y))}
 
     def preactivation(self, y: State, signs: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
         """``W_i h_i + k'(<c_i, y_i>) c_i``."""
-        driven = self._times_injections([self.kernel.slope(t) for t in self._seen(y)])
-        return self._carry(self.coupling.fuse(self.features(y), signs), driven)
+        driven = self._times_injections([self.kernel.derivative(t) for t in self._inner_products(y)])
+        return self._carry(self.coupling.negative_gradient(self.features(y), signs), driven)
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> W_i [h'(z) W'v]_i + k''(<c_i, y_i>) c_i <c_i, v_i>``."""
         coupled = super().curvature_at(y)
-        bends = [self.kernel.bend(t) for t in self._seen(y)]
+        seconds = [self.kernel.second(t) for t in self._inner_products(y)]
 
         def product(v: State) -> State:
-            own = self._times_injections([bend * t for bend, t in zip(bends, self._seen(v), strict=True)])
+            own = self._times_injections(
+                [second * t for second, t in zip(seconds, self._inner_products(v), strict=True)]
+            )
             return tuple(a + b for a, b in zip(blocks(coupled(v)), own, strict=True))
 
         return product
@@ -116,18 +118,18 @@ class BoundKernelMOptEq(BoundMOptEq):
     def damping(self) -> float | Tensor:  # type: ignore[override]
         """That of MOptEq, with the kernel's slope ``-k'' |c_i|^2`` as well."""
         given = BoundMOptEq.damping.func(self)  # type: ignore[attr-defined]
-        if self.kernel.bends is None:
+        if self.kernel.second_range is None:
             return given  # type: ignore[no-any-return]
-        slope = self.penalty.lipschitz * max(-self.kernel.bends[0], 0.0)
+        slope = self.penalty.lipschitz * max(-self.kernel.second_range[0], 0.0)
         sizes = torch.stack([inner(c, c) for c in self.injections]).amax(dim=0)
         damping: Tensor = 2 / (2 / given + slope * sizes)
         return damping
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step and the objective, which damped steps decrease."""
         return self.step(y), self.objective(y)
 
-    def _seen(self, y: State) -> list[Tensor]:
+    def _inner_products(self, y: State) -> list[Tensor]:
         """``<c_i, y_i>``, per branch."""
         return [inner(c, part) for c, part in zip(self.injections, blocks(y), strict=True)]
 

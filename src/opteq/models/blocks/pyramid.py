@@ -59,8 +59,8 @@ class Pyramid(nn.Module):
 
     def forward(self, x: Tensor) -> State:
         """``(B, in_channels, h, w)`` to ``(B, widths[i], h / 2^i, w / 2^i)`` for the level i of every branch."""
-        made = []
+        levels = []
         for stage in self.stages:
             x = stage(x)
-            made.append(x)
-        return x if self.levels is None else tuple(made[level] for level in self.levels)
+            levels.append(x)
+        return x if self.levels is None else tuple(levels[level] for level in self.levels)

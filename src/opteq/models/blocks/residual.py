@@ -53,8 +53,8 @@ class InvertedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, inputs, h, w) -> (B, outputs, h / stride, w / stride)``."""
-        made: Tensor = self.past(x) + self.weights(self.narrow(self.widen(self.spread(x))))
-        return made
+        output: Tensor = self.past(x) + self.weights(self.narrow(self.widen(self.spread(x))))
+        return output
 
 
 BLOCKS: dict[str, type[ResidualBlock] | type[InvertedBlock]] = {"basic": ResidualBlock, "inverted": InvertedBlock}

@@ -87,5 +87,5 @@ class ExtractorClassifierOptions(DeepHeadOptions, ExtractorOptions):
 def build_extractor(in_channels: int, num_classes: int, options: ExtractorClassifierOptions) -> Parts:
     """The extractor of an OptEq and a classification layer, with nothing in between."""
     first, *stages = make_extractor(in_channels, options).children()
-    head = DeepHead(options.extracted, num_classes, options.head_widths, options.dropout)
+    head = DeepHead(options.extractor_channels, num_classes, options.head_widths, options.dropout)
     return Parts(first, nn.Sequential(*stages), head)

@@ -11,7 +11,7 @@ from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Parts
 from opteq.models.blocks.residual import ResidualBlock, normalised_conv
 from opteq.models.checks import number, option, whole, wholes
-from opteq.models.comparators.mdeq import MultiscaleHead, all_paths, exchanged
+from opteq.models.comparators.mdeq import MultiscaleHead, all_paths, exchange_scales
 from opteq.models.comparators.residual_networks import Bottleneck
 from opteq.models.options import Options
 
@@ -25,7 +25,7 @@ class HRNetOptions(Options):
     depth: int = option(4, whole(most=256), "residual blocks of each branch before an exchange")
     first_width: int = option(64, whole(), "a fourth of the channels of the bottleneck blocks before any branch")
     first_depth: int = option(4, whole(most=256), "how many of them")
-    heads: tuple[int, ...] = option((32, 64, 128, 256), wholes(), "a fourth of the channels that each branch hands on")
+    heads: tuple[int, ...] = option((32, 64, 128, 256), wholes(), "a fourth of the output channels of each branch")
     last: int = option(2048, whole(), "channels before the linear layer")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
 
@@ -52,7 +52,7 @@ class Exchange(nn.Module):
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
         """One image per branch."""
-        return exchanged(
+        return exchange_scales(
             [branch(part) for branch, part in zip(self.branches, features, strict=True)], self.paths
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ class MDEQOptions(SolvingOptions):
 
     expansion: int = option(5, whole(most=64), "channels between the two convolutions of a block, as a multiple")
     groups: int = option(8, whole(), "groups of the normalisations; the last one of a step has half as many")
-    heads: tuple[int, ...] = option((14, 28, 56, 112), wholes(), "a fourth of the channels that each scale hands on")
+    heads: tuple[int, ...] = option((14, 28, 56, 112), wholes(), "a fourth of the output channels of each scale")
     last: int = option(1680, whole(), "channels before the linear layer")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
     downsample: int = option(0, whole(0, most=8), "how many convolutions halve the image before the equilibrium")
@@ -106,11 +106,11 @@ def all_paths(channels: Sequence[int], norm: Callable[[int], nn.Module]) -> nn.M
     })  # fmt: skip
 
 
-def exchanged(made: Sequence[Tensor], paths: nn.ModuleDict) -> list[Tensor]:
+def exchange_scales(scales: Sequence[Tensor], paths: nn.ModuleDict) -> list[Tensor]:
     """Every scale as the rectified sum of all of them."""
     totals = []
-    for target, total in enumerate(made):
-        for source, part in enumerate(made):
+    for target, total in enumerate(scales):
+        for source, part in enumerate(scales):
             if source != target:
                 total = total + paths[f"{source}-{target}"](part)
         totals.append(torch.relu(total))
@@ -130,9 +130,9 @@ class MultiscaleStep(nn.Module):
     def forward(self, z: tuple[Tensor, ...] | Tensor, x: Tensor) -> tuple[Tensor, ...] | Tensor:
         """The finest scale alone sees x."""
         given = z if isinstance(z, tuple) else (z,)
-        seen = [x, *[None] * (len(given) - 1)]
-        made = [block(part, its) for block, part, its in zip(self.blocks, given, seen, strict=True)]
-        totals = exchanged(made, self.paths)
+        inputs = [x, *[None] * (len(given) - 1)]
+        outputs = [block(part, its) for block, part, its in zip(self.blocks, given, inputs, strict=True)]
+        totals = exchange_scales(outputs, self.paths)
         answers = [norm(mix(total)) for norm, mix, total in zip(self.norms, self.mixed, totals, strict=True)]
         return tuple(answers) if isinstance(z, tuple) else answers[0]
 
@@ -173,9 +173,9 @@ class MultiscaleHead(nn.Module):
     def embed(self, features: tuple[Tensor, ...] | Tensor) -> Tensor:
         """The input of the linear layer."""
         parts = features if isinstance(features, tuple) else (features,)
-        made = [block(part) for block, part in zip(self.blocks, parts, strict=True)]
-        total = made[0]
-        for step, coarser in zip(self.down, made[1:], strict=True):
+        outputs = [block(part) for block, part in zip(self.blocks, parts, strict=True)]
+        total = outputs[0]
+        for step, coarser in zip(self.down, outputs[1:], strict=True):
             total = coarser + step(total)
         mixed: Tensor = self.mixed(total)
         return mixed.mean(dim=(2, 3))

@@ -25,7 +25,7 @@ def identity(kernel: Tensor) -> Tensor:
     return torch.diag_embed(torch.ones_like(torch.amax(kernel, dim=(1, 2, 3))))
 
 
-def scaled_kernel(kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
+def scaled_weight(kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
     """``gain A / |A|_F`` in float32 or better; an error where images are smaller than the kernel."""
     if max(kernel.shape[2:]) > min(height, width):
         raise ValueError(f"images of {height} x {width} are smaller than the kernels, {tuple(kernel.shape[2:])}")
@@ -34,7 +34,7 @@ def scaled_kernel(kernel: Tensor, gain: Tensor, height: int, width: int) -> Tens
 
 
 class Monotone(FixedPoint):
-    """What monDEQ of one tier and of several share.
+    """The base class of monDEQs of one tier and of several.
 
     Args:
         channels: of the state; one number, or one per tier.
@@ -66,10 +66,10 @@ class Monotone(FixedPoint):
         if splitting not in SPLITTINGS:
             kind = type(self).__name__
             raise ValueError(f"{kind}.splitting should be one of {', '.join(SPLITTINGS)}; got {splitting!r}")
-        self._make_kernels(kernel_size)
+        self._make_weights(kernel_size)
 
     @abstractmethod
-    def _make_kernels(self, size: int) -> None:
+    def _make_weights(self, size: int) -> None:
         """Draw the kernels, and make the gains."""
 
     @for_finite_weights
@@ -97,7 +97,7 @@ class MonDEQ(Monotone):
     True
     """
 
-    def _make_kernels(self, size: int) -> None:
+    def _make_weights(self, size: int) -> None:
         shape = self.channels, self.channels, size, size
         self.A, self.B = (nn.Parameter(torch.empty(shape).uniform_(-1, 1)) for _ in range(2))
         self.gain_A, self.gain_B = (nn.Parameter(torch.tensor(gain)) for gain in (1.0, 1.0))
@@ -109,7 +109,7 @@ class MonDEQ(Monotone):
         return symbol
 
     def _spectrum(self, kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
-        spectrum: Tensor = torch.fft.rfft2(scaled_kernel(kernel, gain, height, width), s=(height, width))
+        spectrum: Tensor = torch.fft.rfft2(scaled_weight(kernel, gain, height, width), s=(height, width))
         return spectrum.permute(2, 3, 0, 1)
 
     # The state is z for forward-backward, and u with z = relu(u) for Peaceman-Rachford splitting.

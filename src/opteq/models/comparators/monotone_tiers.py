@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq.models.comparators.monotone import Monotone, identity, scaled_kernel
+from opteq.models.comparators.monotone import Monotone, identity, scaled_weight
 
 
 class TieredMonDEQ(Monotone):
@@ -33,7 +33,7 @@ class TieredMonDEQ(Monotone):
 
     A: nn.ParameterList
 
-    def _make_kernels(self, size: int) -> None:
+    def _make_weights(self, size: int) -> None:
         channels = self.channels
         steps = list(zip(channels[1:], channels[:-1], strict=True))
         for name, shapes in (("A", [(n, n) for n in channels]), ("B", [(n, n) for n in channels]), ("C", steps)):
@@ -60,7 +60,7 @@ class TieredMonDEQ(Monotone):
         """One step of the splitting; its state is z, or u with ``z = relu(u)`` for Peaceman-Rachford."""
         given = [self.U(x), *[0.0] * (len(z) - 1)]
         if self.splitting == "forward-backward":
-            moved = self._minus(z)
+            moved = self._identity_minus_map(z)
             pairs = zip(z, moved, given, strict=True)
             return tuple(torch.relu(part - self.alpha * (image - its)) for part, image, its in pairs)
         half = [2 * torch.relu(part) - part for part in z]
@@ -71,7 +71,7 @@ class TieredMonDEQ(Monotone):
 
     def _symbol(self, name: str, tier: int, height: int, width: int) -> Tensor:
         kernel, gain = getattr(self, name)[tier], getattr(self, f"gain_{name}")[tier]
-        spectrum: Tensor = torch.fft.fft2(scaled_kernel(kernel, gain, height, width), s=(height, width))
+        spectrum: Tensor = torch.fft.fft2(scaled_weight(kernel, gain, height, width), s=(height, width))
         return torch.permute(spectrum, (2, 3, 0, 1))
 
     def _diagonal(self, tier: int, height: int, width: int) -> Tensor:
@@ -80,14 +80,14 @@ class TieredMonDEQ(Monotone):
         symbol: Tensor = self.m * identity(self.A[tier]) + torch.adjoint(A) @ A - B + torch.adjoint(B)
         return symbol
 
-    def _fed(self, tier: int, above: Tensor) -> Tensor:
+    def _from_tier_before(self, tier: int, above: Tensor) -> Tensor:
         """``2 A' C`` of the spectrum of the tier before."""
         height, width = above.shape[:2]
         C = self._symbol("C", tier - 1, height, width)
         A = self._symbol("A", tier, height // 2, width // 2)
         return 2 * torch.adjoint(A) @ _fold(C @ above)
 
-    def _minus(self, z: tuple[Tensor, ...]) -> list[Tensor]:
+    def _identity_minus_map(self, z: tuple[Tensor, ...]) -> list[Tensor]:
         """``(I - M) z``."""
         images, above = [], None
         for tier, part in enumerate(z):
@@ -98,7 +98,7 @@ class TieredMonDEQ(Monotone):
                 C = self._symbol("C", tier, height, width)
                 image = image + torch.adjoint(C) @ _tile(_fold(C @ spectrum))
             if above is not None:
-                image = image + self._fed(tier, above)
+                image = image + self._from_tier_before(tier, above)
             above = spectrum
             images.append(_image(image, part))
         return images
@@ -110,7 +110,7 @@ class TieredMonDEQ(Monotone):
             height, width = part.shape[2:]
             spectrum = _spectrum(part)
             if above is not None:
-                spectrum = spectrum - self.alpha * self._fed(tier, above)
+                spectrum = spectrum - self.alpha * self._from_tier_before(tier, above)
             P = torch.linalg.inv(identity(self.A[tier]) + self.alpha * self._diagonal(tier, height, width))
             above = P @ spectrum
             if tier < len(given) - 1:

@@ -76,9 +76,9 @@ class NeuralODE(nn.Module):
                 f"the ODE was not solved ({error}): its steps became too short, or a value was not finite. Try a lower "
                 "learning rate, AdamW, or a larger model.options.tol"
             ) from error
-        taken = torch.full((len(x),), self.field.evaluations - before, device=x.device)
-        reached = torch.full_like(taken, int(Status.CONVERGED))  # dopri5 raises where it does not reach the end
-        report = Report("dopri5", torch.zeros_like(taken, dtype=x.dtype), taken, reached, self.tol)
+        steps = torch.full((len(x),), self.field.evaluations - before, device=x.device)
+        reached = torch.full_like(steps, int(Status.CONVERGED))  # dopri5 raises where it does not reach the end
+        report = Report("dopri5", torch.zeros_like(steps, dtype=x.dtype), steps, reached, self.tol)
         self.last = report, BackwardSlot()
         return path[-1]
 

@@ -40,7 +40,7 @@ class ExtractorOptions(Options):
             )
 
     @property
-    def extracted(self) -> int:
+    def extractor_channels(self) -> int:
         """Channels of the extractor's output."""
         return 4 * self.extractor_width << len(self.extractor_blocks) - 1
 
@@ -142,7 +142,10 @@ def make_extractor(in_channels: int, options: ExtractorOptions) -> nn.Sequential
 def extracted_problem(options: ExtractedOptions) -> Problem:
     """The OptEq layers on the output of :func:`make_extractor`."""
     layers = [
-        (_operator(size, options), _injection(options.extracted, size, options) if options.sees_input(index) else None)
+        (
+            _operator(size, options),
+            _injection(options.extractor_channels, size, options) if options.sees_input(index) else None,
+        )
         for index, size in enumerate(options.hidden)
     ]
     return make_problem(layers, options)

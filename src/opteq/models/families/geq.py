@@ -47,7 +47,7 @@ class GEQOptions(BranchOptions):
     )
 
 
-class OfLength(nn.Module):
+class NormalisedInjection(nn.Module):
     """``length * U x / |U x|``, per sample.
 
     Kernels of ``<c, y>`` over the whole image need it: with entries of c of about 1, ``|c|^2`` is as large as the
@@ -86,7 +86,7 @@ def build(in_channels: int, num_classes: int, options: GEQOptions) -> Parts:
         compared = size if kernel.input_space == "output" else channels
         U: nn.Module = make_injection(seen, compared, options)
         if options.input_length is not None:
-            U = OfLength(U, options.input_length)
+            U = NormalisedInjection(U, options.input_length)
         problems.append(GEQ(W, U, kernel, options.activation))
     layer = options.layer(Parallel(problems, options.scales))
     if options.fusion == "none":

@@ -28,10 +28,10 @@ def build(in_channels: int, num_classes: int, options: InhibitionOptions) -> Par
     branches = [
         Branch(
             Conv2d(options.common, size, options.weight_kernel, bound=options.bound),
-            make_injection(seen, size, options),
+            make_injection(channels, size, options),
             scale,
         )
-        for size, seen, scale in zip(options.hidden, stem.channels, options.scales, strict=True)
+        for size, channels, scale in zip(options.hidden, stem.channels, options.scales, strict=True)
     ]
     problem = Inhibition(branches, m=options.m, activation=options.activation)
     return Parts(stem.module, options.layer(problem), Head(options.hidden, num_classes, options))

@@ -10,7 +10,7 @@ from opteq.kernels import Polynomial, Sigmoid
 from opteq.models.blocks.kernel_mopteq import KernelMOptEq
 from opteq.models.blocks.parts import Head, Parts, Stem, make_injection, make_stem
 from opteq.models.checks import flag, number, one_of, option, optional, whole
-from opteq.models.families.geq import OfLength
+from opteq.models.families.geq import NormalisedInjection
 from opteq.models.options import BranchOptions
 from opteq.operators import Conv2d
 from opteq.operators.base import initial_norm
@@ -69,12 +69,12 @@ class MOptEqOptions(BranchOptions):
             )
 
     def idle(self) -> dict[str, str]:
-        found = super().idle()
+        unused = super().idle()
         if not self.diversity:
-            found["smoothing"] = "with diversity=0, whose kinks it would round"
+            unused["smoothing"] = "with diversity=0, whose kinks it would round"
         if not self.perturbation:
-            found["settle"] = "with perturbation=0, which it would freeze"
-        return found
+            unused["settle"] = "with perturbation=0, which it would freeze"
+        return unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> 
     if options.input_length is not None:
         for branch in branches:
             assert branch.U is not None
-            branch.U = OfLength(branch.U, options.input_length)
+            branch.U = NormalisedInjection(branch.U, options.input_length)
     ties: dict[str, Any] = {
         "diversity": options.diversity,
         "activation": options.activation,
@@ -135,8 +135,8 @@ def _branches(options: BranchOptions, stem: Stem) -> list[Branch]:
     return [
         Branch(
             Conv2d(options.channels, size, options.weight_kernel, bound=options.bound),
-            make_injection(seen, size, options),
+            make_injection(channels, size, options),
             scale,
         )
-        for size, seen, scale in zip(options.hidden, stem.channels, options.scales, strict=True)
+        for size, channels, scale in zip(options.hidden, stem.channels, options.scales, strict=True)
     ]

@@ -3,7 +3,7 @@
 from opteq.models.pretrained.files import CONFIG, KEYS, WEIGHTS, locate, read_config, save
 from opteq.models.pretrained.hub import push
 from opteq.models.pretrained.released import ReleasedWeights, released, released_folder
-from opteq.models.pretrained.structure import replaced
+from opteq.models.pretrained.structure import replaced_parts
 from opteq.models.pretrained.weights import load
 
 __all__ = [
@@ -17,6 +17,6 @@ __all__ = [
     "read_config",
     "released",
     "released_folder",
-    "replaced",
+    "replaced_parts",
     "save",
 ]

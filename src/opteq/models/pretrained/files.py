@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from opteq.common.errors import UserError, shown, unknown_name
-from opteq.common.files import draft, look_into, sync_folder
-from opteq.models.pretrained.hub import fetched
+from opteq.common.errors import UserError, format_value, unknown_name
+from opteq.common.files import check_readable, draft, sync_folder
+from opteq.models.pretrained.hub import download
 from opteq.models.pretrained.released import released, released_folder
 from opteq.models.pretrained.weights import to_bytes
 
@@ -61,7 +61,7 @@ def save(model: nn.Module, config: Mapping[str, Any], folder: str | Path, replac
 def locate(source: str | Path) -> tuple[Path, Path]:
     """The two files of a local folder, of weights in the package, or of ``owner/name`` on the hub, fetched at need."""
     folder = released_folder(source)
-    look_into(folder)
+    check_readable(folder)
     if folder.is_dir():
         return _in_folder(folder)
     if folder.exists():
@@ -72,12 +72,12 @@ def locate(source: str | Path) -> tuple[Path, Path]:
         otherwise = f"{',' if hub else ' and'} no weights of that name in the package ({names}){hub}"
         raise UserError(f"there is no folder {source}{_nearest(folder) or otherwise}")
     if folder.parent.is_dir():
-        # Who keeps models in runs/ and misspells one should not wait for the hub to say that it has no such owner.
+        # A misspelt folder below an existing one is no repository: the hub is not searched for it.
         raise UserError(
-            f"there is no folder {source}, and the hub was not asked, since there is a folder {folder.parent} here"
+            f"there is no folder {source}, and the hub was not searched, since there is a folder {folder.parent} here"
             f"{_nearest(folder)}"
         )
-    return fetched(source, CONFIG, WEIGHTS)
+    return download(source, CONFIG, WEIGHTS)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -107,11 +107,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} lacks {', '.join(missing)}; save the model again with save_pretrained")
     replaced = config.setdefault("replaced", [])
     if not isinstance(replaced, list) or not all(isinstance(part, str) for part in replaced):
-        raise UserError(f"{path}: replaced should be a list of names of parts; got {shown(replaced)}")
+        raise UserError(f"{path}: replaced should be a list of names of parts; got {format_value(replaced)}")
     for key, kind in (("name", str), ("num_classes", int), ("in_channels", int), ("options", dict), ("extra", dict)):
         value = config.setdefault(key, {})
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise UserError(f"{path}: {key} should be of type {kind.__name__}; got {shown(value)}")
+            raise UserError(f"{path}: {key} should be of type {kind.__name__}; got {format_value(value)}")
     return config
 
 
@@ -124,7 +124,7 @@ def _in_folder(folder: Path) -> tuple[Path, Path]:
     if WEIGHTS in missing and pickles:
         raise UserError(
             f"{folder} has weights only as a pickle ({pickles[0]}), which could run code when it is read, so it was "
-            f"left alone; convert it to {WEIGHTS} where you trust it"
+            f"not read; convert it to {WEIGHTS} where you trust it"
         )
     raise UserError(f"{folder} lacks {' and '.join(missing)}; a model's folder holds {CONFIG} and {WEIGHTS}")
 

@@ -35,18 +35,18 @@ def _why_unreachable() -> str | None:
     return None
 
 
-def fetched(repository: str, *names: str) -> tuple[Path, Path]:
+def download(repository: str, *names: str) -> tuple[Path, Path]:
     """Two files of a repository ``owner/name`` on the hub, of which nothing else is fetched."""
     from huggingface_hub import hf_hub_download
 
     unreachable = _why_unreachable()
-    # What was fetched before can be had without the network.
+    # Files that were downloaded before need no network.
     fetch = partial(hf_hub_download, local_files_only=True) if unreachable else hf_hub_download
     try:
         config, weights = (Path(fetch(repository, name)) for name in names)
     except Exception as error:  # the hub's client has a class for every way to fail, and so has each of its versions
-        said = str(error).strip().splitlines()
-        reason = unreachable or (said[0] if said else type(error).__name__)
+        lines = str(error).strip().splitlines()
+        reason = unreachable or (lines[0] if lines else type(error).__name__)
         raise UserError(
             f"there is no folder {repository}, and {' and '.join(names)} of {repository} could not be fetched from "
             f"the hub: {reason}. Check the name, the network and, for a private model, your token"
@@ -68,8 +68,8 @@ def push(save: Callable[[Path], Path], repository: str, token: str | None, priva
             address = hub.create_repo(repository, private=private, exist_ok=True)
             hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload a model of opteq")
         except Exception as error:  # the hub's client has a class for every way to fail
-            said = str(error).strip().splitlines()
-            reason = _why_unreachable() or (said[0] if said else type(error).__name__)
+            lines = str(error).strip().splitlines()
+            reason = _why_unreachable() or (lines[0] if lines else type(error).__name__)
             raise UserError(
                 f"{repository} could not be uploaded to the hub: {reason}. Check the network and your token"
             ) from error

@@ -52,13 +52,13 @@ def released() -> tuple[ReleasedWeights, ...]:
     >>> [(one.name, one.model, one.command) for one in released() if one.name == "digits"]
     [('digits', 'opteq-digits', 'opteq train digits')]
     """
-    found = []
+    weights = []
     for card in sorted(_HERE.glob("*/card.json")):
         config = json.loads((card.parent / "config.json").read_text(encoding="utf-8"))
         kind, model = ("denoiser", "denoiser") if "denoiser" in config else ("classifier", config["name"])
         known = json.loads(card.read_text(encoding="utf-8"))
-        found.append(ReleasedWeights(card.parent.name, kind, model, folder=card.parent, **known))
-    return tuple(found)
+        weights.append(ReleasedWeights(card.parent.name, kind, model, folder=card.parent, **known))
+    return tuple(weights)
 
 
 def released_folder(source: str | Path) -> Path:

@@ -12,28 +12,28 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# What says nothing of what a model computes, or is compared otherwise.
+# Attributes that do not affect what a model computes, or are compared elsewhere.
 _ASIDE = {*vars(nn.Module()), "last", "observer", "on_failure", "config", "forward", "_monitor"}
 
 
-def replaced(model: nn.Module, described: nn.Module) -> list[str]:
+def replaced_parts(model: nn.Module, described: nn.Module) -> list[str]:
     """The names of the parts of ``model`` that are not as in ``described``; only the outermost of each."""
     theirs = dict(described.named_modules(remove_duplicate=False))
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if any(name == part or name.startswith(f"{part}.") for part in found):
+        if any(name == part or name.startswith(f"{part}.") for part in names):
             continue
         other = theirs.get(name)
         if other is None or not _same_kind(module, other) or set(module._modules) != set(other._modules):
-            found.append(name or "the model itself")
+            names.append(name or "the model itself")
         else:
             options = _options(module)
-            found += [
+            names += [
                 f"{name}.{option}".lstrip(".")
                 for option, value in _options(other).items()
                 if option not in options or not _same(options[option], value)
             ]
-    return found
+    return names
 
 
 def _same_kind(a: nn.Module, b: nn.Module) -> bool:

@@ -42,12 +42,12 @@ def to_bytes(model: nn.Module) -> bytes:
 
 def digest(tensors: dict[str, Tensor]) -> str:
     """SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
-        found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def load(model: nn.Module, path: Path) -> None:
@@ -96,7 +96,7 @@ def _read_head(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], str 
             head = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             return head, (file.metadata() or {}).get(DIGEST)
     except Exception as error:
-        raise _not_whole(path, error) from error
+        raise _incomplete(path, error) from error
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -106,21 +106,21 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:
-        raise _not_whole(path, error) from error
+        raise _incomplete(path, error) from error
 
 
-def _not_whole(path: Path, error: Exception) -> UserError:
-    said = str(error).partition("\n")[0] or type(error).__name__
+def _incomplete(path: Path, error: Exception) -> UserError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
     return UserError(
-        f"{path} is not a whole safetensors file ({said}): it is damaged, or something else in disguise. "
+        f"{path} is not a whole safetensors file ({reason}): it is damaged, or something else in disguise. "
         "Nothing of it was used; fetch or save it again"
     )
 
 
-def _same_names(path: Path, wanted: set[str], found: set[str]) -> None:
+def _same_names(path: Path, wanted: set[str], stored: set[str]) -> None:
     problems = [
         f"{word} {len(names)} ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
-        for word, names in (("lacks", wanted - found), ("has an unknown", found - wanted))
+        for word, names in (("lacks", wanted - stored), ("has an unknown", stored - wanted))
         if names
     ]
     if problems:

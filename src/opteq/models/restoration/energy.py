@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
 from opteq.models.restoration.guide import Guide
-from opteq.models.restoration.measurement import Measurement, checked_measurement, settled_measurement
+from opteq.models.restoration.measurement import Measurement, check_measurement, prepare_measurement
 from opteq.models.restoration.noise_levels import NoiseLevels
 from opteq.operators.base import Operator
 from opteq.operators.chain import ChainMap, ConvChain, largest_response, response_powers
@@ -72,7 +72,7 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
             image: the given image, which the guide reads.
         """
         chain = self.filters.prepare()
-        kernel = chain.composed()
+        kernel = chain.composed_kernel()
         powers = response_powers(kernel)
         scale, weight = self.levels(sigma)
         low, high = (end.to(weight.dtype).expand(weight.shape[1]) for end in self.potential.curvature())
@@ -162,15 +162,15 @@ class Restoration(Objective):
         if strength <= 0:
             raise ValueError(f"Restoration.strength should be positive; got {strength!r}")
         self.prior, self.strength, self.sigma = prior, float(strength), sigma
-        self.measurement = checked_measurement(measurement)
+        self.measurement = check_measurement(measurement)
 
     def bind(self, x: Any) -> BoundRestoration:
         """The energy for these measurements."""
         image, sigma = self._split(x)
-        settled = settled_measurement(self.measurement, image)
-        seen = image if settled is None else settled.adjoint(image)
-        bound = self.prior.bind(sigma, seen)
-        return BoundRestoration(image, bound, settled, self.strength, self._convex)
+        prepared = prepare_measurement(self.measurement, image)
+        estimate = image if prepared is None else prepared.adjoint(image)
+        bound = self.prior.bind(sigma, estimate)
+        return BoundRestoration(image, bound, prepared, self.strength, self._convex)
 
     def terms(self, y: State, x: Any) -> dict[str, Tensor]:
         """The data term and the prior."""
@@ -191,7 +191,10 @@ class Restoration(Objective):
         names = ("exists", "unique", "contraction", "lipschitz")
         if least <= 0:
             why = (
-                f"the energy's Hessian is only known to lie above {least:.4g}: a prior that is not convex leaves "
+                "the energy is convex, and not known to be strongly convex: nothing bounds directions that the "
+                "measurement does not see"
+                if least == 0
+                else f"the energy's Hessian is only known to lie above {least:.4g}: a prior that is not convex leaves "
                 "directions open that the measurement does not see"
             )
             return Certificate(reasons=dict.fromkeys(names, why))
@@ -223,9 +226,9 @@ class Restoration(Objective):
         concavity, curvature = (self.strength * float(end.max()) for end in (bound.concavity, bound.curvature))
         low, high = 1.0, 1.0
         if isinstance(self.measurement, Operator):
-            settled = settled_measurement(self.measurement, like)
-            assert settled is not None
-            low, high = float(settled.least), float(settled.most)
+            prepared = prepare_measurement(self.measurement, like)
+            assert prepared is not None
+            low, high = float(prepared.least), float(prepared.most)
         elif self.measurement is not None:
             low, high = 0.0, math.inf  # known only for images at hand
         return low**2 - concavity, high**2 + curvature, high

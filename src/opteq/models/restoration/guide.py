@@ -64,9 +64,9 @@ class Guide(nn.Module, metaclass=NamedOptions):
             hidden = self.inward(torch.cat([quarters, level + 2], dim=1))
             for _ in range(self.repeats):
                 hidden = self.blocks(hidden)
-            found = self.outward(hidden)
-        found = F.pixel_shuffle(found.to(image.dtype), 2)[..., :h, :w]
-        weight, expected = found[:, : self.channels], found[:, self.channels :]
+            maps = self.outward(hidden)
+        maps = F.pixel_shuffle(maps.to(image.dtype), 2)[..., :h, :w]
+        weight, expected = maps[:, : self.channels], maps[:, self.channels :]
         return torch.sigmoid(weight), expected.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Whatever measures an image, in one form: operators of this library, and objects with ``A`` and ``A_adjoint``."""
+"""Measurements of images in one form: operators of this library, and objects with ``A`` and ``A_adjoint``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Measurement(ABC):
         """``A' u``."""
 
 
-class SettledMeasurement(Measurement):
-    """An operator whose weights are settled."""
+class PreparedMeasurement(Measurement):
+    """An operator with prepared weights."""
 
     def __init__(self, linear: LinearMap, least: float | Tensor, most: float | Tensor) -> None:
         self.linear, self.least, self.most = linear, least, most
@@ -42,7 +42,7 @@ class SettledMeasurement(Measurement):
         return self.linear.adjoint(u)
 
 
-class ForeignMeasurement(Measurement):
+class PhysicsMeasurement(Measurement):
     """An object with ``A(y)`` and ``A_adjoint(u)``: deepinv's linear physics, for instance.
 
     Its norm is measured, by power iteration with a margin of 5 %.
@@ -68,7 +68,7 @@ class ForeignMeasurement(Measurement):
         return image
 
 
-def checked_measurement(given: Any) -> Any:
+def check_measurement(given: Any) -> Any:
     """``given`` if it can measure; otherwise an error that says what it should have."""
     if isinstance(given, Operator | None) or all(callable(getattr(given, name, None)) for name in ("A", "A_adjoint")):
         return given
@@ -77,11 +77,11 @@ def checked_measurement(given: Any) -> Any:
     )
 
 
-def settled_measurement(given: Any, x: Tensor) -> Measurement | None:
-    """The measurement in one form, with its weights settled and its norm known; None where there is none."""
+def prepare_measurement(given: Any, x: Tensor) -> Measurement | None:
+    """The measurement in one form, with prepared weights and a known norm; None without a measurement."""
     if given is None:
         return None
     if isinstance(given, Operator):
         least = getattr(given, "least_singular_value", None)
-        return SettledMeasurement(given.prepare(), 0.0 if least is None else least(), given.norm())
-    return ForeignMeasurement(given, x)
+        return PreparedMeasurement(given.prepare(), 0.0 if least is None else least(), given.norm())
+    return PhysicsMeasurement(given, x)

@@ -77,22 +77,22 @@ known_scales: ContextVar[dict[int, Tensor] | None] = ContextVar("known_scales", 
 def scale_for(bound: float, weight: Tensor, *before: Tensor) -> Tensor:
     """The factor of :func:`bounded`: ``min(1, bound / s)``, exactly 1 where the norm is within the bound."""
     # Magnitudes are divided out one by one, so that nothing overflows however large the weights are.
-    kernel, magnitude = normalised(weight)
-    room = bound / (1 + rounding(weight.dtype)) / magnitude
+    kernel, magnitude = normalise(weight)
+    allowed = bound / (1 + rounding(weight.dtype)) / magnitude
     for factor in before:
-        unit, magnitude = normalised(factor)
-        kernel, room = kernel * unit, room / magnitude
-    limits = torch.finfo(room.dtype)
-    room = room.clamp_max(limits.max / 2)
-    return room / torch.maximum(unit_norm(kernel), room).clamp_min(limits.tiny)
+        unit, magnitude = normalise(factor)
+        kernel, allowed = kernel * unit, allowed / magnitude
+    limits = torch.finfo(allowed.dtype)
+    allowed = allowed.clamp_max(limits.max / 2)
+    return allowed / torch.maximum(unit_norm(kernel), allowed).clamp_min(limits.tiny)
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """What rounding the bounded weight back to a 16-bit format may add to its norm, relatively."""
+    """The largest relative increase of the norm when the bounded weight is rounded to a 16-bit format."""
     return torch.finfo(dtype).eps / 2 if torch.finfo(dtype).bits < 32 else 0.0
 
 
-def normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
+def normalise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``weight`` in computing precision, divided by its largest magnitude, and that magnitude.
 
     The magnitude carries no gradient: norms are homogeneous, so derivatives come out right for any constant divisor.
@@ -227,23 +227,23 @@ def eigenvalue_bound(form: Tensor, squarings: int, symmetric: bool = False) -> T
     """
     n = form.shape[-1]
     identity = torch.eye(n, dtype=form.dtype, device=form.device)
-    x, inverse = _shifted(form, identity)
+    x, inverse = _shift(form, identity)
     norms: list[Tensor] = []
     for step in range(squarings):
-        squared = torch.bmm(x, x) if symmetric else _squared(x)
+        squared = torch.bmm(x, x) if symmetric else _square(x)
         norms.append(torch.linalg.vector_norm(squared, dim=(-2, -1)))
         if step + 1 < squarings:
             x = torch.addcmul(identity, squared, norms[-1].pow(-2)[:, None, None], value=-2 * n)
-    return _read(norms, inverse, n)
+    return _bound_from_norms(norms, inverse, n)
 
 
-def _squared(x: Tensor) -> Tensor:
+def _square(x: Tensor) -> Tensor:
     """``S X + T X' = X X - 2 T T`` with ``2 T = X - X'``: one transposition to pay for, not three."""
     twice = x - x.mT
     return torch.baddbmm(torch.bmm(x, x), twice, twice, alpha=-0.5)
 
 
-def _shifted(form: Tensor, identity: Tensor) -> tuple[Tensor, Tensor]:
+def _shift(form: Tensor, identity: Tensor) -> tuple[Tensor, Tensor]:
     """``X_0 = 1 - A / h`` and ``1 / (2 h)``."""
     # Any positive h is valid. The floor keeps it positive for a zero matrix; and tr A >= |A|_F, which rounding can
     # break where a symbol vanishes, keeps it below |A|_F / 2. (Few operations: on a GPU each costs its launch.)
@@ -252,7 +252,7 @@ def _shifted(form: Tensor, identity: Tensor) -> tuple[Tensor, Tensor]:
     return torch.addcmul(identity, form, inverse[:, None, None], value=-2), inverse
 
 
-def _read(norms: list[Tensor], inverse: Tensor, n: int) -> Tensor:
+def _bound_from_norms(norms: list[Tensor], inverse: Tensor, n: int) -> Tensor:
     """The bound of the largest eigenvalue after as many squarings as there are norms ``|X_t^2|_F``."""
     # The last matrix has mean 1 - 2/k and variance 4 (k - 1) / k^2, so u_{T-1}^2 = 1 + sqrt((n - 1) (k - 1)). Equal
     # eigenvalues give k = 1, where the root has no derivative and rounding may hide a small variance: hence the floor,

@@ -31,8 +31,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from opteq.operators.base import Operator, only_watches
-from opteq.operators.spectral.bound import normalised, rounding, squared_supremum, unit_norm
+from opteq.operators.base import Operator, is_observer_hook
+from opteq.operators.spectral.bound import normalise, rounding, squared_supremum, unit_norm
 from opteq.operators.spectral.branch_and_bound import close_supremum
 
 
@@ -52,16 +52,16 @@ def kernel_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
     """
     if kernel.is_meta:  # a shape without numbers, of which none is the norm: 1 stands for any
         return torch.ones((), dtype=kernel.dtype, device="cpu")
-    unit, magnitude = normalised(kernel)
+    unit, magnitude = normalise(kernel)
     return unit_norm(unit, groups, _fine_supremum if fine else None) * magnitude
 
 
 @torch.no_grad()
 def certified_norm(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
     """The norm, from above and within 0.5 %, of a ``weight`` that :func:`bounded` made from the same ``before``."""
-    kernel, scale = normalised(weight)
+    kernel, scale = normalise(weight)
     for factor in before:
-        unit, magnitude = normalised(factor)
+        unit, magnitude = normalise(factor)
         kernel, scale = kernel * unit, scale * magnitude
     norm = unit_norm(kernel, supremum=_fine_supremum) * scale
     # Both numbers are certified; but rounding to 16 bits after the bound was applied takes its certificate away.
@@ -80,9 +80,9 @@ def _fine_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:
 def module_norm(module: nn.Module) -> Tensor | None:
     """An upper bound of the norm of the linear part of ``module``, or None where none is known.
 
-    Known are :class:`Operator`, ``nn.Linear``, ``nn.Conv2d`` (any stride, dilation and groups; zero padding, or
+    Supported are :class:`Operator`, ``nn.Linear``, ``nn.Conv2d`` (any stride, dilation and groups; zero padding, or
     circular padding that does not enlarge the image), ``nn.Identity`` and ``nn.Sequential`` of these. Biases do not
-    count: a Lipschitz certificate does not see them. A module with forward hooks may give anything.
+    count, since they do not change Lipschitz constants. A module with forward hooks has no known norm.
 
     >>> module_norm(nn.Sequential(nn.Identity(), nn.Identity()))
     tensor(1.)
@@ -90,7 +90,7 @@ def module_norm(module: nn.Module) -> Tensor | None:
     True
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if not all(map(only_watches, hooks)) or "forward" in vars(module):
+    if not all(map(is_observer_hook, hooks)) or "forward" in vars(module):
         return None
     if isinstance(module, Operator):
         return module.norm()

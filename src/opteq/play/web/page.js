@@ -75,25 +75,25 @@
   async function open(file) {
     if (!file) return;
     if (!file.type.startsWith("image/")) return fail(`${file.name} is not an image.`);
-    let picture;
+    let bitmap;
     try {
-      picture = await createImageBitmap(file);
-      const scale = Math.max(canvas.width / picture.width, canvas.height / picture.height);
+      bitmap = await createImageBitmap(file);
+      const scale = Math.max(canvas.width / bitmap.width, canvas.height / bitmap.height);
       pen.fillStyle = "#fff";
       pen.fillRect(0, 0, canvas.width, canvas.height);
       pen.drawImage(
-        picture, (canvas.width - picture.width * scale) / 2, (canvas.height - picture.height * scale) / 2,
-        picture.width * scale, picture.height * scale,
+        bitmap, (canvas.width - bitmap.width * scale) / 2, (canvas.height - bitmap.height * scale) / 2,
+        bitmap.width * scale, bitmap.height * scale,
       );
     } catch {
       return fail(`${file.name} can't be read as an image.`);
     }
     state.rival = null;
     if (file.size > 2.5 * 2 ** 20) { // a large photo is made smaller here: requests are limited in size
-      const scale = Math.min(1, 800 / Math.max(picture.width, picture.height));
+      const scale = Math.min(1, 800 / Math.max(bitmap.width, bitmap.height));
       const made = document.createElement("canvas");
-      [made.width, made.height] = [Math.round(picture.width * scale), Math.round(picture.height * scale)];
-      made.getContext("2d").drawImage(picture, 0, 0, made.width, made.height);
+      [made.width, made.height] = [Math.round(bitmap.width * scale), Math.round(bitmap.height * scale)];
+      made.getContext("2d").drawImage(bitmap, 0, 0, made.width, made.height);
       state.image = made.toDataURL("image/png");
       return ask();
     }

@@ -46,7 +46,7 @@ const show = (() => {
     svg.append(drawn("line", { x1: across(at), x2: across(at), y1: 0, y2: 40 }));
     return svg;
   }
-  function picture(source, alternative, caption) {
+  function captioned(source, alternative, caption) {
     return element("figure", {}, element("img", { src: source, alt: alternative }), element("figcaption", {}, caption));
   }
   function probabilities(model, shares) {
@@ -72,9 +72,9 @@ const show = (() => {
     const rows = [...proof.channels.map(([name, share]) => [`channel ${name}`, share]), ["other channels", proof.others], ["bias", proof.bias]];
     const scale = Math.max(...rows.map(([, share]) => Math.abs(share || 0)), 1e-12);
     $("answer").replaceChildren(
-      element("div", { class: "pictures" },
-        picture(answer.image, "the image as the model sees it", "as the model sees it"),
-        picture(proof.pixels, "evidence of every pixel", proof.exact ? "evidence of every pixel" : "evidence, to first order")),
+      element("div", { class: "images" },
+        captioned(answer.image, "the image as the model sees it", "as the model sees it"),
+        captioned(proof.pixels, "evidence of every pixel", proof.exact ? "evidence of every pixel" : "evidence, to first order")),
       element("h3", {}, "Classes: choose one to see the evidence against it"), ...choices(model, answer, choose),
       element("h3", {}, `Evidence for ${best} against ${rival}: ${signed(proof.difference)}`),
       ...rows.map(([name, share]) => bar(name, share, scale, signed(share), share >= 0 ? "for" : "against")),
@@ -123,9 +123,9 @@ const show = (() => {
     look();
   }
   function restored(answer) {
-    $("answer").replaceChildren(element("div", { class: "pictures" },
-      picture(answer.before, "before", "before"), picture(answer.after, "after", "after")));
-    const facts = [["steps", answer.steps], ["relative residual", `${number(answer.residual)}, tolerance ${number(answer.tol)}`],
+    $("answer").replaceChildren(element("div", { class: "images" },
+      captioned(answer.before, "before", "before"), captioned(answer.after, "after", "after")));
+    const facts = [["steps", answer.steps], ["estimated error", `${number(answer.error)}, tolerance ${number(answer.tol)}`],
       ["energy minimised", answer.minimised ? "yes" : "no, within the steps allowed"]];
     if (answer.psnr !== null) facts.push(["PSNR before, after", answer.psnr.map((one) => `${one.toFixed(2)} dB`).join(", ")]);
     $("solve").replaceChildren(element("table", {}, element("tbody", {}, ...facts.map(([name, value]) =>

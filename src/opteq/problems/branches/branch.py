@@ -23,7 +23,7 @@ class Branch(nn.Module, metaclass=NamedOptions):
     Args:
         W: an operator; its adjoint goes back to the features.
         U: a module whose bias is the branch's bias; None where the problem allows a branch without input.
-        scale: whole factor by which the branch sees a smaller image.
+        scale: integer factor by which the input of the branch is downsampled.
     """
 
     def __init__(self, W: Operator, U: nn.Module | None = None, scale: int = 1) -> None:
@@ -39,13 +39,13 @@ class Branch(nn.Module, metaclass=NamedOptions):
 def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
     """What each branch sees: ``x`` averaged over squares of its scale's pixels, or its own tensor where ``x`` has one.
 
-    A tuple is a pyramid of one image: tensor i is to be smaller than the image by the scale of branch i, as the
-    average would be. Whatever made it, convolutions for instance, takes the place of averaging.
+    A tuple is a pyramid of one image: tensor i is to be smaller than the image by the scale of branch i, as the average
+    would be. Convolutions, for instance, may compute it in place of averaging.
 
     ``scales`` are the factors by which branches see a smaller image; ``who`` is what errors call a branch.
     """
     if not isinstance(x, tuple):
-        return [_shrunk(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
+        return [_pool_input(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
     if len(x) != len(scales):
         raise ValueError(f"the input should be one tensor, or a tuple with {len(scales)}, one per {who}; got {len(x)}")
     if len({part.shape[0] for part in x}) > 1:
@@ -59,7 +59,7 @@ def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
     return list(x)
 
 
-def _shrunk(x: Tensor, scale: int, who: str) -> Tensor:
+def _pool_input(x: Tensor, scale: int, who: str) -> Tensor:
     if scale == 1:
         return x
     if x.ndim != 4 or x.shape[2] % scale or x.shape[3] % scale:

@@ -32,7 +32,7 @@ def signs_change(hidden: Any, y: Tensors) -> Tensor:
     return _differ(_signs(hidden, y), _signs(hidden, blocks(hidden.step(y))))
 
 
-def returns(hidden: Any, y: Tensors, doubtful: Tensor) -> Tensor:
+def is_periodic(hidden: Any, y: Tensors, doubtful: Tensor) -> Tensor:
     """Which samples jump for ever: along plain steps from ``y`` signs change and come back, ``(B,)``.
 
     Signs come back long before the iterates do, which may still drift while they jump. They tell a cycle from slow

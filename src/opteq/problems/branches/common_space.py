@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.operators import Conv2d, Dense, LinearMap, Operator, kernel_norm, resample
-from opteq.problems.base import unhooked
+from opteq.problems.base import check_unhooked
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, map_state
 
@@ -68,7 +68,7 @@ def prepare_common(operators: Sequence[Operator], injections: State) -> CommonSp
             largest[0] * size[1] != largest[1] * size[0]
         ):
             raise ValueError(f"the states of all branches should divide the largest one, {largest}; got {list(sizes)}")
-    maps = [unhooked(A, "A").prepare() for A in operators]
+    maps = [check_unhooked(A, "A").prepare() for A in operators]
     return CommonSpaceMap(maps, sizes, not isinstance(injections, tuple))
 
 
@@ -81,9 +81,9 @@ def measured_square(A: CommonSpaceMap, state: State) -> Tensor:
     """
     one = map_state(lambda part: part.new_zeros(1, *part.shape[1:]), state)
     layout = Layout.of(one)
-    found = largest_magnitude(lambda rows: layout.pack(A(A.adjoint(layout.unpack(rows)))), layout.pack(one))
-    usable = torch.isfinite(found)
-    return _MARGIN * torch.where(usable, found, 1.0)[0]
+    square = largest_magnitude(lambda rows: layout.pack(A(A.adjoint(layout.unpack(rows)))), layout.pack(one))
+    usable = torch.isfinite(square)
+    return _MARGIN * torch.where(usable, square, 1.0)[0]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opteq.common.validate import check_share
 from opteq.operators import Operator
-from opteq.problems.base import Problem, check_operator, unhooked
+from opteq.problems.base import Problem, check_operator, check_unhooked
 from opteq.problems.branches.branch import injection_norm
 from opteq.problems.branches.common_space import MOST, measured_square, prepare_common, squared_norm
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
@@ -28,7 +28,7 @@ from opteq.states import Layout, State, blocks, map_state
 
 
 class Inhibited(AcceleratedProblem):
-    """A hidden problem with inhibition: ``sum f + m/2 |y|^2 + g(y; x) + 1/2 |A'y|^2``, g that of the problem.
+    """A hidden problem with inhibition: ``sum f + m/2 |y|^2 + g(y; x) + 1/2 |A'y|^2``, with the problem's g.
 
     With OptEq's or MOptEq's g, feedback that excites (``-1/2 |W'y|^2``, heritage) and feedback that inhibits act
     together. The objective is strongly convex for every A while the first stays below m: ``|W|^2 < m`` for OptEq. The
@@ -37,7 +37,7 @@ class Inhibited(AcceleratedProblem):
     Args:
         problem: a hidden problem: :class:`~opteq.OptEq`, :class:`~opteq.MOptEq` (diversity with a smoothing),
             :class:`~opteq.GEQ`, :class:`~opteq.POptEq`, or one that a user has written.
-        A: operator from the common space to the state; a list with one for each tensor of the state.
+        A: operator from the common space to the state; for a tuple state, a list with one per tensor.
         m: factor of ``1/2 |y|^2``, in (0, 1].
 
     >>> import torch, opteq
@@ -74,7 +74,7 @@ class Inhibited(AcceleratedProblem):
         rest = self.problem.bind(x)
         if not isinstance(rest, Hidden) or isinstance(rest, BoundObjective) or rest.coupled:
             raise TypeError(
-                f"Inhibited wraps problems of the form sum f + 1/2 |y|^2 + g with samples of their own; "
+                f"Inhibited wraps problems of the form sum f + 1/2 |y|^2 + g with independent samples; "
                 f"{type(self.problem).__name__} is none"
             )
         if isinstance(rest, BoundMOptEq):
@@ -92,19 +92,19 @@ class Inhibited(AcceleratedProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """From m, from ``|A|``, and from how strongly the other terms pull the other way."""
+        """From m, ``|A|`` and the most negative curvature of the other terms."""
         inner = self.problem
         if isinstance(inner, OptEq) and inner.regularizer is None:
-            norm = float(unhooked(inner.W, "W").norm())
+            norm = float(check_unhooked(inner.W, "W").norm())
             carried, missing = injection_norm(inner.U)
             return self._certificate(norm**2 / inner.mu, 0.0, norm / inner.mu, carried, missing)
         if isinstance(inner, MOptEq):
             channels = inner.channels() if inner.coupling.diversity else 1
             if channels is None:
                 return unknown("the operators do not say how many channels there are")
-            norm = max(float(unhooked(branch.W, "W of a branch").norm()) for branch in inner.each())
+            norm = max(float(check_unhooked(branch.W, "W of a branch").norm()) for branch in inner.branch_list())
             pull = norm**2 * inner.coupling.curvature_bound(channels)
-            carried, missing = injection_norm(inner.each())
+            carried, missing = injection_norm(inner.branch_list())
             steepest = float("inf") if inner.coupling.diversity else pull
             return self._certificate(pull, steepest, norm, carried, missing)
         return unknown(f"the curvature of {type(inner).__name__} is not known here")
@@ -113,7 +113,7 @@ class Inhibited(AcceleratedProblem):
         self, pull: float, steepest: float, out: float, carried: float | None, missing: str
     ) -> Certificate:
         """The Hessian of the other terms lies in ``[-pull, steepest]``; ``out`` is the norm from state to features."""
-        squared = sum(float(unhooked(A, "A").norm()) ** 2 for A in self.operators())
+        squared = sum(float(check_unhooked(A, "A").norm()) ** 2 for A in self.operators())
         strong, shown = strong_convexity(self.m, self.problem.penalty)  # type: ignore[arg-type]
         if strong <= pull:
             no = f"the couplings pull by up to {pull:.4g}, not less than the strong convexity {shown} of the rest"
@@ -132,12 +132,12 @@ class Inhibited(AcceleratedProblem):
         return Certificate(True, True, contraction, None if carried is None else carried * out / strong, reasons)
 
     def _known_convexity(self) -> bool:
-        """Whether the bounds of the W alone, whatever the weights, make the smooth part strongly convex."""
+        """Whether the bounds of the W make the smooth part strongly convex, for all weights within them."""
         inner = self.problem
         if isinstance(inner, OptEq) and inner.regularizer is None:
             return inner.W.bound is not None and inner.W.bound**2 / inner.mu < self.m
         if isinstance(inner, MOptEq) and not inner.coupling.diversity:
-            bounds = [branch.W.bound for branch in inner.each()]
+            bounds = [branch.W.bound for branch in inner.branch_list()]
             return all(bound is not None and bound**2 < self.m for bound in bounds)
         return False
 
@@ -149,7 +149,7 @@ class Inhibited(AcceleratedProblem):
             return 0.0
         start = map_state(Tensor.detach, rest.start())
         if isinstance(inner, MOptEq) and not inner.coupling.diversity:
-            squares = [squared_norm([branch.W], blocks(start)[0]) for branch in inner.each()]
+            squares = [squared_norm([branch.W], blocks(start)[0]) for branch in inner.branch_list()]
             return torch.stack(squares).amax()
         layout = Layout.of(start)
         product = rest.curvature_at(start)

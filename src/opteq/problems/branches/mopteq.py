@@ -13,9 +13,9 @@ from opteq.common.validate import check_not_negative, check_whole
 from opteq.couplings import Coupling, Features, largest_neighbours
 from opteq.operators import Conv2d, LinearMap
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, inject, unhooked
+from opteq.problems.base import Problem, check_unhooked, inject
 from opteq.problems.branches.branch import Branch, check_branches, feature_channels, views
-from opteq.problems.branches.chattering import Tensors, inclusion_residual, returns, signs_change
+from opteq.problems.branches.chattering import Tensors, inclusion_residual, is_periodic, signs_change
 from opteq.problems.branches.mopteq_certificate import certify
 from opteq.problems.branches.perturbation import PerturbationChain
 from opteq.problems.certificate import Certificate, for_finite_weights
@@ -32,26 +32,26 @@ class MOptEq(Problem):
 
         sum_i [ sum f(y_i) + 1/2 |y_i|^2 - <U_i x_i + b_i, y_i> + 1/2 (lambda D(z_i, z_{i+1}) - H(z_i, z_{i+1})) ]
 
-    with features ``z_i = W_i' y_i``, the last branch beside the first, and ``x_i`` the input averaged over squares
-    of ``scale`` pixels. Heritage H is the inner product of neighbours, diversity D the sum of products of different
-    channels (see :mod:`opteq.couplings`). The step is ``y_i <- sigma(W_i h_i + U_i x_i + b_i)`` in all branches at
-    once, with the fusion h of :class:`~opteq.couplings.Coupling`. One branch with lambda 0 is OptEq.
+    with features ``z_i = W_i' y_i`` on a ring (the last branch is a neighbour of the first) and ``x_i`` the input
+    averaged over squares of ``scale`` pixels. Heritage H is the inner product of neighbours, diversity D the sum of
+    products of different channels (see :mod:`opteq.couplings`). The step is ``y_i <- sigma(W_i h_i + U_i x_i + b_i)``
+    in all branches at once, with ``h`` of :class:`~opteq.couplings.Coupling`. One branch with lambda 0 is OptEq.
 
-    D has kinks. With ``smoothing=0`` the step jumps where a product of channels changes sign, a fixed point need not
-    exist, and for lambda in use many samples end in small cycles: they are reported as ``CYCLING``, never as converged.
-    ``smoothing`` > 0 makes the step continuous and such cycles go away.
+    D has kinks. With ``smoothing=0`` the step is discontinuous where a product of channels changes sign, and a fixed
+    point need not exist. For usual values of lambda many samples end in small cycles: their status is ``CYCLING``,
+    never converged. ``smoothing`` > 0 makes the step continuous and avoids such cycles.
 
     Args:
         branches: :class:`Branch` objects, whose features all have the same number of channels.
         diversity: lambda, the weight of D.
-        perturbation: largest entry of the perturbations that branches hand on in training mode, see
+        perturbation: largest entry of the perturbations that branches pass on in training mode, see
             :class:`~opteq.problems.branches.perturbation.PerturbationChain`; 0 for none.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
         smoothing: tau in ``D = sum sqrt(M^2 + tau^2)``. The step's slope grows with ``lambda |channel|^2 / tau``.
         heritage: False puts ``-1/2 |z_i|^2`` in the place of H, as in OptEq; with lambda 0 that is POptEq.
-        settle: steps of a first solve after which perturbations are frozen, 8 by default. They depend on signs, so to
-            solve for them and the state together may never end; eight steps leave less than one entry in a hundred that
-            the equilibrium would have otherwise (``problem(x).perturbation_agreement(state)`` tells).
+        settle: steps of a first solve after which perturbations are frozen, 8 by default. They depend on signs, so a
+            joint solve for them and the state may never converge. After eight steps less than 1 % of the entries differ
+            from those at the equilibrium (measured by ``problem(x).perturbation_agreement(state)``).
 
     >>> import torch, opteq
     >>> branches = [opteq.Branch(opteq.operators.Dense(4, 6, bound=0.7), torch.nn.Linear(3, 6)) for _ in range(3)]
@@ -77,10 +77,10 @@ class MOptEq(Problem):
         self.perturbation = check_not_negative("perturbation", perturbation)
         self.settle = 8 if settle is None else check_whole("settle", settle)
         if perturbation and len(self.branches) == 1:
-            raise ValueError(f"{perturbation=} has no effect on a single branch, which has none to hand it on to")
+            raise ValueError(f"{perturbation=} has no effect on a single branch; it passes from branch to branch")
         if settle is not None and not perturbation:
             raise ValueError(f"{settle=} has no effect with perturbation=0, which it would freeze")
-        channels = [feature_channels(branch.W) for branch in self.each()]
+        channels = [feature_channels(branch.W) for branch in self.branch_list()]
         known = {count for count in channels if count is not None}
         if self.coupling.ties_branches and len(known) > 1:
             raise ValueError(
@@ -88,7 +88,7 @@ class MOptEq(Problem):
                 f"one by one; got {channels}"
             )
 
-    def each(self) -> list[Branch]:
+    def branch_list(self) -> list[Branch]:
         """The branches, with their type."""
         return [branch for branch in self.branches if isinstance(branch, Branch)]
 
@@ -99,20 +99,20 @@ class MOptEq(Problem):
 
         ``x`` is an image that every branch sees at its scale, or a tuple with every branch's own ``x_i``.
         """
-        branches = self.each()
+        branches = self.branch_list()
         inputs = views(x, [branch.scale for branch in branches])
-        maps = [unhooked(branch.W, "W of a branch").prepare() for branch in branches]
+        maps = [check_unhooked(branch.W, "W of a branch").prepare() for branch in branches]
         if not (self.perturbation and self.training and len(branches) > 1):
             injections = tuple(inject(branch.U, part, branch.W) for branch, part in zip(branches, inputs, strict=True))
             return BoundMOptEq(self, maps, injections)
         chain = PerturbationChain(branches, inputs, self.perturbation)
-        directions = chain.directions(self._settled(maps, chain))
+        directions = chain.directions(self._perturbation_state(maps, chain))
         # The autocast of torch 2.10 hands on weights that it cast without a tape: U would get no gradient.
         torch.clear_autocast_cache()
         return BoundMOptEq(self, maps, chain.injections(directions), (chain, directions))
 
     @torch.no_grad()
-    def _settled(self, maps: list[LinearMap], chain: PerturbationChain) -> Tensors:
+    def _perturbation_state(self, maps: list[LinearMap], chain: PerturbationChain) -> Tensors:
         """A state close to one that agrees with the perturbations it gives rise to."""
         free = tuple(inject(branch.U, x) for branch, x in zip(chain.branches, chain.inputs, strict=True))
         bound = BoundMOptEq(self, maps, free)
@@ -126,16 +126,16 @@ class MOptEq(Problem):
         return blocks(outcome.state)
 
     def channels(self) -> int | None:
-        """How many channels features have; None where the operators do not say."""
-        return next((count for branch in self.each() if (count := feature_channels(branch.W)) is not None), None)
+        """Number of channels of the features; None where the operators do not define it."""
+        return next((count for branch in self.branch_list() if (count := feature_channels(branch.W)) is not None), None)
 
     def known_convexity(self, sizes: Sequence[int] | None = None) -> bool:
-        """Whether the bounds of the W alone, whatever the weights, make the objective strongly convex.
+        """Whether the bounds of the W make the objective strongly convex, for all weights within them.
 
         Args:
-            sizes: heights of the features, which say how much resampling damps; None for nothing known.
+            sizes: heights of the features, which determine how much resampling damps; None if unknown.
         """
-        bounds = [branch.W.bound for branch in self.each()]
+        bounds = [branch.W.bound for branch in self.branch_list()]
         channels = self.channels() if self.coupling.diversity else 1
         if channels is None or any(bound is None for bound in bounds):
             return False
@@ -144,8 +144,8 @@ class MOptEq(Problem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """What follows from the norms of the W, from lambda and from the number of channels."""
-        return certify(self.penalty, self.coupling, self.each(), self.channels())
+        """Guarantees from the norms of the W, lambda and the number of channels."""
+        return certify(self.penalty, self.coupling, self.branch_list(), self.channels())
 
 
 class BoundMOptEq(Hidden):
@@ -192,8 +192,8 @@ class BoundMOptEq(Hidden):
 
     def preactivation(self, y: State, signs: Tensors | None = None) -> Tensors:
         """``W_i h_i + c_i``; ``signs`` take the place of the signs in D."""
-        fused = self.coupling.fuse(self.features(y), signs)
-        return self._carry(fused, self.injections)
+        h = self.coupling.negative_gradient(self.features(y), signs)
+        return self._carry(h, self.injections)
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> W_i [h'(z) W'v]_i``, with the signs of D fixed where it is not smoothed."""
@@ -205,7 +205,7 @@ class BoundMOptEq(Hidden):
         start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
 
         def state(z: State) -> State:
-            return self._activated(self.coupling.fuse(blocks(z)))
+            return self._activate(self.coupling.negative_gradient(blocks(z)))
 
         return FeatureForm(lambda z: self.features(state(z)), start, state)
 
@@ -222,7 +222,7 @@ class BoundMOptEq(Hidden):
         doubtful = beside | (codes == int(Status.MAX_STEPS))
         if not any_row(doubtful):
             return codes
-        return torch.where(returns(self, parts, doubtful), int(Status.CYCLING), codes)
+        return torch.where(is_periodic(self, parts, doubtful), int(Status.CYCLING), codes)
 
     @torch.no_grad()
     def inclusion_residual(self, y: State, zero: float = 1e-6, steps: int = 300) -> Tensor:
@@ -248,22 +248,22 @@ class BoundMOptEq(Hidden):
 
     def _sizes(self) -> list[int] | None:
         """Heights of the features, where convolutions make them as large as the state."""
-        if not all(isinstance(branch.W, Conv2d) for branch in self.problem.each()):
+        if not all(isinstance(branch.W, Conv2d) for branch in self.problem.branch_list()):
             return None
         if any(c.ndim != 4 for c in self.injections):  # the operators say what is wrong with them
             return None
         return [c.shape[2] for c in self.injections]
 
-    def _carry(self, fused: Features, injections: Tensors | None = None) -> Tensors:
-        carried = tuple(W(h) for W, h in zip(self.maps, fused, strict=True))
+    def _carry(self, h: Features, injections: Tensors | None = None) -> Tensors:
+        carried = tuple(W(h) for W, h in zip(self.maps, h, strict=True))
         return carried if injections is None else tuple(a + c for a, c in zip(carried, injections, strict=True))
 
-    def _activated(self, fused: Features) -> Tensors:
+    def _activate(self, h: Features) -> Tensors:
         """``sigma(W_i h_i + c_i)``."""
-        return tuple(self.penalty.prox(part) for part in self._carry(fused, self.injections))
+        return tuple(self.penalty.prox(part) for part in self._carry(h, self.injections))
 
     def _largest_norm(self) -> float:
-        return max(float(branch.W.norm()) for branch in self.problem.each())
+        return max(float(branch.W.norm()) for branch in self.problem.branch_list())
 
     @cached_property
     @torch.no_grad()
@@ -281,15 +281,15 @@ class BoundMOptEq(Hidden):
         features = self.features(y)
         if features[0].shape[1] == 1:  # one channel has no products with others
             return 1.0
-        y = self._activated(Coupling(heritage=self.coupling.heritage).fuse(features))
+        y = self._activate(Coupling(heritage=self.coupling.heritage).negative_gradient(features))
         images = self._carry(largest_neighbours(self.features(y)))
         reach = torch.stack([inner(part, part) for part in images]).amax(dim=0) * (2 if len(y) <= 2 else 1)
         slope = self.penalty.lipschitz * self.coupling.diversity / self.coupling.smoothing * reach
         return 2 / (2 + slope)
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step and the objective, which damped steps decrease, from the same channel products."""
-        fused, energy = self.coupling.fuse_and_energy(self.features(y))
-        image = self._activated(fused)
+        h, energy = self.coupling.negative_gradient_and_energy(self.features(y))
+        image = self._activate(h)
         merit = self._penalty_of(y) + inner(y, y) / 2 - inner(self.injections, y) + energy
         return image, merit

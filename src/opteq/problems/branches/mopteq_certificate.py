@@ -1,4 +1,4 @@
-"""What is guaranteed of MOptEq."""
+"""The certificate of MOptEq."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from opteq.couplings import Coupling
 from opteq.operators import Conv2d, Identity, SeparableConv2d
 from opteq.penalties import Penalty
-from opteq.problems.base import is_hooked, unhooked
+from opteq.problems.base import check_unhooked, is_hooked
 from opteq.problems.branches.branch import Branch, injection_norm
 from opteq.problems.certificate import Certificate, existence, unknown
 
@@ -24,7 +24,7 @@ def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], ch
     branches of one size; between scales, resampling makes it smaller (see :func:`opteq.couplings.ring_norm`).
     ``channels`` is C, or None where it is not known.
     """
-    zeta = max(float(unhooked(branch.W, "W of a branch").norm()) for branch in branches)
+    zeta = max(float(check_unhooked(branch.W, "W of a branch").norm()) for branch in branches)
     if channels is None and coupling.diversity:
         return unknown("the operators do not say how many channels there are")
     sizes = _relative_sizes(branches)

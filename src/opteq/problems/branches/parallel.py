@@ -1,4 +1,4 @@
-"""Problems side by side: each sees the input at its own scale, and none sees the others."""
+"""Independent problems solved together, each with the input at its own scale."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BoundParallel(BoundMap):
     """Bound problems side by side. The state is a tuple with all tensors of all parts, in order."""
 
     fusion: Callable[[tuple[Tensor, ...]], Tensor] | None = None
-    """What is made of all features; None hands on the tuple."""
+    """Combines the features of all parts; None returns the tuple."""
 
     def __init__(self, parts: Sequence[BoundMap]) -> None:
         self.parts = list(parts)
@@ -45,7 +45,7 @@ class BoundParallel(BoundMap):
         self.coupled = any(part.coupled for part in parts)
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
-        self.has_merit = all(part.measured is not None for part in parts)
+        self.has_merit = all(part.step_and_merit is not None for part in parts)
 
     @cached_property
     def damping(self) -> float | Tensor:  # type: ignore[override]
@@ -97,25 +97,25 @@ class BoundParallel(BoundMap):
         return Linearisation(self._each(one.product for one in local), self._each(one.adjoint for one in local))
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
-        """What any part says about its own piece."""
-        found = codes
+        """The diagnoses of the parts, combined."""
+        combined = codes
         for part, piece in self._pairs(y):
             diagnosed = part.diagnose(piece, codes)
-            found = torch.where(diagnosed != codes, diagnosed, found)
-        return found
+            combined = torch.where(diagnosed != codes, diagnosed, combined)
+        return combined
 
     def feature_form(self) -> FeatureForm:
         """Every part written for its features."""
         if self.fusion is not None:
-            raise ValueError('a solver that works on features needs them apart: use fuse="none"')
+            raise ValueError('a solver that works on features needs those of every branch: use fuse="none"')
         forms = [part.feature_form() for part in self.parts]
         features = BoundParallel([_Form(form) for form in forms])
         return FeatureForm(features.step, features.start(), features.features)
 
-    def _measured(self, y: State) -> tuple[State, Tensor]:
-        measured = [part.measured(piece) for part, piece in self._pairs(y) if part.measured is not None]
-        merits = torch.stack([merit for _, merit in measured]).sum(dim=0)
-        return self._join(image for image, _ in measured), merits
+    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
+        pairs = [part.step_and_merit(piece) for part, piece in self._pairs(y) if part.step_and_merit is not None]
+        merits = torch.stack([merit for _, merit in pairs]).sum(dim=0)
+        return self._join(image for image, _ in pairs), merits
 
     def _pieces(self, y: State) -> list[State]:
         """The state of each part, in the form that the part has it in."""
@@ -143,16 +143,16 @@ class HiddenParallel(BoundParallel, Hidden):
 
     def distance_to_kink(self, y: State) -> Tensor | None:
         """The least of the parts'."""
-        found = [part.distance_to_kink(piece) for part, piece in self._hidden_pairs(y)]
-        known = [distance for distance in found if distance is not None]
-        return torch.stack(known).amin(dim=0) if len(known) == len(found) else None
+        distances = [part.distance_to_kink(piece) for part, piece in self._hidden_pairs(y)]
+        known = [distance for distance in distances if distance is not None]
+        return torch.stack(known).amin(dim=0) if len(known) == len(distances) else None
 
     @property
     def penalty(self) -> Penalty:  # type: ignore[override]  # read only
         """The penalty, where all parts have the same."""
         first, *others = [part.penalty for part in self.hidden]
         if any(other is not first and other != first for other in others):
-            raise ValueError("the parts have different penalties; ask the parts, hidden.parts[i].penalty")
+            raise ValueError("the parts have different penalties; use hidden.parts[i].penalty")
         return first
 
     def linearise(self, y: State) -> SymmetricLinearisation:
@@ -205,12 +205,12 @@ def _value(part: BoundMap, piece: State) -> Tensor:
     return value
 
 
-class SideBySide(Problem):
-    """What :class:`Parallel` and :class:`POptEq` share: parts, each with a scale."""
+class SeparableProblem(Problem):
+    """A sum of objectives without common variables, each at its own scale: :class:`Parallel` and :class:`POptEq`."""
 
     @abstractmethod
     def parts(self) -> list[tuple[Problem, int]]:
-        """The problems, and the factor by which each sees a smaller image."""
+        """The problems, and the factor by which the input of each is downsampled."""
 
     takes_tuples = True
 
@@ -224,7 +224,7 @@ class SideBySide(Problem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """What holds for all parts, since none depends on another."""
+        """Guarantees that hold for all parts, which are independent."""
         parts = self.parts()
         given = [part.certificate() for part, _ in parts]
 
@@ -238,7 +238,7 @@ class SideBySide(Problem):
             exists=_all(one.exists for one in given),
             unique=_all(one.unique for one in given),
             contraction=max(contractions) if len(contractions) == len(given) else None,
-            lipschitz=_carried(slopes, [scale for _, scale in parts]) if known else None,
+            lipschitz=_joint_lipschitz(slopes, [scale for _, scale in parts]) if known else None,
             reasons={
                 "exists": f"every part has an equilibrium. {why('exists')}",
                 "unique": f"every part has only one. {why('unique')}",
@@ -249,20 +249,21 @@ class SideBySide(Problem):
         )
 
 
-def _carried(slopes: Sequence[float], scales: Sequence[int]) -> float:
+def _joint_lipschitz(slopes: Sequence[float], scales: Sequence[int]) -> float:
     """How far tuples of features move, at most, with one input that parts see averaged, or with an input each."""
     return max(math.hypot(*(slope / scale for slope, scale in zip(slopes, scales, strict=True))), *slopes)
 
 
-class Parallel(SideBySide):
-    """Any problems side by side on one input, or on a tuple with an input each (see :func:`~opteq.Parallel.bind`).
+class Parallel(SeparableProblem):
+    """Independent problems on one input, or on a tuple with one input each (see :func:`~opteq.Parallel.bind`).
 
-    State and features are tuples with the tensors of all parts in order; the objective is the sum of theirs. Every
-    part keeps its closed forms, and the weakest of them decides how gradients are solved.
+    State and features are tuples with the tensors of all parts in order; the objective is the sum of the parts'
+    objectives. Every part keeps its closed forms. The part with the weakest structure decides which linear solver
+    computes gradients.
 
     Args:
         problems: the parts.
-        scales: for each part, the whole factor by which it sees a smaller image; None means 1 for all.
+        scales: per part, the integer factor by which its input is downsampled; None means 1 for all.
 
     >>> import torch, opteq
     >>> parts = [opteq.OptEq(opteq.operators.Conv2d(2, 3, 3, bound=0.9), torch.nn.Conv2d(1, 3, 1)) for _ in range(2)]

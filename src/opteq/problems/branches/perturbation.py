@@ -1,4 +1,4 @@
-"""The input perturbations that MOptEq hands from branch to branch while it is trained."""
+"""The input perturbations that MOptEq passes from branch to branch in training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PerturbationChain:
     def __init__(self, branches: Sequence[Branch], inputs: Sequence[Tensor], size: float) -> None:
         if len({x.shape[1:2] for x in inputs}) > 1:
             raise ValueError(
-                "perturbations are handed from branch to branch, so the inputs of all branches should have the same "
+                "perturbations pass from branch to branch, so the inputs of all branches should have the same "
                 f"number of channels; got shapes {[tuple(x.shape) for x in inputs]}"
             )
         self.branches = branches
@@ -41,7 +41,7 @@ class PerturbationChain:
         """``sign(U_i' y_i)`` for every branch but the last, at the branch's own size."""
         return tuple(torch.sign(vjp(part)) for vjp, part in zip(self._vjps, y[:-1], strict=True))
 
-    def moved(self, directions: Tensors) -> Tensors:
+    def perturbed_inputs(self, directions: Tensors) -> Tensors:
         """The branches' inputs, all but the first moved by the delta of the branch before."""
         first, *rest = self.inputs
         moves = [x - self.size * _fitted(direction, x) for direction, x in zip(directions, rest, strict=True)]
@@ -49,7 +49,7 @@ class PerturbationChain:
 
     def injections(self, directions: Tensors) -> Tensors:
         """``U_i (x_i - delta_{i-1}) + b_i``."""
-        moved = self.moved(directions)
+        moved = self.perturbed_inputs(directions)
         return tuple(inject(branch.U, x) for branch, x in zip(self.branches, moved, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""POptEq: OptEq in parallel branches, and what is made of their features."""
+"""POptEq: OptEq in parallel branches, with optional fusion of their features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import Branch, check_branches
 from opteq.problems.branches.mopteq_certificate import keeps_size
-from opteq.problems.branches.parallel import BoundParallel, SideBySide
+from opteq.problems.branches.parallel import BoundParallel, SeparableProblem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.opteq import OptEq
 from opteq.states import State
@@ -25,14 +25,14 @@ from opteq.states import State
 _FUSIONS = ("none", "sum", "conv")
 
 
-class POptEq(SideBySide):
+class POptEq(SeparableProblem):
     """OptEq in parallel branches: MOptEq without heritage and diversity, and its baseline.
 
     Args:
         branches: :class:`Branch` objects.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all branches.
-        fuse: what is made of the branches' features. ``"none"`` hands on the tuple; ``"sum"`` adds them up at the
-            finest size, pixels of coarser ones repeated; ``"conv"`` applies a 3x3 convolution without bias to their
+        fuse: how the branches' features are combined. ``"none"`` returns the tuple. ``"sum"`` adds them at the finest
+            size, with the pixels of coarser ones repeated. ``"conv"`` applies a 3x3 convolution without bias to their
             concatenation at that size, which keeps the number of channels.
 
     >>> import torch, opteq
@@ -51,15 +51,15 @@ class POptEq(SideBySide):
         if fuse not in _FUSIONS:
             raise unknown_name("fuse", fuse, _FUSIONS)
         self.fuse = fuse
-        self.convolution = _convolution(self.each()) if fuse == "conv" else None
+        self.convolution = _convolution(self.branch_list()) if fuse == "conv" else None
 
-    def each(self) -> list[Branch]:
+    def branch_list(self) -> list[Branch]:
         """The branches, with their type."""
         return [branch for branch in self.branches if isinstance(branch, Branch)]
 
     def parts(self) -> list[tuple[Problem, int]]:
         """An OptEq per branch, which shares the branch's maps."""
-        return [(OptEq(branch.W, branch.U, self.penalty), branch.scale) for branch in self.each()]
+        return [(OptEq(branch.W, branch.U, self.penalty), branch.scale) for branch in self.branch_list()]
 
     def bind(self, x: State) -> BoundParallel:
         """Every branch with its own view of ``x``, and the fusion."""
@@ -69,7 +69,7 @@ class POptEq(SideBySide):
         return bound
 
     def fusion(self, features: tuple[Tensor, ...]) -> Tensor:
-        """What ``fuse`` says, at the finest of the features' sizes."""
+        """Combine the features by ``fuse``, at the finest of their sizes."""
         if features[0].ndim == 4:
             height, width = max(z.shape[2] for z in features), max(z.shape[3] for z in features)
             features = tuple(
@@ -86,15 +86,15 @@ class POptEq(SideBySide):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """What holds for all branches; repeating pixels ``r`` times in height and width has norm r."""
-        found = super().certificate()
-        if self.fuse == "none" or found.lipschitz is None:
-            return found
-        branches = self.each()
+        """Guarantees that hold for all branches; repeating pixels ``r`` times in height and width has norm r."""
+        certificate = super().certificate()
+        if self.fuse == "none" or certificate.lipschitz is None:
+            return certificate
+        branches = self.branch_list()
         images = [branch for branch in branches if not hasattr(branch.W, "in_features")]
         if len(images) > 1 and not all(keeps_size(branch.U) for branch in images):
             why = "a U may change the size of images, so that it is not known how often pixels are repeated"
-            return replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": why})
+            return replace(certificate, lipschitz=None, reasons={**certificate.reasons, "lipschitz": why})
         scales = [branch.scale for branch in branches]
         slopes = [part.certificate().lipschitz or 0.0 for part, _ in self.parts()]
         # Pixels of a branch at scale s are repeated s / (least s) times; where that is no whole number, some of them
@@ -108,11 +108,14 @@ class POptEq(SideBySide):
             carried = module_norm(self.convolution)
             if carried is None:
                 why = "the norm of the convolution is not known: it has hooks, which may change what it gives"
-                return replace(found, lipschitz=None, reasons={**found.reasons, "lipschitz": why})
+                return replace(certificate, lipschitz=None, reasons={**certificate.reasons, "lipschitz": why})
             bound = float(carried) * max(math.hypot(*pooled), *repeated)
             rule = "|conv| sqrt of the sum of squares (for a tuple, the largest times its scale)"
-        reasons = {**found.reasons, "lipschitz": f"{rule}, at the finest size. {found.reasons['lipschitz']}"}
-        return Certificate(found.exists, found.unique, found.contraction, bound, reasons)
+        reasons = {
+            **certificate.reasons,
+            "lipschitz": f"{rule}, at the finest size. {certificate.reasons['lipschitz']}",
+        }
+        return Certificate(certificate.exists, certificate.unique, certificate.contraction, bound, reasons)
 
 
 def _convolution(branches: list[Branch]) -> nn.Conv2d:

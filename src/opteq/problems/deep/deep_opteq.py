@@ -14,7 +14,7 @@ from opteq.common.errors import unknown_name
 from opteq.common.validate import check_positive
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, inject, unhooked, unknown_norm
+from opteq.problems.base import Problem, check_unhooked, inject, unknown_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.deep.feedforward import by_gram, by_slots, read_network
@@ -37,17 +37,17 @@ class DeepOptEq(Problem):
     Args:
         layers: pairs ``(W, U)`` or :class:`Branch` objects, all with features of one shape. A layer with ``U=None``
             gets no input; at least one layer needs one.
-        alpha: weight of the new value, in (0, 1]; one number or one per layer.
+        alpha: weight of the new value, in (0, 1]; one number, or one per layer.
         activation: name or :class:`~opteq.penalties.Penalty`, the same in all layers.
         mu: divides every ``W'``.
         learn_alpha: make the alphas parameters, kept inside (0, 1).
-        readout: applied to the fixed point to give the features; None hands on the fixed point.
+        readout: module from the fixed point to the features; None for the fixed point itself.
         regularizer: a smooth R on the features, as in :class:`~opteq.problems.opteq.OptEq`: the first layer is given
             ``z - gamma grad R(z)``. Then ``gamma grad R(z_0)`` joins the first row of Theorem 2's inclusions; for one
             layer the fixed point minimises ``alpha M + gamma R``, for more there is no such sum.
         gamma: weight of the regulariser.
-        start: where solvers begin: ``"zeros"``, or ``"input"``, ``z_0 = x`` as the paper prints it, for inputs of the
-            features' shape. It makes a difference where the number of steps is fixed or there are several equilibria.
+        start: the initial state: ``"zeros"``, or ``"input"``, ``z_0 = x`` as in the paper, for inputs of the features'
+            shape. It matters where the number of steps is fixed or there are several equilibria.
 
     >>> import torch, opteq
     >>> from opteq import operators as op
@@ -81,7 +81,7 @@ class DeepOptEq(Problem):
         self.first = start
         branches = [_branch(layer, index) for index, layer in enumerate(layers)]
         if not branches or all(branch.U is None for branch in branches):
-            raise ValueError("DeepOptEq needs at least one layer with U, which is how the input comes in")
+            raise ValueError("DeepOptEq needs at least one layer with U, since the input enters through U")
         self.layers = nn.ModuleList(branches)
         self.penalty = penalties.get(activation)
         self.mu = check_positive("mu", mu)
@@ -93,7 +93,7 @@ class DeepOptEq(Problem):
                 raise ValueError(f"a learnable alpha starts strictly inside (0, 1); got {max(given)}")
             beside = next(iter(self.layers.parameters()), torch.empty(0))  # in the layers' dtype, where they are
             self.alpha_logit = nn.Parameter(torch.logit(beside.new_tensor(given)))
-        self._given = given
+        self._fixed_alphas = given
 
     @property
     def branches(self) -> list[Branch]:
@@ -103,14 +103,14 @@ class DeepOptEq(Problem):
     @property
     def alphas(self) -> Sequence[float | Tensor]:
         """The weight of each layer's new value."""
-        return list(torch.sigmoid(self.alpha_logit).unbind()) if self.learn_alpha else list(self._given)
+        return list(torch.sigmoid(self.alpha_logit).unbind()) if self.learn_alpha else list(self._fixed_alphas)
 
     def bind(self, x: Tensor) -> BoundDeepOptEq:
         """Every ``U x + b`` and bounded W, computed once."""
         blocks = []
         for branch in self.branches:
             c = inject(branch.U, x, branch.W) if branch.U is not None else x.new_zeros(())
-            blocks.append(Block(unhooked(branch.W, "W of a layer").prepare(), c, self.penalty, self.mu))
+            blocks.append(Block(check_unhooked(branch.W, "W of a layer").prepare(), c, self.penalty, self.mu))
         bound = BoundDeepOptEq(blocks, self.alphas, self.readout, self.regularizer, self.gamma)
         if self.first == "input":
             wanted = bound.start().shape
@@ -125,7 +125,7 @@ class DeepOptEq(Problem):
     def certificate(self) -> Certificate:
         """The product of the layers' factors ``1 - alpha + alpha L |W|^2 / mu``, and of the regulariser's."""
         slope = self.penalty.lipschitz
-        norms = [float(unhooked(branch.W, "W of a layer").norm()) for branch in self.branches]
+        norms = [float(check_unhooked(branch.W, "W of a layer").norm()) for branch in self.branches]
         alphas = [_number(alpha) for alpha in self.alphas]
         factors = [1 - a + a * slope * norm**2 / self.mu for a, norm in zip(alphas, norms, strict=True)]
         stretch, _ = prior_factors(self.regularizer, self.gamma)
@@ -172,10 +172,11 @@ class DeepOptEq(Problem):
         Args:
             mlp: linear layers with one activation between them, e.g. Linear, ReLU, Linear; or convolutions of stride 1
                 that keep the size of images, e.g. Conv2d, ReLU, Conv2d, with alpha 1.
-            alpha: 1 gives a chain with a leading zero layer that cuts the loop, reached in one sweep (Lemmas 1 and 2,
-                corrected). Below 1 the hidden layers appear twice, so that their feedback cancels exactly, each time
-                behind as many zero layers as make a sweep contract: the smaller alpha, the more. Either way there is
-                one equilibrium, which the certificate confirms; every solver finds it, to the precision of its ``tol``.
+            alpha: 1 gives a chain with a leading zero layer that cuts the loop; one sweep reaches the equilibrium
+                (Lemmas 1 and 2, corrected). Below 1 the hidden layers appear twice, so that their feedback cancels
+                exactly. Zero layers before each make a sweep contract: the smaller alpha, the more of them. Either way
+                there is one equilibrium, which the certificate confirms; every solver finds it, to the precision of its
+                ``tol``.
             nonexpansive: with alpha 1 and a positively homogeneous activation (ReLU and the like), scale every W to
                 norm 1 at most, so that each layer is a prox.
 
@@ -235,7 +236,7 @@ class BoundDeepOptEq(BoundMap):
     def feature_form(self) -> FeatureForm:
         """The map itself, where the features are the state."""
         if self.readout is not None:
-            raise ValueError("a solver that works on features can't look through the read-out of a DeepOptEq")
+            raise ValueError("a solver that works on features can't invert the read-out of a DeepOptEq")
         return super().feature_form()
 
     def trajectory(self, z: State) -> list[Tensor]:
@@ -243,9 +244,9 @@ class BoundDeepOptEq(BoundMap):
 
         The first is the state, without ``gamma grad R`` of it where there is a regulariser.
         """
-        points = [self._given(single(z))]
+        points = [self._after_prior(single(z))]
         for block, alpha in zip(self.layers, self.alphas, strict=True):
-            points.append(_towards(points[-1], block(points[-1]), alpha))
+            points.append(_interpolate(points[-1], block(points[-1]), alpha))
         return points
 
     def step(self, y: State) -> Tensor:
@@ -266,14 +267,14 @@ class BoundDeepOptEq(BoundMap):
 
         def through(v: Tensor, order: list[Any]) -> Tensor:
             for jacobian, alpha in order:
-                v = _towards(v, jacobian(v), alpha)
+                v = _interpolate(v, jacobian(v), alpha)
             return v
 
         return Linearisation(
             lambda v: through(prior(single(v)), parts), lambda v: prior(through(single(v), parts[::-1]))
         )
 
-    def _given(self, z: Tensor) -> Tensor:
+    def _after_prior(self, z: Tensor) -> Tensor:
         return z if self.regularizer is None else z - self.gamma * self.regularizer.gradient(z)
 
     def inclusion_residual(self, z: State) -> Tensor:
@@ -326,7 +327,7 @@ def _number(alpha: float | Tensor) -> float:
     return float(alpha.detach()) if isinstance(alpha, Tensor) else alpha
 
 
-def _towards(old: Tensor, new: Tensor, alpha: float | Tensor) -> Tensor:
+def _interpolate(old: Tensor, new: Tensor, alpha: float | Tensor) -> Tensor:
     return new if isinstance(alpha, float) and alpha == 1 else alpha * new + (1 - alpha) * old
 
 

@@ -18,18 +18,20 @@ def robustness(record: dict[str, Any], folder: Path) -> Html:
         record: ``robustness.json``.
         folder: of the run, with ``robustness.png``.
     """
-    parts = [_picture(folder / "robustness.png")]
+    parts = [_plot_image(folder / "robustness.png")]
     words = []
     if "corruptions" in record:
-        found = record["corruptions"]
-        shown = f"{percent(found['mean'])} over all corruptions and severities, {percent(found['clean'])} without"
-        words.append(f"On {plural(found['images'], 'test image')} the accuracy is {shown}.")
-        relative = found.get("relative")
+        corruptions = record["corruptions"]
+        words.append(
+            f"On {plural(corruptions['images'], 'test image')} the accuracy is {percent(corruptions['mean'])} over all "
+            f"corruptions and severities, {percent(corruptions['clean'])} without."
+        )
+        relative = corruptions.get("relative")
         if relative is not None:
             words.append(
                 f"Errors relative to {relative['reference']}: {decimal(relative['mean'])} (mean corruption error)."
             )
-        parts.append(_corruptions(found))
+        parts.append(_corruptions(corruptions))
     if "curves" in record:
         curves = record["curves"]
         radius = curves["radius"]
@@ -48,7 +50,7 @@ def robustness(record: dict[str, Any], folder: Path) -> Html:
     return section("robustness", "Robustness", *parts, lead=" ".join(words))
 
 
-def _picture(path: Path) -> Html | None:
+def _plot_image(path: Path) -> Html | None:
     try:
         content = base64.b64encode(path.read_bytes()).decode()
     except OSError:
@@ -58,12 +60,12 @@ def _picture(path: Path) -> Html | None:
     return tag("figure", image)
 
 
-def _corruptions(found: dict[str, Any]) -> Html:
+def _corruptions(record: dict[str, Any]) -> Html:
     heads = ("corruption", *(f"severity {level}" for level in range(1, 6)), "mean")
     head = tag("tr", *(tag("th", name, scope="col") for name in heads))
     rows = [
         tag("tr", tag("th", name.replace("_", " "), scope="row"), *(tag("td", percent(v)) for v in (*row, _mean(row))))
-        for name, row in found["accuracy"].items()
+        for name, row in record["accuracy"].items()
     ]
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="numbers")
     label = "Accuracy by corruption and severity"

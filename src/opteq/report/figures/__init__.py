@@ -9,11 +9,11 @@ from opteq.common.errors import UserError, unknown_name
 from opteq.common.files import plain_errors, write_atomically
 from opteq.report.figures import branches, maps, robust, settings, solving
 from opteq.report.figures.robust import draw_record
-from opteq.report.figures.style import Drawn, save
-from opteq.report.figures.subject import DoesNotFitError, Subject, open_subject
+from opteq.report.figures.style import CaptionedFigure, save
+from opteq.report.figures.subject import FigureUnavailableError, Subject, open_subject
 from opteq.training import is_denoiser
 
-FIGURES: dict[str, tuple[Callable[[Subject], Drawn], str]] = {
+FIGURES: dict[str, tuple[Callable[[Subject], CaptionedFigure], str]] = {
     "heritage-diversity": (branches.heritage_diversity, "MOptEq, Figure 2 a, b"),
     "channel-correlations": (branches.channel_correlations, "MOptEq, Figure 2 c, d"),
     "perturbations": (branches.perturbations, "MOptEq, Figure 3 a"),
@@ -71,7 +71,7 @@ def write_figures(
             continue
         try:
             drawn = draw(subject)
-        except DoesNotFitError as error:
+        except FigureUnavailableError as error:
             if only:
                 raise UserError(f"{run} has no figure {name}: {error}") from error
             say(f"{name}: none, {error}")

@@ -16,8 +16,8 @@ from opteq.analysis.branches import (
     plot_perturbations,
 )
 from opteq.common.errors import ConvergenceWarning
-from opteq.report.figures.style import COLORS, Drawn, panels
-from opteq.report.figures.subject import DoesNotFitError, Subject
+from opteq.report.figures.style import COLORS, CaptionedFigure, panels
+from opteq.report.figures.subject import FigureUnavailableError, Subject
 from opteq.states import State, blocks
 
 _SAMPLES = 100  # as in the paper
@@ -34,49 +34,51 @@ def _measures(subject: Subject) -> BranchMeasures:
         features = layer.solve(given).features
     parts = blocks(features)
     if len(parts) < 2:
-        raise DoesNotFitError("it compares branches, and this model has one")
+        raise FigureUnavailableError("it compares branches, and this model has one")
     if any(part.ndim != 4 for part in parts) or len({part.shape[1] for part in parts}) > 1:
-        raise DoesNotFitError("it needs branches with the same number of channels")
+        raise FigureUnavailableError("it needs branches with the same number of channels")
     return measure_branches(tuple(parts))
 
 
-def heritage_diversity(subject: Subject) -> Drawn:
+def heritage_diversity(subject: Subject) -> CaptionedFigure:
     """Average diversity against average heritage, a point per image."""
-    found = {one.title: _measures(one) for one in (subject, *subject.beside)}
+    measures = {one.title: _measures(one) for one in (subject, *subject.beside)}
     figure, axes = panels(1, 1, (5, 4))
-    plot_averages(found, axes[0, 0])
+    plot_averages(measures, axes[0, 0])
     for points, color in zip(axes[0, 0].collections, COLORS, strict=False):
         points.set_color(color)
     axes[0, 0].legend()
     axes[0, 0].set(xlabel="average heritage H (inner product per channel)", ylabel="average diversity term D")
     words = "; ".join(
         f"{name}: mean H {float(one.heritage.mean()):.3g}, mean D {float(one.diversity.mean()):.3g}"
-        for name, one in found.items()
+        for name, one in measures.items()
     )
-    count = len(next(iter(found.values())).heritage)
-    return Drawn(
+    count = len(next(iter(measures.values())).heritage)
+    return CaptionedFigure(
         figure,
         f"Heritage and diversity of {count} test images at the equilibrium, a point per image. H is how alike the same "
         f"channels of neighbouring branches are, D how alike different channels are; lower D is more diverse. {words}.",
     )
 
 
-def channel_correlations(subject: Subject) -> Drawn:
+def channel_correlations(subject: Subject) -> CaptionedFigure:
     """The products of the channels of the first two branches, of one image and on average."""
     runs = (subject, *subject.beside)
     figure, axes = panels(len(runs), 2, (4.6, 3.9))
     words = []
     for row, one in zip(axes, runs, strict=True):
-        found = _measures(one)
-        plot_correlation(found, axes=row[0])
-        mean = BranchMeasures(found.heritage, found.diversity, tuple(m.mean(dim=0)[None] for m in found.correlations))
+        measures = _measures(one)
+        plot_correlation(measures, axes=row[0])
+        mean = BranchMeasures(
+            measures.heritage, measures.diversity, tuple(m.mean(dim=0)[None] for m in measures.correlations)
+        )
         plot_correlation(mean, axes=row[1])
         row[0].set_title(f"{one.title}: one image")
-        row[1].set_title(f"{one.title}: mean of {len(found.heritage)}")
+        row[1].set_title(f"{one.title}: mean of {len(measures.heritage)}")
         for each in row:
             each.images[0].set_clim(vmin=0)  # dark is unrelated
         words.append(f"{_diagonal(mean.correlations[0][0]):.3g} times as large ({one.title})")
-    return Drawn(
+    return CaptionedFigure(
         figure,
         "Absolute products of the channels of branch 0 (rows) and branch 1 (columns), for one test image and on "
         "average. A bright diagonal means that corresponding channels agree and others are unrelated. Entries on the "
@@ -91,14 +93,16 @@ def _diagonal(matrix: Tensor) -> float:
     return float(own / count / ((matrix.sum() - own) / max(1, count * (count - 1))).clamp_min(1e-30))
 
 
-def perturbations(subject: Subject) -> Drawn:
+def perturbations(subject: Subject) -> CaptionedFigure:
     """Accuracy under the reconstructed perturbation and under random ones of the same size."""
     subject.check_classifies()
     layer, given, labels = subject.equilibrium(_ATTACKED)
     if layer is not subject.model.equilibrium:
-        raise DoesNotFitError("it needs a model with one equilibrium layer between stem and head")
+        raise FigureUnavailableError("it needs a model with one equilibrium layer between stem and head")
     if not isinstance(given, Tensor):
-        raise DoesNotFitError("the perturbation is one of the input that all branches share, and here each has its own")
+        raise FigureUnavailableError(
+            "the perturbation is one of the input that all branches share, and here each has its own"
+        )
     spread = float(given.std())
 
     def accuracy(features: State) -> float:
@@ -108,11 +112,11 @@ def perturbations(subject: Subject) -> Drawn:
         warnings.simplefilter("ignore", ConvergenceWarning)
         try:
             generator = torch.Generator(given.device).manual_seed(0)
-            found = compare_perturbations(layer, given, accuracy, [s * spread for s in _SIZES], 5, generator)
+            effects = compare_perturbations(layer, given, accuracy, [s * spread for s in _SIZES], 5, generator)
         except (TypeError, ValueError) as error:
-            raise DoesNotFitError(str(error)) from error
+            raise FigureUnavailableError(str(error)) from error
     figure, axes = panels(1, 1, (5, 3.8))
-    plot_perturbations(found, axes[0, 0])
+    plot_perturbations(effects, axes[0, 0])
     for line, color, name in zip(axes[0, 0].get_lines(), COLORS, _KINDS, strict=False):
         line.set(color=color, label=name)
     axes[0, 0].legend()
@@ -122,8 +126,8 @@ def perturbations(subject: Subject) -> Drawn:
         xlabel="largest entry of the perturbation",
         ylabel=f"accuracy on {len(labels)} test images",
     )
-    last = found[-1]
-    return Drawn(
+    last = effects[-1]
+    return CaptionedFigure(
         figure,
         "Accuracy against the size of a perturbation of the equilibrium's input: reconstructed from the equilibrium "
         "(it raises the objective most), random signs, and uniform noise, the random ones as means of five. At the "

@@ -83,9 +83,9 @@ def command(
     return record
 
 
-def _summary(found: dict[str, Any]) -> str:
-    words = f"accuracy {found['clean']:.2%}, under corruptions {found['mean']:.2%} on average"
-    relative = found.get("relative")
+def _summary(record: dict[str, Any]) -> str:
+    words = f"accuracy {record['clean']:.2%}, under corruptions {record['mean']:.2%} on average"
+    relative = record.get("relative")
     if relative is None or relative["mean"] is None:
         return words
     return f"{words}; mean corruption error relative to {relative['reference']}: {relative['mean']:.3f}"

@@ -13,14 +13,14 @@ from opteq.analysis.saliency import saliency_map
 from opteq.common.errors import ConvergenceWarning
 from opteq.models import equilibria
 from opteq.report.examples import model_attention
-from opteq.report.figures.style import Drawn, panels
-from opteq.report.figures.subject import DoesNotFitError, Subject
+from opteq.report.figures.style import CaptionedFigure, panels
+from opteq.report.figures.subject import FigureUnavailableError, Subject
 
 _COUNT = 6
 _CELL = (1.7, 1.75)
 
 
-def saliency(subject: Subject) -> Drawn:
+def saliency(subject: Subject) -> CaptionedFigure:
     """Images with Grad-CAM and SmoothGrad of every run, and how much of each lies in its brightest tenth of pixels."""
     runs = (subject, *subject.beside)
     _, pixels, labels = subject.images(_COUNT)
@@ -32,7 +32,7 @@ def saliency(subject: Subject) -> Drawn:
     for place, one in enumerate(runs):
         x, own, _ = one.images(_COUNT)
         if one.classes != subject.classes or not torch.equal(own, pixels):
-            raise DoesNotFitError(f"{one.title} has other test images than {subject.title}")
+            raise FigureUnavailableError(f"{one.title} has other test images than {subject.title}")
         predicted, cam, smooth = _maps(one, x)
         for row, name, maps in ((1, "Grad-CAM", cam), (2, "SmoothGrad", smooth)):
             rows = axes[2 * place + row]
@@ -45,7 +45,7 @@ def saliency(subject: Subject) -> Drawn:
             title = one.classes[found] if found == true else f"{one.classes[found]} (is {one.classes[true]})"
             axes[2 * place + (1 if len(runs) > 1 else 0), column].set_title(title, fontsize=8)
         words.append(_concentrations(one, cam, smooth))
-    return Drawn(
+    return CaptionedFigure(
         figure,
         f"Where the evidence for the predicted class, written above, lies in {len(pixels)} test images: Grad-CAM over "
         "the last features, and the gradient by pixels averaged over noisy images (SmoothGrad); brighter is more. The "
@@ -63,7 +63,7 @@ def _maps(subject: Subject, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         try:
             cam = grad_cam(subject.model, x, predicted)
         except (TypeError, ValueError) as error:
-            raise DoesNotFitError(str(error)) from error
+            raise FigureUnavailableError(str(error)) from error
         return predicted, cam, saliency_map(subject.model, x, predicted)
 
 
@@ -75,29 +75,29 @@ def _concentrations(subject: Subject, cam: Tensor, smooth: Tensor) -> str:
     return f"{smooth_share} of SmoothGrad and {grad_cam_share} of Grad-CAM{where} ({subject.title}){without}"
 
 
-def attention(subject: Subject) -> Drawn:
+def attention(subject: Subject) -> CaptionedFigure:
     """Images with the weights of GEQ's patches at the equilibrium."""
     x, pixels, _ = subject.images(_COUNT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = model_attention(subject.model, x)
-    if found is None:
-        raise DoesNotFitError("only GEQ with a Gaussian kernel weighs patches")
+        maps = model_attention(subject.model, x)
+    if maps is None:
+        raise FigureUnavailableError("only GEQ with a Gaussian kernel weighs patches")
     figure, axes = panels(2, len(x), _CELL)
     image: Any = None
-    low, high = float(found.min()), float(found.max())
+    low, high = float(maps.min()), float(maps.max())
     for column in range(len(x)):
         _show(axes[0, column], pixels[column])
-        image = axes[1, column].imshow(found[column].float().cpu().numpy(), cmap="inferno", vmin=low, vmax=high)
+        image = axes[1, column].imshow(maps[column].float().cpu().numpy(), cmap="inferno", vmin=low, vmax=high)
         _bare(axes[1, column])
     axes[0, 0].set_ylabel("image")
     axes[1, 0].set_ylabel("weight of patches")
     figure.colorbar(image, ax=list(axes[1]), label="exp(-γ|q|²)")
-    return Drawn(
+    return CaptionedFigure(
         figure,
         f"The weights exp(-γ|q|²) of the patches at the equilibrium of {len(x)} test images, averaged over channel "
         f"groups and branches: 1 where the state matches the input, 0 where a patch is ignored. Here they lie between "
-        f"{low:.2f} and {high:.2f}, {float(found.mean()):.2f} on average.",
+        f"{low:.2f} and {high:.2f}, {float(maps.mean()):.2f} on average.",
     )
 
 

@@ -6,19 +6,21 @@ import json
 from typing import Any
 
 from opteq import models
-from opteq.report.figures.style import COLORS, Drawn, panels
-from opteq.report.figures.subject import DoesNotFitError, Subject
+from opteq.report.figures.style import COLORS, CaptionedFigure, panels
+from opteq.report.figures.subject import FigureUnavailableError, Subject
 
 _IGNORED = ("name", "reproduces", "data", "guard")
 
 
-def accuracy_settings(subject: Subject) -> Drawn:
+def accuracy_settings(subject: Subject) -> CaptionedFigure:
     """Test accuracy against every number of the recipes that differs, a panel for each.
 
     In a panel are the runs that agree with the first one in all but its setting. A run of another model is a line.
     """
     if not subject.beside:
-        raise DoesNotFitError("it compares runs: give several, such as those of one recipe with --set of an option")
+        raise FigureUnavailableError(
+            "it compares runs: give several, such as those of one recipe with --set of an option"
+        )
     runs = [(one.title, settings(one), accuracy(one)) for one in (subject, *subject.beside)]
     _, own, first = runs[0]
     others = [(title, reached) for title, found, reached in runs if found["model.name"] != own["model.name"]]
@@ -28,7 +30,7 @@ def accuracy_settings(subject: Subject) -> Drawn:
         if any(_differ(own, found) == {key} and _is_number(found[key]) for _, found, _ in runs) and _is_number(own[key])
     }
     if not lines:
-        raise DoesNotFitError("no run differs from the first one in one number of its recipe alone")
+        raise FigureUnavailableError("no run differs from the first one in one number of its recipe alone")
     figure, axes = panels(1, len(lines), (4.2, 3.4))
     for (key, points), one, color in zip(lines.items(), axes.flat, COLORS * len(lines), strict=False):
         one.plot([value for value, _ in points], [100 * reached for _, reached in points], "o-", color=color)
@@ -43,7 +45,7 @@ def accuracy_settings(subject: Subject) -> Drawn:
         for key, points in lines.items()
     ]
     beside = "".join(f" {title}: {reached:.1%} (dotted)." for title, reached in others)
-    return Drawn(
+    return CaptionedFigure(
         figure,
         f"Test accuracy after the last epoch of runs that differ from {subject.title} ({first:.1%}) in one setting. "
         f"{'; '.join(parts)}.{beside}",
@@ -65,14 +67,14 @@ def accuracy(subject: Subject) -> float:
     try:
         return float(json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["test_accuracy"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DoesNotFitError(f"{path} records no accuracy") from error
+        raise FigureUnavailableError(f"{path} records no accuracy") from error
 
 
 def _flat(tables: dict[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tables.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _differ(own: dict[str, Any], other: dict[str, Any]) -> set[str]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from opteq.common.errors import ConvergenceWarning
 from opteq.equilibrium import Equilibrium
 from opteq.problems import MOptEq
-from opteq.report.figures.style import COLORS, Drawn, panels
-from opteq.report.figures.subject import DoesNotFitError, Subject
+from opteq.report.figures.style import COLORS, CaptionedFigure, panels
+from opteq.report.figures.subject import FigureUnavailableError, Subject
 from opteq.solvers import Picard
 from opteq.solvers.base import Solver
 from opteq.states import State, blocks
@@ -33,11 +33,11 @@ def residuals(layer: Equilibrium, given: State, solver: Solver) -> Tensor:
     finally:
         layer.solver, layer.on_failure = before
     if trace is None:
-        raise DoesNotFitError("its solver records no residuals")
+        raise FigureUnavailableError("its solver records no residuals")
     return trace.double().cpu()
 
 
-def convergence(subject: Subject) -> Drawn:
+def convergence(subject: Subject) -> CaptionedFigure:
     """Relative residual by step, of the model's own solver and of plain iteration."""
     layer, given, labels = subject.equilibrium(_SAMPLES)
     own = dataclasses.replace(layer.solver, tol=_TOL, max_steps=_STEPS)
@@ -61,19 +61,21 @@ def convergence(subject: Subject) -> Drawn:
     axes[0, 0].axhline(layer.solver.tol, color="grey", linestyle=":", label="tolerance of the run")
     axes[0, 0].set(xlabel="solver step", ylabel="relative residual |T(y) - y| / |T(y)|")
     axes[0, 0].legend()
-    return Drawn(
+    return CaptionedFigure(
         figure,
         f"Relative residual after every solver step on {len(labels)} test images, median and range. "
         f"{'; '.join(words)} (median).",
     )
 
 
-def convergence_lambda(subject: Subject) -> Drawn:
+def convergence_lambda(subject: Subject) -> CaptionedFigure:
     """Relative residual by step for several weights of diversity, with the trained weights otherwise."""
     layer, given, labels = subject.equilibrium(_SAMPLES)
     problem = layer.problem
     if not isinstance(problem, MOptEq):
-        raise DoesNotFitError(f"lambda is the weight of diversity in MOptEq, and this is {type(problem).__name__}")
+        raise FigureUnavailableError(
+            f"lambda is the weight of diversity in MOptEq, and this is {type(problem).__name__}"
+        )
     trained, channels = problem.coupling, blocks(layer(given))[0].shape[1]
     weights = sorted({0.0, 0.001, 0.01, 0.1, round(1 / channels, 4), trained.diversity, 1.0})
     figure, axes = panels(1, 1, (5.8, 4))
@@ -94,7 +96,7 @@ def convergence_lambda(subject: Subject) -> Drawn:
         problem.coupling = trained
     axes[0, 0].set(xlabel="solver step", ylabel="relative residual |T(y) - y| / |T(y)|")
     axes[0, 0].legend(title="λ")
-    return Drawn(
+    return CaptionedFigure(
         figure,
         f"Median relative residual after every step of {type(solver).__name__} on {len(labels)} test images, for "
         f"several weights λ of diversity; the run was trained with {trained.diversity:g}, and 1/C is "

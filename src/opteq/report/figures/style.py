@@ -20,7 +20,7 @@ DPI = 160
 
 
 @dataclass(frozen=True)
-class Drawn:
+class CaptionedFigure:
     """A figure and what is seen in it."""
 
     figure: Figure

@@ -14,11 +14,11 @@ from opteq.analysis.terms import equilibrium_inputs
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
 from opteq.states import State
-from opteq.training.opened import OpenedRun, open_run
+from opteq.training.open_run import LoadedRun, open_run
 from opteq.training.robustness import read_record
 
 
-class DoesNotFitError(Exception):
+class FigureUnavailableError(Exception):
     """A figure that this run can't have; the message says why."""
 
 
@@ -31,7 +31,7 @@ class Subject:
         beside: other runs, drawn in the same figure where that makes sense.
     """
 
-    opened: OpenedRun
+    opened: LoadedRun
     beside: tuple[Subject, ...] = field(default=())
 
     @property
@@ -72,13 +72,13 @@ class Subject:
         x, _, labels = self.images(count)
         calls = equilibrium_inputs(self.model, x)
         if not calls:
-            raise DoesNotFitError("the model has no equilibrium layer")
+            raise FigureUnavailableError("the model has no equilibrium layer")
         return calls[0][1], calls[0][2], labels
 
     def check_classifies(self) -> None:
         """Raise where labels are maps."""
         if self.opened.dataset.test.dense:
-            raise DoesNotFitError("it needs a classifier of images, and this run was trained for segmentation")
+            raise FigureUnavailableError("it needs a classifier of images, and this run was trained for segmentation")
 
 
 def open_subject(run: Path, beside: tuple[Path, ...] = (), device: str = "auto", root: str | None = None) -> Subject:

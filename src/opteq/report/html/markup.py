@@ -52,10 +52,10 @@ def scroller(content: Html, label: str) -> Html:
     return tag("div", content, class_="scroller", tabindex="0", role="region", aria_label=label)
 
 
-def raised(value: str) -> Html:
+def superscripts(value: str) -> Html:
     """Text with Unicode superscripts as ``<sup>``, which fonts draw evenly in large type.
 
-    >>> raised("4·10⁻³")
+    >>> superscripts("4·10⁻³")
     '4·10<sup>−3</sup>'
     """
     return Html(_RAISED.sub(lambda found: f"<sup>{found[0].translate(_LOWERED)}</sup>", text(value)))

@@ -139,10 +139,10 @@ def with_symbols(reason: str) -> str:
     return f"{first}{reason[1:].rstrip('.')}." if reason else ""
 
 
-def written(meanings: Mapping[str, str]) -> str:
-    """What symbols mean, in one sentence.
+def explain_symbols(meanings: Mapping[str, str]) -> str:
+    """The meanings of symbols, in one sentence.
 
-    >>> written({"L": "the largest slope of the activation", "mu": "the number that divides the coupling"})
+    >>> explain_symbols({"L": "the largest slope of the activation", "mu": "the number that divides the coupling"})
     'L is the largest slope of the activation; μ is the number that divides the coupling'
     """
     return "; ".join(f"{_signs(symbol)} is {meaning}" for symbol, meaning in meanings.items())

@@ -1,4 +1,4 @@
-"""What every linear solver is: a frozen set of options and one entry, on matrices with one row per sample."""
+"""The base class of linear solvers: frozen options, and one entry point, on matrices with one row per sample."""
 
 from __future__ import annotations
 

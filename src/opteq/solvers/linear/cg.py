@@ -17,8 +17,8 @@ from opteq.states import per_row, row_norms
 class CG(LinearSolver):
     """Conjugate gradients: the fewest products for a symmetric positive definite A, and the least memory.
 
-    A direction of non-positive curvature ends a row with :attr:`Status.INDEFINITE`, since its answer would not
-    be one, and :attr:`Status.SINGULAR` ends one whose answer grows out of all proportion.
+    A row ends with :attr:`Status.INDEFINITE` at a direction of non-positive curvature, where A is not positive
+    definite, and with :attr:`Status.SINGULAR` when its solution grows without bound.
     """
 
     def _process(self, product: Product, rhs: Tensor) -> Process:

@@ -11,7 +11,7 @@ from opteq.common.validate import whole
 from opteq.solvers.linear.base import LinearSolver, Product, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import per_row, row_norms, zeros_a_row
+from opteq.states import per_row, row_norms, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class GMRES(LinearSolver):
     Where the system has no solution, a row ends with :attr:`Status.SINGULAR`.
 
     Args:
-        restart: vectors kept before the method begins again from its last answer; memory grows with it.
+        restart: number of basis vectors after which the method restarts from its current solution; memory grows with
+            it.
     """
 
     restart: int = 20
@@ -86,10 +87,10 @@ class _ArnoldiCycle:
         small = torch.float32 if residual.device.type == "mps" else torch.float64
         self.base = self.point
         self.length = row_norms(residual).to(small)
-        self.basis = zeros_a_row(residual, self.restart + 1, residual.shape[1])
+        self.basis = zeros_per_row(residual, self.restart + 1, residual.shape[1])
         self.basis[:, 0] = residual * per_row(ratio(torch.ones_like(self.length), self.length), residual)
-        self.triangle = zeros_a_row(residual, self.restart, self.restart, dtype=small)
-        self.turn = zeros_a_row(residual, self.restart + 1, self.restart + 1, dtype=small)
+        self.triangle = zeros_per_row(residual, self.restart, self.restart, dtype=small)
+        self.turn = zeros_per_row(residual, self.restart + 1, self.restart + 1, dtype=small)
         self.turn.diagonal(dim1=1, dim2=2).fill_(1.0)
         self.size = 0
 

@@ -17,8 +17,8 @@ from opteq.states import per_row, row_norms
 class MINRES(LinearSolver):
     """Minimal residuals by the Lanczos recurrence: for symmetric A, definite or not; its residual never rises.
 
-    The residual is read off the recurrence, and parts from that of the answer by about ``eps cond(A)^2``: by far more
-    than with conjugate gradients or GMRES, which part by ``eps cond(A)``. Where the system has no solution, a row ends
+    The residual comes from the recurrence. It differs from the true residual by about ``eps cond(A)^2``, far more than
+    with conjugate gradients or GMRES, where it differs by ``eps cond(A)``. Where the system has no solution, a row ends
     with :attr:`Status.SINGULAR`.
     """
 

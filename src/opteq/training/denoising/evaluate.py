@@ -39,7 +39,7 @@ class Denoised:
 
 
 @torch.no_grad()
-def denoised(model: Denoiser, images: Sequence[Tensor], sigma: float, device: torch.device) -> Iterator[Denoised]:
+def denoise_images(model: Denoiser, images: Sequence[Tensor], sigma: float, device: torch.device) -> Iterator[Denoised]:
     """Noise added to uint8 images ``(1, h, w)`` and taken off again, for a standard deviation in [0, 1].
 
     The noise depends on an image's place in the set alone, and is neither clipped nor rounded.
@@ -60,11 +60,11 @@ def denoised(model: Denoiser, images: Sequence[Tensor], sigma: float, device: to
             yield Denoised(group, clean.to(device), noisy, restored, solution.steps, solution.converged)
 
 
-def tested(model: Denoiser, images: Sequence[Tensor], sigma: float, device: torch.device) -> dict[str, Any]:
+def measure_quality(model: Denoiser, images: Sequence[Tensor], sigma: float, device: torch.device) -> dict[str, Any]:
     """Means over a set: ``psnr``, ``ssim``, ``noisy_psnr``; ``converged`` (share), ``most_steps``, ``images``."""
     sums = dict.fromkeys(("psnr", "ssim", "noisy_psnr", "converged"), 0.0)
     most = 0
-    for part in denoised(model, images, sigma, device):
+    for part in denoise_images(model, images, sigma, device):
         sums["psnr"] += float(psnr(part.restored, part.clean).sum())
         sums["ssim"] += float(ssim(part.restored, part.clean).sum())
         sums["noisy_psnr"] += float(psnr(part.noisy, part.clean).sum())
@@ -91,7 +91,7 @@ def evaluate(
         root: folder of the images, if it differs from the recipe's.
 
     Returns:
-        ``sets``: for every test set and noise level the numbers of :func:`tested`; ``certificate`` and the settings.
+        ``sets``: the numbers of :func:`measure_quality` per test set and noise level; ``certificate``; the settings.
     """
     folder = RunFolder(Path(run))
     recipe = folder.recipe()
@@ -100,7 +100,7 @@ def evaluate(
     if tol is not None and not tol > 0:
         raise UserError(f"tol should be a positive number; got {tol}")
     place = make_accelerator(device, "no", recipe.train.tf32, recipe.train.threads).device
-    model = loaded(folder.path, recipe, tol, max_steps).to(place).eval()
+    model = load_denoiser(folder.path, recipe, tol, max_steps).to(place).eval()
     target = folder.path / "evaluation.json"
     with plain_errors(f"writing the evaluation of {folder.path}", "make room, or evaluate a copy of the run elsewhere"):
         with draft(target, b"can this be written?"):  # before minutes are spent
@@ -110,7 +110,7 @@ def evaluate(
         for name in recipe.test.sets:
             images = read_grey(image_folder(recipe, root) / name)
             result["sets"][name] = {
-                f"{sigma:g}": tested(model, images, sigma / 255, place) for sigma in recipe.test.sigmas
+                f"{sigma:g}": measure_quality(model, images, sigma / 255, place) for sigma in recipe.test.sigmas
             }
         write_atomically(target, (json.dumps(result, indent=2) + "\n").encode())
     return result
@@ -121,7 +121,9 @@ def is_denoiser(run: str | Path) -> bool:
     return isinstance(RunFolder(Path(run)).recipe(), DenoisingRecipe)
 
 
-def loaded(folder: Path, recipe: DenoisingRecipe, tol: float | None = None, max_steps: int | None = None) -> Denoiser:
+def load_denoiser(
+    folder: Path, recipe: DenoisingRecipe, tol: float | None = None, max_steps: int | None = None
+) -> Denoiser:
     """The denoiser of a finished run, with the solver of its tests."""
     solver = FISTA(tol=tol or recipe.test.tol, max_steps=max_steps or recipe.test.max_steps)
     return Denoiser.load(folder, solver, on_failure="ignore")

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 def psnr(images: Tensor, clean: Tensor) -> Tensor:
     """The peak signal-to-noise ratio in dB of images ``(B, 1, h, w)`` in [0, 1], one number per image."""
     errors = (images - clean).double().square().mean(dim=(1, 2, 3))
-    found: Tensor = -10 * errors.log10()
-    return found
+    value: Tensor = -10 * errors.log10()
+    return value
 
 
 def ssim(images: Tensor, clean: Tensor, sigma: float = 1.5, size: int = 11) -> Tensor:
@@ -33,5 +33,5 @@ def ssim(images: Tensor, clean: Tensor, sigma: float = 1.5, size: int = 11) -> T
     vx, vy, cov = mean(x * x) - mx * mx, mean(y * y) - my * my, mean(x * y) - mx * my
     one, two = 0.01**2, 0.03**2
     index = (2 * mx * my + one) * (2 * cov + two) / ((mx * mx + my * my + one) * (vx + vy + two))
-    found: Tensor = index.mean(dim=(1, 2, 3))
-    return found
+    value: Tensor = index.mean(dim=(1, 2, 3))
+    return value

@@ -47,9 +47,9 @@ def train(recipe: DenoisingRecipe, out: str | Path, resume: bool = False, consol
         rng.seed(recipe.train.seed)
         trainer = DenoisingTrainer(recipe, accelerator)
         checkpoints = Checkpoints(folder.checkpoints)
-        found = checkpoints.latest() if resume else None
-        if found is not None:
-            trainer.resume(found)
+        checkpoint = checkpoints.latest() if resume else None
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
             console.print(f"{folder.path} continues after step {trainer.step}", highlight=False)
         full = "make room, then continue with --resume: the checkpoints are intact"
         with plain_errors(f"writing to {folder.path}", full), StopRequest(accelerator) as stop:
@@ -59,7 +59,7 @@ def train(recipe: DenoisingRecipe, out: str | Path, resume: bool = False, consol
                 _loop(trainer, checkpoints, records, stop, console)
             finally:
                 records.close()
-            trainer.averaged().save(folder.path)
+            trainer.averaged_model().save(folder.path)
     return folder.path
 
 
@@ -74,7 +74,7 @@ def _loop(
             line = trainer.line()
             records.add(line)
             console.print(_text(line, options.steps), highlight=False, soft_wrap=True)
-        signal = stop.agreed(trainer.step)
+        signal = stop.agreed_signal(trainer.step)
         if last or signal or trainer.step % options.checkpoint_steps == 0:
             checkpoints.save(trainer.checkpoint())
         if signal:
@@ -99,7 +99,7 @@ class DenoisingTrainer:
     def __init__(self, recipe: DenoisingRecipe, accelerator: Accelerator) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         self.device = device = accelerator.device
-        self.model = built(recipe, device)
+        self.model = build_denoiser(recipe, device)
         prior = self.model.prior
         self.average = {name: tensor.detach().clone() for name, tensor in prior.state_dict().items()}
         # Potentials and noise levels are few numbers that have to travel further than filters.
@@ -158,16 +158,16 @@ class DenoisingTrainer:
                 f"step {self.step}: {means['skipped']:.0%} of the steps since the last line were skipped because their "
                 "loss or gradient was not finite; try a lower train.lr"
             )
-        found = {
+        line = {
             "epoch": len(self.history) + 1, "step": self.step, "train_loss": means["loss"] / (1 - means["skipped"]),
             "solver_steps": means["solver_steps"], "gradient_steps": means["gradient_steps"],
             "converged": 1 - means["failed"], "skipped_steps": round(means["skipped"] * counted),
             "seconds": self._before + time.monotonic() - self._began,
         }  # fmt: skip
-        self.history.append(found)
-        return found
+        self.history.append(line)
+        return line
 
-    def averaged(self) -> Denoiser:
+    def averaged_model(self) -> Denoiser:
         """The model with averaged weights."""
         model = Denoiser(self.model.config)
         model.prior.load_state_dict(self.average)
@@ -226,7 +226,7 @@ class DenoisingTrainer:
         self._counted += 1
 
 
-def built(recipe: DenoisingRecipe, device: torch.device) -> Denoiser:
+def build_denoiser(recipe: DenoisingRecipe, device: torch.device) -> Denoiser:
     """The model with the solvers of its training."""
     options = recipe.train
     # The host looks at the residuals every eight steps, which keeps a GPU busy.

@@ -1,3 +1,3 @@
-"""What is minimised and how: loss, optimiser, learning-rate schedule, synchronised batch normalisation."""
+"""The optimisation of a run: loss, optimiser, learning-rate schedule, synchronised batch normalisation."""
 
 __all__: list[str] = []

@@ -95,7 +95,7 @@ class JacobianPenalty:
             # Of a fixed number of steps the state is no equilibrium, and its gradient does not pass through I - J.
             if layer.solver.tol == 0:
                 raise UserError("train.jacobian has no effect on a fixed number of steps; it needs an equilibrium")
-            layer.observer = self._see
+            layer.observer = self._observe
 
     def close(self) -> None:
         """Stop looking at the layers."""
@@ -108,7 +108,7 @@ class JacobianPenalty:
         self.found.clear()
         return total
 
-    def _see(self, hidden: BoundMap, state: State) -> None:
+    def _observe(self, hidden: BoundMap, state: State) -> None:
         # Tests and attacks want none: an attack's solves come before the one that is trained on.
         if torch.is_grad_enabled() and self.layers[0].training:
             del self.found[: -len(self.layers)]

@@ -51,12 +51,12 @@ def schedule(options: ScheduleSection, steps_per_epoch: int, epochs: int) -> Sch
         return one_cycle
     moves = {"step": in_steps, "cosine": cosine, "poly": poly}.get(options.name)
 
-    def warmed(step: int) -> float:
+    def with_warmup(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
         return 1.0 if moves is None else moves(step)
 
-    return warmed
+    return with_warmup
 
 
 def _between(first: float, last: float, share: float) -> float:

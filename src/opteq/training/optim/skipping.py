@@ -15,8 +15,8 @@ def as_gradient(loss: Tensor) -> Tensor:
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The Euclidean norm of all gradients; not finite where one entry is not."""
-    found = [weight.grad for weight in parameters if weight.grad is not None]
-    return nn.utils.get_total_norm(found)
+    gradients = [weight.grad for weight in parameters if weight.grad is not None]
+    return nn.utils.get_total_norm(gradients)
 
 
 def start_momentum(optimizer: torch.optim.SGD) -> torch.optim.SGD:
@@ -49,20 +49,20 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self.buffers = [buffer for buffer in model.buffers() if buffer.dtype == torch.float32 and buffer.numel()]
-        self.before = self._together() if self.buffers else None
+        self.before = self._concatenated() if self.buffers else None
 
-    def spoiled(self) -> Tensor | bool:
+    def have_non_finite(self) -> Tensor | bool:
         """Whether one of them is not finite now."""
-        return False if self.before is None else ~torch.isfinite(self._together()).all()
+        return False if self.before is None else ~torch.isfinite(self._concatenated()).all()
 
     def restore_if(self, failed: Tensor) -> None:
         """Write them back where ``failed``; in few kernels, however many there are."""
         if self.before is None:
             return
-        chosen = torch.where(failed, self.before, self._together())
+        chosen = torch.where(failed, self.before, self._concatenated())
         parts = torch.split(chosen, [buffer.numel() for buffer in self.buffers])
         shaped = [part.view_as(buffer) for part, buffer in zip(parts, self.buffers, strict=True)]
         torch._foreach_copy_(self.buffers, shaped)
 
-    def _together(self) -> Tensor:
+    def _concatenated(self) -> Tensor:
         return torch.cat([buffer.detach().flatten() for buffer in self.buffers])

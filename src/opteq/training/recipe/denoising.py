@@ -49,7 +49,7 @@ class PriorSection(Section):
         return self
 
     def config(self, noise: NoiseSection) -> DenoiserConfig:
-        """What the model is made of, for these noise levels."""
+        """The model's configuration for these noise levels."""
         return DenoiserConfig(
             channels=(1, 4, 8, self.width), kernel_size=self.kernel_size, knots=self.knots, rho=self.rho, mu=self.mu,
             margin=self.margin, steepest=self.steepest, guide=self.guide, depth=self.depth, repeats=self.repeats,

@@ -12,7 +12,7 @@ import tomlkit
 from pydantic import ValidationError
 from tomlkit.exceptions import ParseError
 
-from opteq.common.errors import UserError, shortened, shown, unknown_name
+from opteq.common.errors import UserError, format_value, shorten, unknown_name
 from opteq.training.recipe import overrides as override
 from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.recipe.sections import Recipe
@@ -27,7 +27,7 @@ _FOLDER = Path(str(resources.files("opteq"))) / "recipes"
 
 
 AnyRecipe = Recipe | DenoisingRecipe
-"""What a recipe file may hold."""
+"""Recipes that a file may contain."""
 
 
 def recipes(denoising: bool = False) -> list[str]:
@@ -138,11 +138,11 @@ def _validated(content: dict[str, Any], kind: type[Recipe] | type[DenoisingRecip
         if first["type"] == "extra_forbidden":
             raise UserError(f"recipe {where}: {override.unknown_key(key, kind)}{rest}") from None
         if first["type"] == "missing":
-            raise UserError(f"recipe {where}: the key {shown(key)} is missing{rest}") from None
-        key = shortened(key)
-        reason = shortened(first["msg"].removeprefix("Value error, ").replace("Input should", "it should"), 500)
+            raise UserError(f"recipe {where}: the key {format_value(key)} is missing{rest}") from None
+        key = shorten(key)
+        reason = shorten(first["msg"].removeprefix("Value error, ").replace("Input should", "it should"), 500)
         if isinstance(first["input"], dict):
             section = f"[{key}] " if key else ""  # of a rule over several sections there is none
             raise UserError(f"recipe {where}: {section}{reason}{rest}") from None
-        value = shortened(tomlkit.item(first["input"]).as_string())
+        value = shorten(tomlkit.item(first["input"]).as_string())
         raise UserError(f"recipe {where}: {key} = {value} is not right: {reason}{rest}") from None

@@ -11,7 +11,7 @@ import tomlkit
 from pydantic import BaseModel
 from tomlkit.exceptions import ParseError
 
-from opteq.common.errors import UserError, shortened, shown
+from opteq.common.errors import UserError, format_value, shorten
 from opteq.training.recipe.sections import Recipe
 
 OPEN_TABLES = ("model.options",)
@@ -37,7 +37,7 @@ def unknown_key(key: str, section: type[BaseModel] = Recipe) -> str:
     "'model' is a table of the recipe; set one of its keys: model.name, model.options"
     """
     known = [name for name, _ in known_keys(section)]
-    key = shortened(key)  # it is compared with every name
+    key = shorten(key)  # it is compared with every name
     inside = [name for name in known if name.startswith(f"{key}.")]
     if inside:
         such = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
@@ -65,7 +65,7 @@ def apply(content: dict[str, Any], overrides: Iterable[str], section: type[BaseM
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {shown(override)}")
+            raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {format_value(override)}")
         is_open = any(key.startswith(f"{table}.") for table in OPEN_TABLES)
         if key not in types_of and not is_open:
             raise UserError(unknown_key(key, section))
@@ -99,7 +99,7 @@ def _place(content: dict[str, Any], key: str, value: Any) -> None:
     for table in tables:
         inner = content.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise UserError(f"--set {shortened(key)}: {shown(table)} is not a table of the recipe")
+            raise UserError(f"--set {shorten(key)}: {format_value(table)} is not a table of the recipe")
         content = inner
     if value is None:
         content.pop(last, None)

@@ -2,16 +2,16 @@
 
 from opteq.training.robustness.corrupted import measure_corruptions, relative_errors
 from opteq.training.robustness.curves import measure_curves
-from opteq.training.robustness.evaluate import chosen_rows, evaluate_robustness
+from opteq.training.robustness.evaluate import evaluate_robustness, random_rows
 from opteq.training.robustness.record import FILE, markdown, read_record
 
 __all__ = [
     "FILE",
-    "chosen_rows",
     "evaluate_robustness",
     "markdown",
     "measure_corruptions",
     "measure_curves",
+    "random_rows",
     "read_record",
     "relative_errors",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from opteq.common.errors import UserError, unknown_name
 from opteq.data import Batches, Split, corruptions
 from opteq.data.corruptions.published import PublishedCorruptions
-from opteq.training.opened import OpenedRun
+from opteq.training.open_run import LoadedRun
 
 Say = Callable[[str], None]
 
@@ -33,8 +33,8 @@ class Corrupted:
         mean, std = (images.new_tensor(values).view(1, -1, 1, 1) for values in (batches.mean, batches.std))
         pixels = (255 * (images * std + mean)).round().clamp(0, 255).to(torch.uint8)
         first = index * batches.batch_size + batches.share(index).start
-        made = corruptions.corrupt(pixels, self.name, self.severity, seed=self.seed, first=first)
-        return (made.to(images.dtype) / 255 - mean) / std
+        corrupted = corruptions.corrupt(pixels, self.name, self.severity, seed=self.seed, first=first)
+        return (corrupted.to(images.dtype) / 255 - mean) / std
 
 
 def source_of(published: PublishedCorruptions | None) -> str:
@@ -57,7 +57,7 @@ def check_published(published: PublishedCorruptions, test: Split, classes: int) 
         )
 
 
-def chosen_names(only: Sequence[str], channels: int, published: PublishedCorruptions | None = None) -> tuple[str, ...]:
+def select_names(only: Sequence[str], channels: int, published: PublishedCorruptions | None = None) -> tuple[str, ...]:
     """The corruptions to run: all that fit the images, or those of ``only``."""
     fitting = corruptions.names(channels)
     for name in only:
@@ -71,7 +71,7 @@ def chosen_names(only: Sequence[str], channels: int, published: PublishedCorrupt
 
 
 def measure_corruptions(
-    opened: OpenedRun,
+    opened: LoadedRun,
     split: Split,
     only: Sequence[str] = (),
     seed: int = 0,
@@ -94,7 +94,7 @@ def measure_corruptions(
         ``clean`` (accuracy as they are), ``accuracy`` (by name, one number per severity), ``mean`` (over all of
         these), ``images``, ``seed``, ``source``, and the settings of the run.
     """
-    names = chosen_names(only, split.images.shape[1], published)
+    names = select_names(only, split.images.shape[1], published)
 
     def measured(name: str, severity: int) -> float:
         if published is not None:

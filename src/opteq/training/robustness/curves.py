@@ -14,7 +14,7 @@ from opteq.analysis.certified_radius import CertifiedClassifier
 from opteq.common.errors import ConvergenceWarning, UserError
 from opteq.data import Split
 from opteq.models import Classifier
-from opteq.training.opened import OpenedRun, set_solvers
+from opteq.training.open_run import LoadedRun, set_solvers
 from opteq.training.run import rng
 
 EPSILON = 8 / 255
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 def measure_curves(
-    opened: OpenedRun, split: Split, epsilon: float = EPSILON, steps: int = 20, say: Say = lambda _: None
+    opened: LoadedRun, split: Split, epsilon: float = EPSILON, steps: int = 20, say: Say = lambda _: None
 ) -> dict[str, Any]:
     """Accuracy under PGD and APGD against radius and steps, and certified accuracy, in a form that JSON takes.
 
@@ -52,13 +52,13 @@ def measure_curves(
     clean = opened.counts(split).accuracy
 
     def accuracies(pairs: Sequence[tuple[float, int]]) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {"pgd": [], "apgd": []}
+        curves: dict[str, list[float]] = {"pgd": [], "apgd": []}
         for radius, count in pairs:
             for name, attack in (("pgd", PGD(radius, count)), ("apgd", APGD(radius, count))):
-                found[name].append(opened.counts(split, attack).accuracy)
-            last = f"PGD {found['pgd'][-1]:.1%}, APGD {found['apgd'][-1]:.1%}"
+                curves[name].append(opened.counts(split, attack).accuracy)
+            last = f"PGD {curves['pgd'][-1]:.1%}, APGD {curves['apgd'][-1]:.1%}"
             say(f"attack of {255 * radius:.3g}/255, steps {count}: accuracy under {last}")
-        return found
+        return curves
 
     radii = [share * epsilon for share in SHARES if share * epsilon <= 1]
     counts = sorted({count for count in STEPS if count < steps} | {steps})
@@ -80,7 +80,7 @@ def measure_curves(
 
 
 @torch.no_grad()
-def certified_accuracy(opened: OpenedRun, split: Split, say: Say = lambda _: None) -> dict[str, Any]:
+def certified_accuracy(opened: LoadedRun, split: Split, say: Say = lambda _: None) -> dict[str, Any]:
     """The share of images that are classified rightly wherever they move within a radius, by proof."""
     accelerator = opened.accelerator
     model = accelerator.unwrap_model(opened.model)
@@ -92,14 +92,14 @@ def certified_accuracy(opened: OpenedRun, split: Split, say: Say = lambda _: Non
     try:
         batches = opened.batches(split)
         certify = CertifiedClassifier(model, tuple(batches.std))
-        with rng.preserved(), warnings.catch_warnings():
+        with rng.preserve_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             for images, labels in batches.epoch(0):
                 for x, truth in zip(torch.split(images, CHUNK), torch.split(labels, CHUNK), strict=True):
                     if len(truth):
-                        found = certify(x)
-                        source, probability = found.source, found.probability
-                        counts += _counted(found.radius, found.predicted == truth)
+                        certified = certify(x)
+                        source, probability = certified.source, certified.probability
+                        counts += _counted(certified.radius, certified.predicted == truth)
     except UserError as error:
         return {"reason": str(error)}
     finally:

@@ -13,13 +13,13 @@ from torch import Tensor
 from opteq.common.errors import UserError
 from opteq.data import Split
 from opteq.data.corruptions.published import PublishedCorruptions
-from opteq.training.opened import OpenedRun, open_run
+from opteq.training.open_run import LoadedRun, open_run
 from opteq.training.recipe.sections import fraction
 from opteq.training.robustness.corrupted import (
     check_published,
-    chosen_names,
     measure_corruptions,
     relative_errors,
+    select_names,
     source_of,
 )
 from opteq.training.robustness.curves import EPSILON, measure_curves
@@ -78,13 +78,13 @@ def evaluate_robustness(
             f"{opened.path} was trained for segmentation: corruptions and attack curves need a classifier of images"
         )
     published = None if corruption_files is None else PublishedCorruptions(corruption_files)
-    rows = chosen_rows(len(opened.dataset.test), images)
+    rows = random_rows(len(opened.dataset.test), images)
     split = opened.dataset.test
     if rows is not None:
         split = Split(split.images[rows], split.labels[rows])
     if published is not None:
         check_published(published, opened.dataset.test, len(opened.dataset.classes))
-    names = chosen_names(only, split.images.shape[1], published) if corruptions else ()
+    names = select_names(only, split.images.shape[1], published) if corruptions else ()
     if reference is not None:  # before hours are spent
         own = {"images": len(split), "seed": seed, "source": source_of(published), "accuracy": dict.fromkeys(names)}
         read_reference(Path(reference), own)
@@ -112,7 +112,7 @@ def _check_options(idle: dict[str, Any], images: int | None, attack_steps: int |
             raise UserError(f"--{name} should be at least 1; got {count}")
 
 
-def _write(opened: OpenedRun, record: dict[str, Any]) -> None:
+def _write(opened: LoadedRun, record: dict[str, Any]) -> None:
     opened.write(FILE, json.dumps(record, indent=2) + "\n")
     opened.write("robustness.md", markdown(record, _title(opened.path)))
 
@@ -128,7 +128,7 @@ def _radius(attack: float | str | None) -> float:
     return float(epsilon)
 
 
-def chosen_rows(total: int, count: int | None) -> Tensor | None:
+def random_rows(total: int, count: int | None) -> Tensor | None:
     """Images drawn at random, the same ones every time: data sets may lie in the order of their classes."""
     if count is None or count >= total:
         return None

@@ -12,32 +12,32 @@ FILE = "robustness.json"
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What earlier evaluations found: ``corruptions`` and ``curves``, each where it was measured; empty for none."""
+    """The record of earlier evaluations: ``corruptions`` and ``curves``, each if it was measured."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        record = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def read_reference(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
     """The corruptions of a reference run, measured on the same images as ``own``."""
-    found = read_record(folder).get("corruptions")
-    if not isinstance(found, dict):
+    corruptions = read_record(folder).get("corruptions")
+    if not isinstance(corruptions, dict):
         raise UserError(
             f"{folder} has no corruptions to compare with: run `opteq evaluate {folder} --corruptions` first"
         )
-    check_reference(folder, found, own)
-    return found
+    check_reference(folder, corruptions, own)
+    return corruptions
 
 
-def check_reference(folder: Path, found: dict[str, Any], own: dict[str, Any]) -> None:
+def check_reference(folder: Path, reference: dict[str, Any], own: dict[str, Any]) -> None:
     """Raise unless the reference was measured on the same images and corruptions."""
     for what, usual in (("images", None), ("seed", None), ("source", "generated")):
-        value, theirs = own.get(what, usual), found.get(what, usual)
+        value, theirs = own.get(what, usual), reference.get(what, usual)
         if value != theirs:
             raise UserError(f"{folder} was measured with {what} {theirs}, this run with {value}: measure both alike")
-    missing = [name for name in own["accuracy"] if name not in found.get("accuracy", {})]
+    missing = [name for name in own["accuracy"] if name not in reference.get("accuracy", {})]
     if missing:
         raise UserError(
             f"{folder} was not measured under {missing[0]}: run `opteq evaluate {folder} --corruptions` again"
@@ -54,17 +54,17 @@ def markdown(record: dict[str, Any], title: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _corruptions(found: dict[str, Any]) -> str:
-    relative = found.get("relative")
+def _corruptions(record: dict[str, Any]) -> str:
+    relative = record.get("relative")
     errors = {} if relative is None else relative["corruption_errors"]
     head = ["corruption", "1", "2", "3", "4", "5", "mean", *(["error / reference"] if relative else [])]
     rows = []
-    for name, row in found["accuracy"].items():
+    for name, row in record["accuracy"].items():
         more = [_ratio(errors.get(name))] if relative else []
         rows.append([name, *map(_percent, row), _percent(sum(row) / len(row)), *more])
     lines = [
-        f"Accuracy in % of {found['images']} test images by severity; {_percent(found['clean'])} % as they are, "
-        f"{_percent(found['mean'])} % on average over all corruptions and severities ({_drawn(found)})."
+        f"Accuracy in % of {record['images']} test images by severity; {_percent(record['clean'])} % as they are, "
+        f"{_percent(record['mean'])} % on average over all corruptions and severities ({_drawn(record)})."
     ]
     if relative is not None:
         over = "" if relative["mean_15"] is None else f" ({_ratio(relative['mean_15'])} over the 15 of ImageNet-C)"
@@ -75,21 +75,21 @@ def _corruptions(found: dict[str, Any]) -> str:
     return "## Corruptions\n\n" + " ".join(lines) + "\n\n" + _table(head, rows)
 
 
-def _drawn(found: dict[str, Any]) -> str:
-    return "published files" if found.get("source") == "published files" else f"seed {found['seed']}"
+def _drawn(record: dict[str, Any]) -> str:
+    return "published files" if record.get("source") == "published files" else f"seed {record['seed']}"
 
 
-def _curves(found: dict[str, Any]) -> str:
-    radius, steps, certified = found["radius"], found["steps"], found["certified"]
+def _curves(record: dict[str, Any]) -> str:
+    radius, steps, certified = record["radius"], record["steps"], record["certified"]
     radii = zip(radius["radii"], radius["pgd"], radius["apgd"], strict=True)
     counts = zip(steps["steps"], steps["pgd"], steps["apgd"], strict=True)
     first = _table(["radius", "PGD", "APGD"], [[f"{255 * r:.3g}/255", _percent(p), _percent(a)] for r, p, a in radii])
     second = _table(["steps", "PGD", "APGD"], [[str(n), _percent(p), _percent(a)] for n, p, a in counts])
     blocks = [
-        f"## Attacks\n\nAccuracy in % of {found['images']} test images, every pixel changed by up to the radius in "
+        f"## Attacks\n\nAccuracy in % of {record['images']} test images, every pixel changed by up to the radius in "
         f"{radius['steps']} steps.\n\n{first}",
         f"The same with a radius of {255 * steps['epsilon']:.3g}/255, by the number of steps.\n\n{second}",
-        "## Certified accuracy\n\n" + certified_words(certified),
+        "## Certified accuracy\n\n" + describe_certified(certified),
     ]
     if "accuracy" in certified:
         pairs = zip(certified["radii"], certified["accuracy"], strict=True)
@@ -97,8 +97,8 @@ def _curves(found: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def certified_words(certified: dict[str, Any]) -> str:
-    """What a certified accuracy means, or why there is none."""
+def describe_certified(certified: dict[str, Any]) -> str:
+    """An explanation of the certified accuracy, or of why there is none."""
     if "reason" in certified:
         return f"There is none: {certified['reason']}."
     where = {

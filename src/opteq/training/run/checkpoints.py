@@ -73,9 +73,9 @@ class Checkpoints:
         header = {"values": values, "digest": _digest(tensors, values)}
         path = self.folder / f"step-{checkpoint.step:08d}.safetensors"
         write_atomically(path, save_tensors(tensors, header))
-        found = self.files()
-        before = [file for file in found if _order(file) < _order(path)]
-        for other in {*found} - {path, *before[: KEEP - 1]}:
+        files = self.files()
+        before = [file for file in files if _order(file) < _order(path)]
+        for other in {*files} - {path, *before[: KEEP - 1]}:
             with contextlib.suppress(OSError):
                 other.unlink()
         return path
@@ -89,13 +89,13 @@ class Checkpoints:
         """
         unfit: dict[Path, str] = {}
         for path in self.files():
-            found = self._read_or_reason(path)
-            if isinstance(found, Checkpoint):
+            checkpoint = self._read_or_reason(path)
+            if isinstance(checkpoint, Checkpoint):
                 for other, reason in unfit.items():
                     text = f"the checkpoint {other} {reason}; the one before it is used"
                     warnings.warn(text, CheckpointWarning, stacklevel=2)
-                return found
-            unfit[path] = found
+                return checkpoint
+            unfit[path] = checkpoint
         if unfit:
             reasons = ", ".join(f"{path.name} {reason}" for path, reason in unfit.items())
             raise UserError(
@@ -146,9 +146,9 @@ def _order(path: Path) -> tuple[int, str]:
 
 
 def _digest(tensors: dict[str, Tensor], values: str) -> str:
-    found = hashlib.sha256(values.encode())
+    sha = hashlib.sha256(values.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opteq.common.errors import UserError
-from opteq.common.files import alone_in, draft, look_into, plain_errors, remove_drafts, write_atomically
+from opteq.common.files import check_readable, draft, lock_folder, plain_errors, remove_drafts, write_atomically
 from opteq.training.recipe.files import AnyRecipe, flattened, load_any_recipe, to_toml
 from opteq.training.run.checkpoints import Checkpoints
 
@@ -45,7 +45,7 @@ class RunFolder:
         A run that ended before its first checkpoint leaves a recipe and an empty ``metrics.jsonl``, which may be
         overwritten.
         """
-        look_into(self.path)
+        check_readable(self.path)
         metrics = self.path / "metrics.jsonl"
         return (
             bool(Checkpoints(self.checkpoints).files())
@@ -55,7 +55,7 @@ class RunFolder:
 
     def recipe(self) -> AnyRecipe:
         """The recipe of the run that is here."""
-        look_into(self.path)
+        check_readable(self.path)
         if not self.recipe_file.is_file():
             raise UserError(f"{self.path} holds no run: there is no recipe.toml in it. `opteq train --out` makes one")
         return load_any_recipe(self.recipe_file)
@@ -79,17 +79,19 @@ class RunFolder:
         If the block fails before anything was written, no empty folder is left behind.
         """
         remedy = "choose a folder that you may write to with --out"
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             with plain_errors(f"making the run folder {self.path}", remedy):
                 self.path.mkdir(parents=True, exist_ok=True)
                 with draft(self.path / "probe", b"can this be written?"):
                     pass
-            with alone_in(self.path, f"another process is training in {self.path}: wait for it, or give another --out"):
+            with lock_folder(
+                self.path, f"another process is training in {self.path}: wait for it, or give another --out"
+            ):
                 remove_drafts(self.path)
                 yield
         except BaseException:
-            for path in made:
+            for path in missing:
                 with suppress(OSError):  # it is not empty
                     path.rmdir()
             raise

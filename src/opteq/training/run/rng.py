@@ -45,7 +45,7 @@ def restore(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Restore the random state at the end of the block, so that a test pass does not change training."""
     before = capture()
     try:

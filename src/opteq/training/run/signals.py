@@ -37,14 +37,14 @@ class StopRequest:
         for number in list(self._before):
             self._restore(number)
 
-    def agreed(self, step: int) -> int:
+    def agreed_signal(self, step: int) -> int:
         """The signal to stop for after this step, the same in all processes; 0 for none."""
         if self._accelerator.num_processes == 1:
             return self.received
         if step % AGREE_EVERY:
             return 0
-        mine = torch.tensor([self.received], device=self._accelerator.device)
-        return int(self._accelerator.gather(mine).max())
+        received = torch.tensor([self.received], device=self._accelerator.device)
+        return int(self._accelerator.gather(received).max())
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = number

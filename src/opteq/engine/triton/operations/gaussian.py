@@ -1,4 +1,4 @@
-"""What the Gaussian kernel does with projected patches, in one pass over memory on a GPU; torch takes five or more."""
+"""The Gaussian kernel of projected patches, in one pass over memory on a GPU; torch takes five or more."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def weigh(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor] | None:
     return (weights, weighed) if _launched("weigh", q, gamma, (q,), (weights, weighed)) else None
 
 
-def bend(q: Tensor, a: Tensor, gamma: float | Tensor, weights: Tensor) -> Tensor | None:
+def weigh_derivative(q: Tensor, a: Tensor, gamma: float | Tensor, weights: Tensor) -> Tensor | None:
     """``e_i (2 gamma <q_i, a_i> q_i - a_i)``, the derivative of ``-e_i q_i`` along ``a_i``; None as above."""
     if not _supports(q, a) or a.dtype != q.dtype or not weights.is_contiguous():
         return None
     bent = torch.empty_like(a)
-    return bent if _launched("bend", q, gamma, (q, a), (weights, bent)) else None
+    return bent if _launched("weigh_derivative", q, gamma, (q, a), (weights, bent)) else None
 
 
 def _supports(*rows: Tensor) -> bool:
@@ -47,7 +47,7 @@ def _launched(
 ) -> bool:
     size = q.shape[-1]
     rows = q.numel() // size
-    sharp = _one_a_sample(gamma, q)
+    sharp = _one_per_sample(gamma, q)
     if sharp is None:
         return False
     variant = name, q.device, q.dtype, sharp.dtype, size
@@ -59,7 +59,7 @@ def _launched(
 
     from opteq.engine.triton.operations import gaussian_kernels as kernels
 
-    kernel = kernels.weigh if name == "weigh" else kernels.bend
+    kernel = kernels.weigh if name == "weigh" else kernels.weigh_derivative
     width = 1 << (size - 1).bit_length()
     tall = max(1, _TILE // width)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # kernels run on the current device
@@ -71,7 +71,7 @@ def _launched(
     return True
 
 
-def _one_a_sample(gamma: float | Tensor, q: Tensor) -> Tensor | None:
+def _one_per_sample(gamma: float | Tensor, q: Tensor) -> Tensor | None:
     """Gamma as a tensor with one number, or one per sample; None where it has another form."""
     if not isinstance(gamma, Tensor):
         return torch.full((1,), gamma, dtype=working_dtype(q.dtype), device=q.device)

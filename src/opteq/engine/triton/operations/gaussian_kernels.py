@@ -1,4 +1,4 @@
-"""Triton kernels of the Gaussian kernel: what happens to a projected patch, in one pass over the patches.
+"""Triton kernels of the Gaussian similarity of projected patches, in one pass over the patches.
 
 Patches are rows of a matrix ``(rows, D)``; one program takes ``ROWS`` of them. Sums are in ``WIDE``, and what leaves is
 rounded once. ``gamma`` has one number for every ``share`` rows, which belong to one sample, or one for all where
@@ -36,7 +36,7 @@ def weigh(
 
 
 @triton.jit(do_not_specialize=["rows", "share"])
-def bend(
+def weigh_derivative(
     patches, moves, gamma, weights, bent, rows, share, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip

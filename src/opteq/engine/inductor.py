@@ -16,7 +16,7 @@ _MOST_KEPT = 64
 _kept: OrderedDict[Any, tuple[Callable[..., Any], Any]] = OrderedDict()
 
 
-class FusedGraph:
+class CompiledGraph:
     """A graph of torch's basic operations, compiled by Inductor at its first call.
 
     Args:
@@ -28,7 +28,7 @@ class FusedGraph:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the graph returns."""
+        """Run the graph."""
         # Compiled code allocates past torch's dispatcher: a mode that observes operations gets to see the graph itself.
         if _get_current_dispatch_mode() is not None:
             return list(self._graph(*tensors))
@@ -43,7 +43,7 @@ class FusedGraph:
         return list(self._compiled(*tensors))
 
 
-def fused(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)`` by compiled code; arguments and result are tensors, numbers, None and tuples of them."""
     leaves, form = tree_flatten(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -62,7 +62,7 @@ def fused(function: Callable[..., Any], *arguments: Any) -> Any:
 
         # Copies: a tensor that is an argument twice would be taken for one.
         graph = make_fx(flat, tracing_mode="real")(*(tensor.clone() for tensor in tensors))
-        _kept[key] = FusedGraph(graph), tuple(result_form)
+        _kept[key] = CompiledGraph(graph), tuple(result_form)
         if len(_kept) > _MOST_KEPT:
             _kept.popitem(last=False)
     call, (result, are_tensors) = _kept[key]

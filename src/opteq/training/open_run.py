@@ -30,7 +30,7 @@ MAX_STEPS = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenedRun:
+class LoadedRun:
     """A trained model with the test images of its run.
 
     Attributes:
@@ -53,7 +53,7 @@ class OpenedRun:
 
     def batches(self, split: Split) -> Batches:
         """Batches of a split, normalised by mean and std of training: images under another root may have others."""
-        made = Batches(
+        batches = Batches(
             split,
             self.extra.get("mean", self.dataset.mean),
             self.extra.get("std", self.dataset.std),
@@ -64,8 +64,8 @@ class OpenedRun:
             empty_shares=True,
             num_classes=len(self.dataset.classes),
         )
-        check_input_size(self.model, made)
-        return made
+        check_input_size(self.model, batches)
+        return batches
 
     def counts(self, split: Split, attack: Attack | None = None, change: Change | None = None) -> Metrics:
         """Metrics of one split over all processes, its images changed or attacked, or as they are."""
@@ -100,7 +100,7 @@ def open_run(
     device: str = "auto",
     precision: str | None = None,
     root: str | None = None,
-) -> OpenedRun:
+) -> LoadedRun:
     """The run in a folder; the arguments are those of :func:`~opteq.training.evaluate`."""
     folder = RunFolder(Path(run))
     recipe = folder.recipe()
@@ -124,13 +124,13 @@ def open_run(
     _check_classes(dataset.classes, extra.get("classes", dataset.classes))
     settings = {"tol": tol, "max_steps": max_steps, "precision": precision, "device": str(accelerator.device)}
     prepared: models.Classifier = accelerator.prepare_model(model, evaluation_mode=True)
-    return OpenedRun(folder.path, prepared, recipe, dataset, accelerator, settings, extra)
+    return LoadedRun(folder.path, prepared, recipe, dataset, accelerator, settings, extra)
 
 
-def _check_classes(found: Sequence[str], trained_on: Sequence[str]) -> None:
-    if list(found) != list(trained_on):
+def _check_classes(classes: Sequence[str], trained_on: Sequence[str]) -> None:
+    if list(classes) != list(trained_on):
         raise UserError(
-            f"the images have the classes {', '.join(found)}, but the model was trained on "
+            f"the images have the classes {', '.join(classes)}, but the model was trained on "
             f"{', '.join(trained_on)}; give the right ones with --root"
         )
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation from the library itself: ``python docs/site/pictures.py``."""
+"""Draw the images of the documentation from the library itself: ``python docs/site/images.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opteq import operators as op
 mpl.use("Agg")
 from matplotlib import animation, pyplot
 
-HERE = Path(__file__).parents[1] / "pictures"
+HERE = Path(__file__).parents[1] / "images"
 
 
 def falling_objective() -> None:
@@ -86,7 +86,7 @@ def signal_becoming_smooth() -> None:
 
 
 def main() -> None:
-    """All pictures."""
+    """Draw all images."""
     HERE.mkdir(exist_ok=True)
     mpl.rcParams["svg.hashsalt"] = "opteq"  # the same file every time
     falling_objective()

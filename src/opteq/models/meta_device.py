@@ -12,17 +12,17 @@ from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
-def sketched() -> Iterator[None]:
+def on_meta_device() -> Iterator[None]:
     """Tensors made inside are on the meta device, and nothing is written into them.
 
     Some initialisations would load torch's compiler first, to find out what writing to nothing means: that takes
     seconds.
     """
-    with torch.device("meta"), _Unwritten():
+    with torch.device("meta"), _SkipInPlace():
         yield
 
 
-class _Unwritten(TorchFunctionMode):
+class _SkipInPlace(TorchFunctionMode):
     """Leaves out operations in place on tensors without memory."""
 
     def __torch_function__(
