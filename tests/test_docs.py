@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import opteq
+from opteq.engine.values_read import values_read
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,6 +38,9 @@ def test_code_runs(page: Path) -> None:
             exec(code, namespace)
         except Exception as error:
             raise AssertionError(f"block {number} of {page.name}, from line {line + 1} on, failed: {error}") from error
+    for value in namespace.values():
+        if isinstance(value, type) and issubclass(value, opteq.HiddenProblem | opteq.Objective):
+            values_read(value)  # raises where the engine would not trace it
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,10 +14,11 @@ from opteq.common.override import plain
 from opteq.engine.cuda_graphs.capture import capture_lock
 from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
 from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, UncapturableError
-from opteq.engine.flatten import NotFlattenableError, flatten
+from opteq.engine.flatten import flatten
 from opteq.engine.inductor import call_compiled
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
+from opteq.engine.values_read import NotFlattenableError
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import fista
 from opteq.solvers.loop import Rule

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import enum
+import math
+import random
+import sys
 from collections.abc import Callable, Iterator
+from functools import cache
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import opteq
+import written
 from cases import Jumps, Smoother, TwoParts
+from objective import FieldOfExperts
 from opteq import operators as op
 from opteq.engine import log
+from opteq.engine.flatten import flatten
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
+from opteq.engine.values_read import NotFlattenableError
 
 aten = torch.ops.aten
 WEIGHT = 0.1
 OFFSET = torch.ones(4, dtype=torch.float64)
+SCALE = torch.tensor(0.2)
+CONFIG = SimpleNamespace(weight=0.2)
+CONFIGS = {"first": [CONFIG]}
+TABLE = [0.2] * 65
+SHORT = {"weights": [0.2, (0.3, None)], "names": {"a"}}
+ARRAY = np.full(3, 0.2)
+LAYER = nn.Linear(4, 1).double()
+OTHERS = ModuleType("others")  # a module of the user's own
+OTHERS.config, OTHERS.inner, OTHERS.weight = SimpleNamespace(weight=0.2), ModuleType("inner"), 0.2
+OTHERS.inner.options = SimpleNamespace(weight=0.2)
+DTYPE, DEVICE, SIZE, FORMAT = torch.float64, torch.device("cpu"), torch.Size([4]), torch.contiguous_format
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +53,31 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def weight() -> float:
     return WEIGHT
+
+
+class Mode(enum.Enum):
+    SOFT = 0.2
+    HARD = 0.4
+
+
+MODE = Mode.SOFT
+
+
+@cache
+def doubled(value: float) -> float:
+    return 2 * value
+
+
+@cache
+def cached() -> float:
+    return CONFIG.weight
+
+
+class Potential:
+    """Something to call that is no module."""
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return CONFIG.weight * y.sum(1)
 
 
 class Convolved(opteq.HiddenProblem):
@@ -167,7 +214,6 @@ def test_graphs_see_new_weights_and_new_numbers(monkeypatch: pytest.MonkeyPatch)
     [
         (lambda y: 1e-3 * (y if float(y.detach().sum()) > 0 else -y).sum(1), "could not be traced"),
         (lambda y: 1e-9 * (torch.rand_like(y) * y).sum(1), "random numbers"),
-        (lambda y: (OFFSET * y).sum(1), "neither a parameter, a buffer nor an input"),
         (lambda y: y.clone().add_(1).sum(1), "writes to a tensor"),
     ],
 )
@@ -179,6 +225,157 @@ def test_what_a_graph_would_not_repeat_runs_plainly(more: Callable[[Tensor], Ten
         torch.testing.assert_close(both_ways(layer, x), found, rtol=1e-6, atol=1e-8)
     assert why in opteq.engine.report(layer, x)
     check(layer, x, traced=False)
+
+
+def read_by_default(y: Tensor, config: SimpleNamespace = CONFIG) -> Tensor:
+    return config.weight * y.sum(1)
+
+
+def read_by_import(y: Tensor) -> Tensor:
+    import others_on_disk
+
+    return others_on_disk.config.weight * y.sum(1)
+
+
+UNSEEN = {
+    "object": (lambda y: CONFIG.weight * y.sum(1), lambda: setattr(CONFIG, "weight", 0.4), "global CONFIG, a SimpleN"),
+    "inner": (lambda y: (lambda: CONFIG.weight)() * y.sum(1), lambda: setattr(CONFIG, "weight", 0.4), "global CONFIG"),
+    "objects": (lambda y: CONFIGS["first"][0].weight * y.sum(1), lambda: setattr(CONFIG, "weight", 0.4), "a dict"),
+    "table": (lambda y: TABLE[3] * y.sum(1), lambda: TABLE.__setitem__(3, 0.4), "the global TABLE, a list"),
+    "array": (lambda y: float(ARRAY[1]) * y.sum(1), lambda: ARRAY.__setitem__(1, 0.4), "global ARRAY, a ndarray"),
+    "tensor": (lambda y: (0.2 * OFFSET * y).sum(1), lambda: OFFSET.mul_(2), "the global OFFSET, a Tensor"),
+    "number": (lambda y: float(SCALE) * y.sum(1), lambda: SCALE.mul_(2), "the global SCALE, a Tensor"),
+    "module": (lambda y: LAYER(y)[:, 0], lambda: LAYER.weight.data.add_(0.3), "the global LAYER, a Linear"),
+    "alias": (
+        lambda y: OTHERS.config.weight * y.sum(1),
+        lambda: setattr(OTHERS.config, "weight", 0.4),
+        "the global others.config, a SimpleNamespace",
+    ),
+    "aliases": (
+        lambda y: OTHERS.inner.options.weight * y.sum(1),
+        lambda: setattr(OTHERS.inner.options, "weight", 0.4),
+        "the global inner.options, a SimpleNamespace",
+    ),
+    "import": (read_by_import, lambda: setattr(OTHERS.config, "weight", 0.4), "the global others.config"),
+    "helper": (lambda y: read_by_default(y), lambda: setattr(CONFIG, "weight", 0.4), "default 0 of read_by_default"),
+    "cached": (
+        lambda y: cached() * y.sum(1),
+        lambda: (setattr(CONFIG, "weight", 0.4), cached.cache_clear()),
+        "the global CONFIG, a SimpleNamespace",
+    ),
+    "call": (Potential(), lambda: setattr(CONFIG, "weight", 0.4), "the global CONFIG, a SimpleNamespace"),
+    "method": (
+        lambda y: random.uniform(0.2, 0.2000001) * y.sum(1),
+        lambda: setattr(random, "uniform", lambda *_: 0.4),
+        "the global random.uniform, a method",
+    ),
+}
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What tests of this module change is restored."""
+    monkeypatch.setitem(sys.modules, "others_on_disk", OTHERS)
+    for holder in (CONFIG, OTHERS.config, OTHERS.inner.options):
+        monkeypatch.setattr(holder, "weight", 0.2)
+    monkeypatch.setattr(random, "uniform", random.uniform)
+    tensors = [(tensor, tensor.detach().clone()) for tensor in (OFFSET, SCALE, LAYER.weight)]
+    cached.cache_clear()
+    yield
+    TABLE[:], ARRAY[:] = [0.2] * 65, 0.2
+    for tensor, values in tensors:
+        tensor.data.copy_(values)
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("name", list(UNSEEN))
+def test_code_that_reads_an_object_runs_plainly(name: str) -> None:
+    more, change, why = UNSEEN[name]
+    layer, x = opteq.Equilibrium(With(more)), torch.rand(2, 4, dtype=torch.float64) + 2.0
+    with pytest.raises(NotFlattenableError, match=r"^it reads the .*: pass it as an attribute of the module$"):
+        flatten(layer.problem(x))  # on a GPU too
+    report = opteq.engine.report(layer, x.requires_grad_())
+    assert report.count("plain path: it reads the ") == 2
+    assert why in report
+    before = layer(x)
+    change()
+    after = layer(x)
+    assert (after - before).abs().max() > 0.01
+    with opteq.engine.off():
+        torch.testing.assert_close(layer(x), after, rtol=0, atol=0)
+
+
+def test_class_attributes_and_closures_that_hold_objects_run_plainly() -> None:
+    config, x = SimpleNamespace(weight=0.1), torch.rand(2, 4, dtype=torch.float64)
+
+    class Closed(Weighted):
+        def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+            return super().smooth(y, x) + config.weight * y.square().sum(1)
+
+    class Shared(Weighted):
+        config = SimpleNamespace(weight=0.1)
+
+        def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+            return super().smooth(y, x) + self.config.weight * y.square().sum(1)
+
+    for kind, held, why in (
+        (Closed, config, "it reads the variable config, a SimpleNamespace"),
+        (Shared, Shared.config, "it reads the class attribute Shared.config, a SimpleNamespace"),
+    ):
+        layer = opteq.Equilibrium(kind())
+        before = layer(x)
+        assert why in opteq.engine.report(layer, x)
+        held.weight = 0.4
+        torch.testing.assert_close(layer(x), before * 1.8 / 2.4, rtol=1e-3, atol=1e-9)
+
+
+@torch.enable_grad()
+def read_decorated(y: Tensor) -> Tensor:
+    return weight() * y.sum(1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda y: SHORT["weights"][0] * y.sum(1),
+        lambda y: MODE.value * y.to(DTYPE).to(DEVICE).sum(1) * SIZE[0],
+        lambda y: Mode.HARD.value * y.clone(memory_format=FORMAT).sum(1),
+        lambda y: math.sqrt(np.prod(y.shape[1:]) * np.pi) * nn.functional.softplus(y).sum(1),
+        lambda y: OTHERS.weight * torch.ops.aten.sum(y, [1]) * doubled(0.1),
+        lambda y: 0.1 * torch.logsumexp(y, dim=1) + read_decorated(y),
+    ],
+)
+def test_code_that_reads_plain_values_and_functions_is_traced(more: Callable[[Tensor], Tensor]) -> None:
+    check(opteq.Equilibrium(With(more)), torch.rand(2, 4, dtype=torch.float64) + 1.0)
+
+
+def test_written_objectives_of_the_benchmarks_are_traced() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 8, 8, dtype=torch.float64)
+    check(opteq.Equilibrium(FieldOfExperts().double()), x)
+    check(opteq.Equilibrium(written.Written(op.Conv2d(1, 3, 3, bound=0.9), nn.Conv2d(1, 3, 3, padding=1)).double()), x)
+
+
+@pytest.mark.usefixtures("kept")
+def test_graphs_see_changed_values_and_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    number, x = 0.1, torch.rand(2, 4, dtype=torch.float64)
+
+    class Closed(Weighted):
+        def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+            return super().smooth(y, x) + (number + MODE.value + SHORT["weights"][0]) * y.square().sum(1)
+
+    layer = opteq.Equilibrium(Closed())
+    check(layer, x)
+    number = 0.3
+    check(layer, x)
+    monkeypatch.setitem(globals(), "MODE", Mode.HARD)
+    check(layer, x)
+    monkeypatch.setitem(SHORT, "weights", [0.5])
+    check(layer, x)
+    monkeypatch.setitem(globals(), "weight", lambda: 0.7)  # a cell of a notebook that is run again
+    check(layer, x)
+    monkeypatch.setattr(Weighted, "smooth", lambda _, y, x: y.square().sum(1) - (x * y).sum(1))
+    check(layer, x)
 
 
 def test_a_number_that_is_made_a_tensor_inside_is_traced() -> None:

@@ -319,3 +319,5 @@ def test_the_plain_core_stays_small() -> None:
     core = [path for path in MODULES if package_of(name_of(path)) in packages]
     assert len(core) > 50
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core) <= 12_000
+    engine = [path for path in MODULES if package_of(name_of(path)) == "engine"]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in engine) <= 5_000

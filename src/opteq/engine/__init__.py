@@ -6,10 +6,11 @@ weights of a module (:func:`bounded_weights`), and for an operation of a user's 
 means that there is no fast path, and the plain path runs. Nothing else in the library imports from here, as a test
 checks.
 
-There are two backends. Both flatten a problem into its tensors and its structure. :mod:`opteq.engine.cuda_graphs`
-captures solves and backward passes of any problem, built-in or user-written, as CUDA graphs, and replays them.
-:mod:`opteq.engine.cpu` traces user-written objectives, and solves with the graphs instead of autograd. Results agree
-with the plain path to the tolerance of the solve. :func:`report` says which path a call takes, and why.
+There are two backends, modules with the first three of these functions. Both flatten a problem into its tensors and
+its structure. :mod:`opteq.engine.cuda_graphs` captures solves and backward passes of any problem, built-in or
+user-written, as CUDA graphs, and replays them. :mod:`opteq.engine.cpu` traces user-written objectives, and solves with
+the graphs instead of autograd. Results agree with the plain path to the tolerance of the solve. :func:`report` says
+which path a call takes, and why.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from opteq.engine.settings import settings
 
@@ -32,25 +34,7 @@ if TYPE_CHECKING:
 
 _counting = Lock()
 
-__all__ = ["Backend", "attach", "bounded_weights", "forget", "off", "report", "solve", "substitute"]
-
-
-class Backend(Protocol):
-    """The interface of a backend; each method returns None where the plain path should run."""
-
-    def solve(self, hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
-        """The equilibrium of a bound problem, without autograd."""
-        ...
-
-    def attach(
-        self, hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
-    ) -> tuple[State, Outcome] | None:
-        """``state``, and its features in ``outcome``, with the implicit gradient attached."""
-        ...
-
-    def bounded_weights(self, module: nn.Module) -> AbstractContextManager[None] | None:
-        """A context in which the operators of ``module`` find their bounds computed."""
-        ...
+__all__ = ["attach", "bounded_weights", "forget", "off", "report", "solve", "substitute"]
 
 
 @contextmanager
@@ -118,7 +102,7 @@ def report(layer: Any, x: Any) -> str:
 
     The layer is called a few times, as in training, so that captures have happened.
     """
-    from opteq.engine.describe import describe
+    from opteq.engine.log import describe
 
     return describe(layer, x)
 
@@ -135,7 +119,7 @@ def forget() -> None:
         bounds.forget()
 
 
-def _backends() -> Sequence[Backend]:
+def _backends() -> Sequence[ModuleType]:
     """The backends in force: CUDA graphs where there is a device for them, and traced objectives on a CPU."""
     if settings.offs:
         return ()

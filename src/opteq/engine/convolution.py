@@ -97,14 +97,17 @@ class _Adjoint(torch.autograd.Function):
 
 def _transposed(u: Tensor, weight: Tensor, size: Pair, geometry: Geometry) -> Tensor:
     stride, padding, dilation, groups = geometry
-    reached = [
-        (u.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (weight.shape[2 + i] - 1) + 1
-        for i in range(2)
-    ]
-    more = (size[0] - reached[0], size[1] - reached[1])
+    height, width = _least_size(u, weight, geometry)
+    more = (size[0] - height, size[1] - width)
     if more == (0, 0) and stride == dilation == (1, 1) and groups == 1:
         return torch.conv_transpose2d(u, weight, padding=padding)
     return torch.conv_transpose2d(u, weight, None, stride, padding, more, groups, dilation)
+
+
+def _least_size(u: Tensor, weight: Tensor, geometry: Geometry) -> list[int]:
+    """Height and width of ``A' u`` without output padding."""
+    each = zip(u.shape[2:], weight.shape[2:], geometry.stride, geometry.padding, geometry.dilation, strict=True)
+    return [(n - 1) * stride - 2 * padding + dilation * (k - 1) + 1 for n, k, stride, padding, dilation in each]
 
 
 def _by_weight(v: Tensor, gradient: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
@@ -152,13 +155,8 @@ def conv_transpose2d(
     if not isinstance(u, Tensor) or u.ndim != 4:
         return None
     geometry = Geometry(_pair(stride), _pair(padding), _pair(dilation), groups)
-    more = _pair(output_padding)
-    size = [
-        (u.shape[2 + i] - 1) * geometry.stride[i] - 2 * geometry.padding[i]
-        + geometry.dilation[i] * (weight.shape[2 + i] - 1) + more[i] + 1
-        for i in range(2)
-    ]  # fmt: skip
-    image = convolve_adjoint(u, weight, (size[0], size[1]), geometry)
+    (height, width), more = _least_size(u, weight, geometry), _pair(output_padding)
+    image = convolve_adjoint(u, weight, (height + more[0], width + more[1]), geometry)
     return image if bias is None else image + bias.to(image.dtype)[:, None, None]
 
 

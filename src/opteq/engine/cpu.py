@@ -1,8 +1,8 @@
 """A user's objective on a CPU: its gradient and its Hessian products by traced graphs instead of autograd.
 
-What autograd computes beside them (the objective's value, terms that do not depend on the state, copies of layouts) is
-dropped, and so is its own overhead, which is most of the time of a small problem. Graphs are kept by the form of the
-problem: its structure, and shapes, strides and dtypes. The first calls run plainly: few calls are not worth a trace.
+Other results of autograd (the objective's value, terms that do not depend on the state, copies of layouts) are dropped,
+and so is its overhead, most of the time of a small problem. Graphs are kept by structure, shapes, strides and dtypes of
+a problem. The first calls run on the plain path: few calls are not worth a trace.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from opteq.engine.flatten import Flattened, NotFlattenableError, flatten
+from opteq.engine.flatten import Flattened, flatten
 from opteq.engine.log import note
 from opteq.engine.settings import settings
+from opteq.engine.values_read import NotFlattenableError
 from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.base import find
 from opteq.gradients.implicit import attach_system
@@ -50,8 +51,9 @@ def attach(
 ) -> tuple[State, Outcome] | None:
     """``state`` with the implicit gradient, by traced products."""
     traced = _traced(hidden, "backward")
-    system = None if traced is None else partial(AdjointSystem, traced, state, linear)
-    return None if system is None else (attach_system(hidden, state, system, record), outcome)
+    if traced is None:
+        return None
+    return attach_system(hidden, state, partial(AdjointSystem, traced, state, linear), record), outcome
 
 
 def bounded_weights(module: nn.Module) -> AbstractContextManager[None] | None:  # noqa: ARG001
@@ -99,7 +101,8 @@ def _traced(hidden: BoundMap, direction: str) -> Hidden | None:
     observed = observed or _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active()
     if observed or not isinstance(hidden, Hidden) or not isinstance(getattr(hidden, "bound", None), BoundModule):
         plain = "on a CPU only objectives that a user has written are traced"
-        note(direction, "a transformation or a mode of torch is active" if observed else plain)
+        if blocks(hidden.start())[0].device.type == "cpu":  # elsewhere another backend has noted its reason
+            note(direction, "a transformation or a mode of torch is active" if observed else plain)
         return None
     try:
         flat = flatten(hidden)
@@ -161,7 +164,7 @@ def _replaced(flat: Flattened, form: _Form) -> Hidden:
 
 def _checked(traced: Traced) -> Traced:
     """The same, unless its graph would not repeat the function faithfully."""
-    literal = torch.ops.aten.lift_fresh_copy.default  # what the function makes itself, torch.tensor(2.0) for instance
+    literal = torch.ops.aten.lift_fresh_copy.default  # made by the function, torch.tensor(2.0) for instance
     for node in (*traced.once.graph.nodes, *traced.each.graph.nodes):
         if node.op == "get_attr" and any(user.target is not literal for user in node.users):
             raise ValueError("it reads a tensor that is neither a parameter, a buffer nor an input")

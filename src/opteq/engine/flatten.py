@@ -3,8 +3,8 @@
 Two batches of one layer give bound problems that differ in their tensors only. A graph that was captured for one serves
 the other if it reads from buffers that are refreshed. Pickle knows how to walk through an object and put it together
 again; here tensors are left out on the way and put in on the way back. Classes and functions are kept by identity, so
-that those of a notebook or of a function's body do, and a class that is defined anew is another one; with them go the
-plain values that their code reads. Nothing is written anywhere, and nothing is read that was not made here.
+that those of a notebook or of a function's body do, and a class that is defined anew is another one; with them goes
+what their code reads. Nothing is written anywhere, and nothing is read that was not made here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import io
 import pickle
 import types
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from opteq.engine.values_read import values_read
+from opteq.engine.values_read import NotFlattenableError, values_read
 from opteq.problems.hidden import BoundMap
 
 
@@ -49,7 +49,7 @@ class Flattened:
 
 
 class Structure:
-    """A pickled structure, and the classes and functions in it, which are compared by identity."""
+    """A pickled structure, and the classes, functions and globals in it, which are compared by identity."""
 
     def __init__(self, pickled: bytes, constants: Sequence[Any]) -> None:
         self.pickled = pickled
@@ -66,10 +66,6 @@ class Structure:
             and len(self.constants) == len(other.constants)
             and all(a is b for a, b in zip(self.constants, other.constants, strict=True))
         )
-
-
-class NotFlattenableError(Exception):
-    """A problem that holds more than modules, tensors, functions and plain values."""
 
 
 _flattened: weakref.WeakKeyDictionary[BoundMap, Flattened | NotFlattenableError] = weakref.WeakKeyDictionary()
@@ -90,6 +86,8 @@ def _try_flatten(hidden: BoundMap) -> Flattened | NotFlattenableError:
     flattener = _Flattener(stream)
     try:
         flattener.dump(hidden)
+    except NotFlattenableError as error:
+        return error
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         return NotFlattenableError(f"{type(hidden).__name__} can't be taken apart: {error}")
     structure = Structure(stream.getvalue(), flattener.constants)
@@ -107,43 +105,33 @@ class _Flattener(pickle.Pickler):
         if isinstance(item, Tensor):
             # Pickle itself knows an object that it meets again.
             self.originals.append(item)
-            return _tensor_at, (len(self.originals) - 1,)
+            return _placeholder, ("tensor", len(self.originals) - 1)
         if isinstance(item, types.FunctionType):
-            return NotImplemented if item in _PLACEHOLDERS else self._function(item)
+            return NotImplemented if item is _placeholder else self._function(item)
         if isinstance(item, _CONSTANTS):
             return self._constant(item)
         return NotImplemented
 
     def _constant(self, item: Any) -> Any:
         self.constants.append(item)
-        read = values_read(item) if isinstance(item, type | types.FunctionType) else ()
-        return _constant_at, (len(self.constants) - 1, read)
+        place = len(self.constants) - 1
+        read = self._read(item) if isinstance(item, type | types.FunctionType) else ()
+        return _placeholder, ("constant", place, read)
+
+    def _read(self, item: Any) -> tuple[Any, ...]:
+        plain, constants = values_read(item)
+        self.constants += constants
+        return plain
 
     def _function(self, function: types.FunctionType) -> Any:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
         if not cells and not function.__defaults__ and not function.__kwdefaults__:
             return self._constant(function)
         # Made anew with what is in its cells: tensors there are tensors of the problem.
-        self.constants.append(_Globals(function.__globals__))
+        self.constants.append(function.__globals__)
         place = len(self.constants) - 1
         parts = (function.__code__, place, function.__name__, function.__defaults__, function.__kwdefaults__, cells)
-        return _function_of, (*parts, values_read(function))
-
-
-class _Globals:
-    """The globals of a function, by identity."""
-
-    _all: ClassVar[weakref.WeakValueDictionary[int, _Globals]] = weakref.WeakValueDictionary()
-
-    def __new__(cls, values: dict[str, Any]) -> _Globals:
-        found = cls._all.get(id(values))
-        if found is None or found.values is not values:
-            found = super().__new__(cls)
-            found.values = values
-            cls._all[id(values)] = found
-        return found
-
-    values: dict[str, Any]
+        return _placeholder, ("function", *parts, self._read(function))
 
 
 _CONSTANTS = (
@@ -152,22 +140,9 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
-def _tensor_at(place: int) -> Tensor:
-    """Stands for a tensor in a structure."""
-    raise pickle.UnpicklingError(f"tensor {place} of a flattened problem; only Flattened.with_tensors has it")
-
-
-def _constant_at(place: int, read: object) -> Hashable:  # noqa: ARG001
-    """Stands for a class or a function in a structure."""
-    raise pickle.UnpicklingError(f"constant {place} of a flattened problem; only Flattened.with_tensors has it")
-
-
-def _function_of(*parts: Any) -> types.FunctionType:
-    """Stands for a function with cells or defaults in a structure."""
-    raise pickle.UnpicklingError(f"a function of {len(parts)} parts; only Flattened.with_tensors makes it")
-
-
-_PLACEHOLDERS = (_tensor_at, _constant_at, _function_of)
+def _placeholder(kind: str, *parts: Any) -> Any:  # noqa: ARG001
+    """Stands for a tensor, a constant or a function in a structure."""
+    raise pickle.UnpicklingError(f"a {kind} of a flattened problem; only Flattened.with_tensors has it")
 
 
 class _Unflattener(pickle.Unpickler):
@@ -177,20 +152,15 @@ class _Unflattener(pickle.Unpickler):
         self.tensors = tensors
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == __name__:
-            if name == _tensor_at.__name__:
-                return self.tensors.__getitem__
-            if name == _constant_at.__name__:
-                return lambda place, _: self.constants[place]
-            if name == _function_of.__name__:
-                return self._function
-        return super().find_class(module, name)
+        ours = module == __name__ and name == _placeholder.__name__
+        return self._made if ours else super().find_class(module, name)
 
-    def _function(
-        self, code: Any, place: int, name: str, defaults: Any, keywords: Any, cells: tuple[Any, ...], _: object
-    ) -> types.FunctionType:
+    def _made(self, kind: str, *parts: Any) -> Any:
+        if kind != "function":
+            return self.tensors[parts[0]] if kind == "tensor" else self.constants[parts[0]]
+        code, place, name, defaults, keywords, cells, _ = parts
         made = types.FunctionType(
-            code, self.constants[place].values, name, defaults, tuple(types.CellType(cell) for cell in cells)
+            code, self.constants[place], name, defaults, tuple(types.CellType(cell) for cell in cells)
         )
         made.__kwdefaults__ = keywords
         return made

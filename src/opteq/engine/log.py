@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from opteq.engine.settings import settings
+from opteq.states import blocks
+
 _latest: dict[str, str] = {}
 
 
@@ -18,3 +25,18 @@ def latest(direction: str) -> str:
 def clear() -> None:
     """Forget what was noted."""
     _latest.clear()
+
+
+def describe(layer: Any, x: Any) -> str:
+    """The text of :func:`opteq.engine.report`."""
+    if settings.offs:
+        return "forward: plain path: the engine is off\nbackward: plain path: the engine is off"
+    clear()
+    for _ in range(settings.calls_before_tracing + 2):  # the last one replays
+        features = blocks(layer(x))
+        tracked = [part for part in features if part.requires_grad]
+        if tracked:
+            torch.autograd.grad(tracked, [p for p in (*layer.parameters(), *blocks(x)) if p.requires_grad],
+                                [torch.ones_like(part) for part in tracked], allow_unused=True)  # fmt: skip
+    backward = latest("backward") if tracked else "nothing wants a gradient"
+    return f"forward: {latest('forward')}\nbackward: {backward}"

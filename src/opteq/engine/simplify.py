@@ -153,10 +153,7 @@ def _scaled(graph: fx.Graph, node: fx.Node, tensor: fx.Node, number: float) -> f
 
 def _same_form(tensor: fx.Node, node: fx.Node) -> bool:
     """Whether two nodes have values of one shape and dtype."""
-    one, other = tensor.meta.get("val"), node.meta.get("val")
-    return (
-        isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and one.shape == other.shape
-        and one.dtype == other.dtype
-    )
+    one: Any = tensor.meta.get("val")
+    other: Any = node.meta.get("val")
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return bool(tensors and one.shape == other.shape and one.dtype == other.dtype)

@@ -79,14 +79,8 @@ class AdjointByGraph:
 
         forms = tuple(None if one is None else len(blocks(one)) for one in arrived)
         key = (
-            "adjoint",
-            self.flat.structure,
-            self.flat.wanted,
-            self.linear,
-            self.autocast,
-            forms,
-            self.compile_functions,
-        )
+            "adjoint", self.flat.structure, self.flat.wanted, self.linear, self.autocast, forms, self.compile_functions
+        )  # fmt: skip
         with self.autocast.off(), torch.no_grad():
             answer = cache.run(key, inputs, open_solve)
             note("backward", answer if isinstance(answer, str) else None)
@@ -119,13 +113,9 @@ class _BackwardSolve:
     """An adjoint solve under way, to be captured: its linear solve, and what becomes of the answer."""
 
     def __init__(
-        self,
-        adjoint: AdjointByGraph,
-        linear: LinearSolver,
-        held: Sequence[Tensor],
-        state: State,
+        self, adjoint: AdjointByGraph, linear: LinearSolver, held: Sequence[Tensor], state: State,
         cotangents: Cotangents,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.adjoint = adjoint
         self.state = state
         self.leaves = [

@@ -14,9 +14,10 @@ from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
 from opteq.engine.cuda_graphs.bounds import scales_by_graph
 from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
 from opteq.engine.cuda_graphs.traced import Traces
-from opteq.engine.flatten import NotFlattenableError, flatten
+from opteq.engine.flatten import flatten
 from opteq.engine.log import note
 from opteq.engine.triton.solvers import open_fixed_point
+from opteq.engine.values_read import NotFlattenableError
 from opteq.gradients.base import Formulation, find
 from opteq.operators import Conv2d, Dense, SeparableConv2d
 from opteq.operators.spectral.bound import known_scales

@@ -91,11 +91,10 @@ def unusable(inputs: Sequence[Tensor]) -> str | None:
 def forget() -> None:
     """Drop every captured solve and the memory that they hold."""
     with capture_lock() as mine:
-        if not mine:  # a backward pass, while another thread uses them
-            return
-        _solves.clear()
-        _seen.clear()
-        CaptureContext.close_all()
+        if mine:  # not in a backward pass while another thread uses them
+            _solves.clear()
+            _seen.clear()
+            CaptureContext.close_all()
 
 
 def _remember(store: OrderedDict[Hashable, Any], form: Hashable, value: Any) -> None:

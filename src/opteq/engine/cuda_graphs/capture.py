@@ -83,12 +83,9 @@ class CaptureContext:
                 yield
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def record(self, work: Callable[[], Result], keep: bool = False) -> tuple[Any, Result]:
-        """A graph of ``work``, and what that returns; to be called inside of :meth:`entered`.
-
-        With ``keep`` it can become part of another graph, and is instantiated only when it is replayed itself.
-        """
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
+    def record(self, work: Callable[[], Result]) -> tuple[Any, Result]:
+        """A graph of ``work``, a part of other graphs, and what that returns; called inside of :meth:`entered`."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             result = work()

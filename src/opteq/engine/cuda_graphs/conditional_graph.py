@@ -162,7 +162,7 @@ def _works(device: torch.device) -> bool:
             went.fill_(3)
             context = CaptureContext(device, raw_stream(device))  # of its own: its pool goes with these two
             with context.entered():
-                (one, _), (other, _) = (context.record(partial(went.fill_, way), keep=True) for way in (1, 2))
+                (one, _), (other, _) = (context.record(partial(went.fill_, way)) for way in (1, 2))
             graph = ConditionalGraph(device)
             first, second = graph.start.fork(flags)
             first.then(one)

@@ -43,16 +43,13 @@ class Capturable(Protocol):
     @property
     def iteration(self) -> Iteration:
         """The iteration that is captured."""
-        ...
 
     @property
     def facts(self) -> object:
         """Facts that need no value from the device; they accompany every output."""
-        ...
 
     def tensors(self, finish: Finish) -> list[Tensor]:
         """The output, given where the iteration stands."""
-        ...
 
 
 Result = TypeVar("Result")
@@ -135,7 +132,7 @@ class ConditionalSolve:
         return solve.facts
 
     def _record(self, work: Callable[[], Result]) -> tuple[Any, Result]:
-        return self.context.record(work, keep=True)
+        return self.context.record(work)
 
     def _begun(self, open_solve: OpenSolve) -> Capturable:
         solve = open_solve([buffer.tensor for buffer in self.inputs])

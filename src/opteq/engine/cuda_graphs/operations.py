@@ -42,12 +42,8 @@ class FastOperations(TorchFunctionMode):
         self._flipped: dict[int, tuple[Tensor, Tensor]] = {}
         self._table: dict[Callable[..., Any], Callable[..., Any]] = {torch.conv_transpose2d: self._convolve_flipped}
         if kernels:
-            self._table |= {
-                pool: resample.pooled,
-                spread: resample.spread,
-                weigh: gaussian.weigh,
-                weigh_derivative: gaussian.weigh_derivative,
-            }
+            self._table |= {pool: resample.pooled, spread: resample.spread}
+            self._table |= {weigh: gaussian.weigh, weigh_derivative: gaussian.weigh_derivative}
             self._table |= {scaled_derivative: spline.scaled_derivative, scaled_second: spline.scaled_second}
             # What accelerated steps do between two evaluations of the map is some forty operations on a few numbers.
             self._table |= {function: partial(_compiled, plain(function)) for function in (fista.propose, fista.accept)}

@@ -33,9 +33,7 @@ class OutputBuffers:
         self._sizes = [math.prod(self._shapes[place]) for place in self._packed]
         device = tensors[0].device
         self._statistics = buffers.take(torch.empty(sum(self._sizes), dtype=torch.int64, device=device))
-        self._alone = {
-            place: buffers.take(tensors[place]) for place in range(len(tensors)) if place not in self._packed
-        }
+        self._alone = {i: buffers.take(tensor) for i, tensor in enumerate(tensors) if i not in self._packed}
         for place, buffer in self._alone.items():
             buffer.tensor.copy_(tensors[place])
         flat = [tensors[place].reshape(-1).view(torch.int64) for place in self._packed]

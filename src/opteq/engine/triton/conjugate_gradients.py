@@ -35,14 +35,9 @@ class FusedConjugateGradients:
     """
 
     def __init__(
-        self,
-        product: Callable[[State], State],
-        rhs: State,
-        lengths: Tensor | None,
-        layout: Blocks,
-        rule: Rule,
+        self, product: Callable[[State], State], rhs: State, lengths: Tensor | None, layout: Blocks, rule: Rule,
         wide: torch.dtype,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.product = product
         self.form = rhs
         self.lengths = lengths

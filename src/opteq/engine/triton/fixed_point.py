@@ -164,14 +164,7 @@ class FusedAnderson(FusedPlain):
     """
 
     def __init__(
-        self,
-        task: StateTask,
-        layout: Blocks,
-        rule: Rule,
-        floor: float,
-        memory: int,
-        growth: float,
-        ridge: float,
+        self, task: StateTask, layout: Blocks, rule: Rule, floor: float, memory: int, growth: float, ridge: float
     ) -> None:
         self.memory = memory
         super().__init__(task, layout, rule, floor)

@@ -5,8 +5,8 @@ Every program leaves its share of a sum over a row in ``sums (rows, K, parts)``;
 accepts or refuses the step (``accept_step``, ``cg_accept``, or the last program of ``plain_observe``). Rows that have
 finished are skipped, so they cost no bandwidth.
 
-This module has the names that a host program needs: the kernels that it launches, and the indices of a row's flags and
-numbers. What kernels call inside stays in their modules:
+This module has the names that a host program needs: the kernels that it launches, and the index of the
+flag of active rows. What kernels call inside stays in their modules:
 
 * :mod:`opteq.engine.triton.row_state_kernels`: the bookkeeping of a row, and the copies of its best point;
 * :mod:`opteq.engine.triton.picard_kernels`: the pass of plain iteration;
@@ -29,43 +29,10 @@ from opteq.engine.triton.cg_kernels import (
     cg_update,
 )
 from opteq.engine.triton.picard_kernels import plain_observe
-from opteq.engine.triton.row_state_kernels import (
-    ACTIVE,
-    BEST,
-    DEAD,
-    LATE,
-    PLAIN,
-    RESIDUAL,
-    SIZE,
-    SQUARE,
-    STEPS,
-    keep,
-    summarise,
-)
+from opteq.engine.triton.row_state_kernels import ACTIVE, keep, summarise
 from opteq.engine.triton.step_acceptance import accept_start, accept_step
 
 __all__ = [
-    "ACTIVE",
-    "BEST",
-    "DEAD",
-    "LATE",
-    "PLAIN",
-    "RESIDUAL",
-    "SIZE",
-    "SQUARE",
-    "STEPS",
-    "accept_start",
-    "accept_step",
-    "anderson_mix",
-    "anderson_observe",
-    "cg_accept",
-    "cg_begin",
-    "cg_curvature",
-    "cg_direction",
-    "cg_settle",
-    "cg_squares",
-    "cg_update",
-    "keep",
-    "plain_observe",
-    "summarise",
-]
+    "ACTIVE", "accept_start", "accept_step", "anderson_mix", "anderson_observe", "cg_accept", "cg_begin",
+    "cg_curvature", "cg_direction", "cg_settle", "cg_squares", "cg_update", "keep", "plain_observe", "summarise",
+]  # fmt: skip

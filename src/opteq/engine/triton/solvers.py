@@ -41,9 +41,7 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
             return solver.open(task)
         damping = task.damping if solver.damping is None else solver.damping
         interval = _interval(hidden) if formulation.form is None else None
-        in_place = StateTask(
-            evaluate.state, task.project, interval, task.start, image, layout, damping, evaluate.eps
-        )  # fmt: skip
+        in_place = StateTask(evaluate.state, task.project, interval, task.start, image, layout, damping, evaluate.eps)
         rule = solver.rule(layout.device, evaluate.eps)
         if isinstance(solver, Picard):
             return Solve(FusedPlain(in_place, memory, rule, solver.floor), layout, rule.tol, caller)
