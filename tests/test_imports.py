@@ -183,7 +183,7 @@ def states():
     kind, keys, *rest = numpy.random.get_state()
     return random.getstate(), kind, keys.tolist(), rest, torch.get_rng_state().tolist()
 before = states()
-for name in dir(opteq):
+for name in [*dir(opteq), "training", "inference"]:
     getattr(opteq, name)
 print(states() == before)
 """
