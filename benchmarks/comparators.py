@@ -69,6 +69,7 @@ def main() -> None:
     side.add_argument("--data", metavar="DIR", help="folder with train/<class> and test/<class>")
     side.add_argument("--out", type=Path, required=True, help="folder of the runs and their logs")
     side.add_argument("--epochs", type=int, help="the recipes' own by default")
+    side.add_argument("--batch", type=int, help="images of a step; learning rates grow by its root")
     side.add_argument("--minutes", type=float, help="stop everything after this; no limit by default")
     side.add_argument("--jobs", type=int, help="processes at once; all by default")
     side.add_argument("--images", type=int, default=1000, help="test images for corruptions and PGD; 0 measures none")
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, least in (("epochs", 1), ("jobs", 1), ("images", 0), ("minutes", 0)):
+    for name, least in (("epochs", 1), ("batch", 1), ("jobs", 1), ("images", 0), ("minutes", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"--{name} should be at least {least}; got {value}")
@@ -109,14 +110,20 @@ def _check(options: argparse.Namespace) -> None:
         data.load(**dataset.arguments())  # decoded once, before processes wait for each other
 
 
-def _overrides(options: argparse.Namespace) -> list[str]:
+def _overrides(name: str, options: argparse.Namespace) -> list[str]:
+    """Keys of a recipe that change. Learning rates grow by the root of the batch, for SGD and AdamW alike."""
     epochs = [] if options.epochs is None else [f"train.epochs={options.epochs}"]
     root = [] if options.data is None else [f"data.root={options.data}"]
-    return [*epochs, *root, *options.set]
+    batch = []
+    if options.batch is not None:
+        usual = load_recipe(name)
+        rate = usual.optimizer.lr * math.sqrt(options.batch / usual.train.batch_size)
+        batch = [f"train.batch_size={options.batch}", f"optimizer.lr={rate:.4g}"]
+    return [*epochs, *root, *batch, *options.set]
 
 
 def _recipe(name: str, options: argparse.Namespace) -> Recipe:
-    return load_recipe(name, _overrides(options))
+    return load_recipe(name, _overrides(name, options))
 
 
 # ---- training ----
@@ -129,7 +136,7 @@ class Job:
         self.name, self.folder, self.log = name, options.out / name, options.out / f"{name}.log"
         command = [sys.executable, __file__, "train", name, "--one", "--out", str(options.out)]
         command += ["--images", str(options.images)]
-        command += [word for key in _overrides(options) for word in ("--set", key)]
+        command += [word for key in _overrides(name, options) for word in ("--set", key)]
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         with self.log.open("a", encoding="utf-8") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

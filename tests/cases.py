@@ -208,17 +208,19 @@ ROUGH_GRADIENTS = {
 }
 
 
-def combined(cases: Iterable[Case], *axes: Mapping[str, object], quick: int = 1) -> list[Any]:
+def combined(cases: Iterable[Case], *axes: Mapping[str, object], quick: int = 1, every: int = 1) -> list[Any]:
     """Every case with every combination of options, as parameters of a test; all but ``quick`` a case are slow.
 
     Problems, solvers, gradients and dtypes hardly interact: what one of them gets wrong, it gets wrong with most of
     the others. So the quick run takes other combinations from case to case, and over all cases each of them occurs.
+    With ``every=3`` it takes each third case: for tests of the options, where another test has every problem.
     """
     combinations = list(itertools.product(*(axis.items() for axis in axes)))
     stride = next(n for n in (7, 5, 3, 1) if len(combinations) % n)
     parameters = []
     for number, case in enumerate(cases):
-        chosen = {(number * stride + k * len(combinations) // quick) % len(combinations) for k in range(quick)}
+        taken, first = 0 if number % every else quick, number // every * stride
+        chosen = {(first + k * len(combinations) // quick) % len(combinations) for k in range(taken)}
         for index, options in enumerate(combinations):
             marks = pytest.mark.chosen if index in chosen else pytest.mark.slow
             name = "-".join([case.name, *(label for label, _ in options)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -75,6 +76,14 @@ def test_what_is_refused(
 
 
 @pytest.mark.slow
+def test_learning_rates_grow_by_the_root_of_the_batch() -> None:
+    options = argparse.Namespace(epochs=2, data=None, batch=512, set=["train.seed=1"])
+    for name, rate in (("cifar10-jpeg-resnet18", 0.2), ("cifar10-jpeg-mondeq-172k", 2e-3)):
+        recipe = comparators._recipe(name, options)
+        assert (recipe.train.batch_size, recipe.train.epochs, recipe.train.seed) == (512, 2, 1)
+        assert recipe.optimizer.lr == pytest.approx(rate)
+
+
 def test_what_is_stopped_continues_later(tmp_path: Path) -> None:
     command = [sys.executable, comparators.__file__, "train", "digits", "--epochs", "400", "--out", str(tmp_path)]
     metrics = tmp_path / "digits" / "metrics.jsonl"

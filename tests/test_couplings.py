@@ -24,7 +24,20 @@ from opteq.training.optim.losses import augmented_loss
 Features = tuple[Tensor, ...]
 
 # Sides of the images of one to four branches, equal and mixed; 0 stands for vectors.
-RINGS = [(4,), (0,), (2, 2), (4, 2), (0, 0), (4, 2, 2), (2, 4, 8), (0, 0, 0), (8, 4, 2, 1), (2, 2, 2, 2), (1, 4, 2, 8)]
+RINGS = [
+    (12, 6, 12, 4),
+    (4,),
+    (0,),
+    (2, 2),
+    (4, 2),
+    (0, 0),
+    (4, 2, 2),
+    (2, 4, 8),
+    (0, 0, 0),
+    (8, 4, 2, 1),
+    (2, 2, 2, 2),
+    (1, 4, 2, 8),
+]
 
 
 def ring(sides: tuple[int, ...], channels: int = 3, batch: int = 2, seed: int = 0) -> Features:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -48,12 +49,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+def fewer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "_ATTACKED", 16)
     monkeypatch.setattr(branches, "_SIZES", (0.0, 1.0))
     monkeypatch.setattr(branches, "_SAMPLES", 8)
     monkeypatch.setattr(solving, "_SAMPLES", 4)
     monkeypatch.setattr(style, "DPI", 50)
+    # Tests of their own have more noisy copies of an image; a layout is computed anew for every file.
+    monkeypatch.setattr(maps, "saliency_map", functools.partial(maps.saliency_map, samples=2))
+    if request.node.name != "test_the_command":
+        monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda *_: None)
 
 
 def subject(runs: Path, name: str, *beside: str) -> Subject:

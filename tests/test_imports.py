@@ -145,32 +145,25 @@ def test_every_file_says_what_it_is() -> None:
         assert ast.get_docstring(parsed(path)), f"{name_of(path)} has no docstring"
 
 
+# One process for all that should not be loaded: what is loaded stays, so that each line also says it of those before.
 FRESH = {
-    "modules": """
-import json, sys, opteq
+    "light": """
+import json, sys, torch, opteq
 opteq.OptEq
 print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))
-""",
-    "layer": """
-import sys, torch, opteq
 W = opteq.operators.Conv2d(2, 3, 3, bound=0.9)
 opteq.Equilibrium(opteq.OptEq(W, U=torch.nn.Conv2d(1, 3, 3, padding=1)))(torch.randn(2, 1, 4, 4)).sum().backward()
 print("torch._dynamo" in sys.modules)
-""",
-    "models": """
-import sys, opteq
-assert all(opteq.models.describe(name).parameters for name in opteq.models.list())
-print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
-""",
-    "batches": """
-import sys, torch
 from opteq.data import Augmentation, Batches, Split
 split = Split(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4))
 augmentation = Augmentation(crop_padding=2, flip=True, erase=0.5, mixup=0.3, cutmix=0.3)
 list(Batches(split, (0.5,) * 3, (0.5,) * 3, 2, augmentation=augmentation).epoch(0))
 print(sorted({"kornia", "PIL", "sklearn", "pydantic", "rich"} & set(sys.modules)))
+import opteq.analysis.branches
+print("matplotlib" in sys.modules)
+assert all(opteq.models.describe(name).parameters for name in opteq.models.list())
+print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """,
-    "branches": "import sys, opteq.analysis.branches; print('matplotlib' in sys.modules)",
     "name 0": "from opteq import Equilibrium, models; print(Equilibrium.__name__, models.__name__)",
     "name 1": "from opteq import *; print(Equilibrium.__name__, models.__name__)",
     # Packages import each other while they are loaded; what is not a name has to be found by the import system.
@@ -190,7 +183,7 @@ def states():
     kind, keys, *rest = numpy.random.get_state()
     return random.getstate(), kind, keys.tolist(), rest, torch.get_rng_state().tolist()
 before = states()
-for name in dir(opteq):
+for name in [*dir(opteq), "training", "inference"]:
     getattr(opteq, name)
 print(states() == before)
 """
@@ -204,26 +197,31 @@ def fresh() -> dict[str, str]:
     return fresh_process.run(FRESH)
 
 
+def light(fresh: dict[str, str]) -> list[str]:
+    """What is loaded after importing, a layer, batches, branches and the descriptions of models."""
+    return fresh["light"].splitlines()
+
+
 def test_importing_opteq_is_light(fresh: dict[str, str]) -> None:
-    assert set(json.loads(fresh["modules"])) & HEAVY == set()
+    assert set(json.loads(light(fresh)[0])) & HEAVY == set()
 
 
 def test_a_layer_does_not_load_the_compiler_of_torch(fresh: dict[str, str]) -> None:
     """Which takes longer than torch itself; torch's own optimisers load it."""
-    assert fresh["layer"] == "False"
+    assert light(fresh)[1] == "False"
+
+
+def test_batches_load_only_what_they_need(fresh: dict[str, str]) -> None:
+    assert light(fresh)[2] == "[]"
+
+
+def test_plotting_library_is_loaded_only_to_plot(fresh: dict[str, str]) -> None:
+    assert light(fresh)[3] == "False"
 
 
 def test_describing_models_does_not_load_the_compiler_of_torch(fresh: dict[str, str]) -> None:
     """Nor sympy, which torch loads to draw normal numbers without a device."""
-    assert fresh["models"] == "[]"
-
-
-def test_batches_load_only_what_they_need(fresh: dict[str, str]) -> None:
-    assert fresh["batches"] == "[]"
-
-
-def test_plotting_library_is_loaded_only_to_plot(fresh: dict[str, str]) -> None:
-    assert fresh["branches"] == "False"
+    assert light(fresh)[4] == "[]"
 
 
 def test_names_are_imported_at_first_use(fresh: dict[str, str]) -> None:

@@ -27,7 +27,8 @@ IN_HALF = [case for case in CASES if case.name not in ("affine", "opteq-decorrel
 GRADIENTS = {"implicit": opteq.Implicit(), "phantom": opteq.Phantom(steps=12), "unrolled": opteq.Unrolled(steps=20)}
 
 
-@pytest.mark.parametrize(("case", "name", "dtype"), combined(IN_HALF, {name: name for name in NAMES}, DTYPES))
+# Every problem is solved in a low precision below, where a wrong equilibrium has a wrong gradient: here are solvers.
+@pytest.mark.parametrize(("case", "name", "dtype"), combined(IN_HALF, {name: name for name in NAMES}, DTYPES, every=3))
 def test_every_dtype_finds_the_equilibrium(case: Case, name: str, dtype: torch.dtype) -> None:
     exact = opteq.Equilibrium(case.problem(), EXACT["anderson"])(case.input())
     layer = opteq.Equilibrium(case.problem(dtype), KINDS[name](tol=1e-5, max_steps=100), on_failure="raise")

@@ -122,7 +122,7 @@ def _walls(steep, y):
 
 # One with a closed form and one whose prox is found by bisection; tests/test_scaled_penalties.py has them all.
 # Whether the curvature is measured does not depend on the penalty.
-@pytest.mark.parametrize(("penalty", "curvature"), [(penalties.SoftThreshold(0.3), 20.0), ("tanh", None)])
+@pytest.mark.parametrize(("penalty", "curvature"), [(penalties.SoftThreshold(0.3), 5.0), ("tanh", None)])
 def test_penalties_give_the_constrained_minimiser(penalty, curvature):
     H, x, _ = random_problems(20, 6, seed=3)
     scale = torch.linalg.matrix_norm(H, 2)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import opteq.models
 from opteq.common.errors import UserError
+from opteq.inference import predict
 from opteq.models import Classifier, pretrained
 from opteq.models.pretrained import hub
 
@@ -485,6 +486,7 @@ def test_exactly_two_files_are_fetched_from_the_hub(
     model = opteq.models.from_pretrained("someone/digits-v1.0")
     assert fetched == [("someone/digits-v1.0", "config.json"), ("someone/digits-v1.0", "model.safetensors")]
     assert model.config["name"] == "opteq-digits"
+    assert predict.load(Path("someone/digits-v1.0"), "cpu").config == model.config  # as the command line gives it
 
 
 def test_a_local_folder_comes_first(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

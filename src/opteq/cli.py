@@ -194,7 +194,10 @@ def unrolling(
 @app.command(cls=_Command)
 def predict(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a finished run or saved model, or a name: digits.")
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A finished run or saved model, a name such as digits, or owner/name on the hub."
+        ),
     ],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE", help="Image files, or folders of them.")],
     top: Annotated[int, typer.Option(min=1, help="How many classes to show.")] = 3,
@@ -216,7 +219,10 @@ def predict(
 @app.command(cls=_Command)
 def export(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a finished run or saved model, or a name: digits.")
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A finished run or saved model, a name such as digits, or owner/name on the hub."
+        ),
     ],
     format: Annotated[str, typer.Option(help="onnx, torchscript or exported (torch.export).")] = "onnx",
     steps: Annotated[

@@ -12,13 +12,13 @@ from opteq.common.validate import not_negative
 from opteq.couplings.ring import (
     Features,
     Pairs,
-    at_size_of,
     channel_products,
     mix_neighbours,
     neighbours,
     pairs_derivative,
     products,
     ring_norm,
+    sum_at_size_of,
 )
 from opteq.states import sum_over_sample, working_dtype
 
@@ -120,8 +120,7 @@ class Coupling:
         pairs = neighbours(features)
         if not self.diversity:
             return tuple(
-                (at_size_of(z, pairs[index][1]) + at_size_of(z, pairs[index - 1][0])) / 2
-                for index, z in enumerate(features)
+                sum_at_size_of(z, pairs[index][1], pairs[index - 1][0], 0.5) for index, z in enumerate(features)
             )
         if signs is None:
             signs = tuple(self.signs(matrix) for matrix in channel_products(pairs))

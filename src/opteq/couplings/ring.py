@@ -42,17 +42,29 @@ def check_features(features: Features) -> None:
 def neighbours(features: Features) -> Pairs:
     """Each branch and the next as matrices ``(B, C, pixels)`` at the coarser of their sizes."""
     check_features(features)
-    return [_at_coarser_size(z, features[(index + 1) % len(features)]) for index, z in enumerate(features)]
+    count = len(features)
+    views = [_views(z, features[index - 1], features[(index + 1) % count]) for index, z in enumerate(features)]
+    return [(views[index][1], views[(index + 1) % count][0]) for index in range(count)]
 
 
-def _at_coarser_size(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    if first.ndim == 2:
-        return first[:, :, None], second[:, :, None]
-    if first.shape[2] > second.shape[2]:
-        first = resample(first, (second.shape[2], second.shape[3]))
-    else:
-        second = resample(second, (first.shape[2], first.shape[3]))
-    return first.flatten(2), second.flatten(2)
+def _views(z: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """A branch at the coarser of its own size and the size of the branch before, and likewise of the one after."""
+    if z.ndim == 2:
+        return z[:, :, None], z[:, :, None]
+    sizes = [_size(min(z, other, key=lambda image: image.shape[2])) for other in (before, after)]
+    fine, coarse = sorted(sizes, reverse=True)
+    first = resample(z, fine)
+    second = resample(first if _divides(coarse, fine) else z, coarse)  # a mean of means
+    views = {fine: first.flatten(2), coarse: second.flatten(2)}
+    return views[sizes[0]], views[sizes[1]]
+
+
+def _size(image: Tensor) -> tuple[int, int]:
+    return image.shape[2], image.shape[3]
+
+
+def _divides(coarse: tuple[int, int], fine: tuple[int, int]) -> bool:
+    return fine[0] % coarse[0] == 0 and fine[1] % coarse[1] == 0
 
 
 def products(features: Features) -> tuple[Tensor, ...]:
@@ -89,10 +101,10 @@ def mix_neighbours(features: Features, pairs: Pairs, weights: tuple[Tensor, ...]
         after, ahead = pairs[index][1], weights[index]
         before, behind = pairs[index - 1][0], weights[index - 1].mT
         first = _mix(ahead, after)
-        if before.shape == after.shape:  # both at one size: add the second in place of a second resampling
+        if before.shape == after.shape:  # both at one size: the second product adds to the first
             received.append(at_size_of(z, _mix(behind, before, first)))
         else:
-            received.append(at_size_of(z, first) + at_size_of(z, _mix(behind, before)))
+            received.append(sum_at_size_of(z, first, _mix(behind, before)))
     return tuple(received)
 
 
@@ -111,12 +123,24 @@ def _mix_rows(left: Tensor, right: Tensor, more: Tensor | None) -> Tensor:
 
 def at_size_of(z: Tensor, matrix: Tensor) -> Tensor:
     """A matrix ``(B, C, pixels)`` resampled to the size of ``z`` and shaped like it."""
+    return matrix[:, :, 0] if z.ndim == 2 else resample(_image(z, matrix), _size(z))
+
+
+def sum_at_size_of(z: Tensor, one: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:
+    """``factor`` times the sum of two matrices at the size of ``z``, added where there are fewer pixels."""
     if z.ndim == 2:
-        return matrix[:, :, 0]
-    height, width = z.shape[2], z.shape[3]
+        return factor * (one + other)[:, :, 0]
+    coarse, fine = sorted((_image(z, one), _image(z, other)), key=lambda image: image.shape[2])
+    if not _divides(_size(coarse), _size(fine)):
+        coarse, fine = resample(coarse, _size(z)), resample(fine, _size(z))
+    return resample(factor * (fine + resample(coarse, _size(fine))), _size(z))
+
+
+def _image(z: Tensor, matrix: Tensor) -> Tensor:
+    """A matrix ``(B, C, pixels)`` as an image of the proportions of ``z``."""
+    height, width = _size(z)
     factor = math.isqrt(height * width // matrix.shape[2])
-    image = matrix.reshape(*matrix.shape[:2], height // factor, width // factor)
-    return resample(image, (height, width))
+    return matrix.reshape(*matrix.shape[:2], height // factor, width // factor)
 
 
 @cache

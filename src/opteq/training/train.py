@@ -129,8 +129,6 @@ def _model(recipe: Recipe, dataset: Dataset, accelerator: Accelerator) -> Classi
         "std": list(dataset.std),
         "image_shape": list(dataset.train.images.shape[1:]),
     }
-    for _, layer in models.equilibria(model):
-        layer.compile_functions = recipe.train.compile
     if accelerator.num_processes > 1:
         convert_sync_batch_norm(model, accelerator.device)
     if accelerator.device.type == "cuda":

@@ -93,8 +93,7 @@ class TrainSection(Section):
     from a second thread, and are much slower if another program uses its core. ``jacobian`` is the weight, in the loss,
     of the squared Frobenius norm of a step's Jacobian at the equilibrium per entry of the state; with
     ``jacobian_limit``, of how far its squared spectral radius exceeds that limit's square. With ``bound_start``,
-    bounds on weights grow from there to the model's own within the first ``bound_epochs`` epochs. ``compile`` has
-    torch's compiler fuse the steps of equilibria, on a GPU; models are saved without it.
+    bounds on weights grow from there to the model's own within the first ``bound_epochs`` epochs.
     """
 
     epochs: Count
@@ -105,7 +104,6 @@ class TrainSection(Section):
     precision: Literal["no", "bf16", "fp16"] = "no"
     tf32: bool = True
     threads: Count | None = None
-    compile: bool = False
     accumulate: Count = 1
     clip: Positive | None = None
     label_smoothing: Share = 0.0
