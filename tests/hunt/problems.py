@@ -167,7 +167,9 @@ class Solved:
         size = expected.norm(dim=1) + flat(self.y)[rows].norm(dim=1)
         off = (found - expected).norm(dim=1)
         for index, row in enumerate(rows):
-            allowed = 8 * self.amplification * self.tol * float(size[index]) * self.stretch[row]
+            # Residuals are relative to a state of at least this size.
+            measured = max(float(size[index]), getattr(layer.solver, "floor", 0.0))
+            allowed = 8 * self.amplification * self.tol * measured * self.stretch[row]
             allowed += 64 * float(torch.finfo(self.dtype).eps) * self.size[row] * self.amplification
             if self.status[row] is Status.CONVERGED:
                 self.require(

@@ -22,6 +22,7 @@ import torch
 import opteq
 from hunt.drawing import Draw, FailureError
 from opteq.common.errors import MissingExtraError
+from opteq.engine.settings import settings
 
 KINDS = {"problems": 20, "gradients": 3, "certificates": 2, "files": 2, "recipes": 1}
 """The kinds, each a module with a function ``hunt``, and how many cases of each make a round: two of three gradients
@@ -38,8 +39,8 @@ _NOTED = 5
 """Seconds between two writes of the counts: a hunt that is killed loses no more."""
 _SHOWN = 30
 """Failures that a sum lists; of others it says how many there are."""
-_SELDOM = 10
-"""On a CPU the engine leaves nearly everything to the plain path: it has every tenth round."""
+_SELDOM = 4
+"""On a CPU the engine traces what a user has written, and leaves the rest to the plain path: every fourth round."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Case:
         importlib.import_module("torch._dynamo")
         hunt = importlib.import_module(f"hunt.{self.kind}").hunt
         torch.backends.cudnn.allow_tf32 = False  # on a GPU too, float32 is what its name says
+        settings.calls_before_tracing = 0  # objectives that a user has written, on a CPU
         with opteq.engine.off() if self.path == "plain" else nullcontext(), _limited(_SECONDS):
             return str(hunt(draw))
 
