@@ -174,7 +174,7 @@ def test_the_guard() -> None:
         check_progress(GuardSection(), counts(samples=0, skipped=1.0, skipped_in_a_row=1.0), "epoch 1", ended=True)
     with pytest.raises(TrainingStopped, match=r"60% of the equilibria have a relative residual above 0.1 \(mean 0.5"):
         check_progress(GuardSection(), counts(lost=6.0, residual=5.0), "epoch 2")
-    with pytest.raises(TrainingStopped, match=r"only 40% of the equilibria reached .* asks for 50%"):
+    with pytest.raises(TrainingStopped, match=r"only 40% of the equilibria reached .* requires 50%"):
         check_progress(GuardSection(converged=0.5), counts(converged=4.0), "epoch 2")
 
 

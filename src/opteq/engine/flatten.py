@@ -2,9 +2,8 @@
 
 Two batches of one layer give bound problems that differ in their tensors only. A graph that was captured for one serves
 the other if it reads from buffers that are refreshed. Pickle knows how to walk through an object and put it together
-again; here tensors are left out on the way and put in on the way back. Classes and functions are kept by identity, so
-that those of a notebook or of a function's body do, and a class that is defined anew is another one; with them goes
-what their code reads. Nothing is written anywhere, and nothing is read that was not made here.
+again; here tensors are left out on the way and put in on the way back. Classes and functions are kept by identity, with
+what their code reads: a class that is defined again is another one. Nothing is written to or read from a file.
 """
 
 from __future__ import annotations
@@ -68,7 +67,8 @@ class Structure:
         )
 
 
-_flattened: weakref.WeakKeyDictionary[BoundMap, Flattened | NotFlattenableError] = weakref.WeakKeyDictionary()
+# A reason is kept as text: an error has a traceback, and that would keep the problem.
+_flattened: weakref.WeakKeyDictionary[BoundMap, Flattened | str] = weakref.WeakKeyDictionary()
 
 
 def flatten(hidden: BoundMap) -> Flattened:
@@ -76,20 +76,20 @@ def flatten(hidden: BoundMap) -> Flattened:
     found = _flattened.get(hidden)  # forward and backward ask in turn
     if found is None:
         found = _flattened[hidden] = _try_flatten(hidden)
-    if isinstance(found, NotFlattenableError):
-        raise found
+    if isinstance(found, str):
+        raise NotFlattenableError(found)
     return found
 
 
-def _try_flatten(hidden: BoundMap) -> Flattened | NotFlattenableError:
+def _try_flatten(hidden: BoundMap) -> Flattened | str:
     stream = io.BytesIO()
     flattener = _Flattener(stream)
     try:
         flattener.dump(hidden)
     except NotFlattenableError as error:
-        return error
+        return str(error)
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-        return NotFlattenableError(f"{type(hidden).__name__} can't be taken apart: {error}")
+        return f"{type(hidden).__name__} can't be taken apart: {error}"
     structure = Structure(stream.getvalue(), flattener.constants)
     return Flattened(structure, [tensor.detach() for tensor in flattener.originals], flattener.originals)
 

@@ -210,8 +210,8 @@ class Solver(metaclass=NamedOptions):
         with caller.off():
             image, merit = evaluate.state(start)
             first, packed = layout.pack(start), layout.pack(image)
-            if torch._C._are_functorch_transforms_active():
-                # The same numbers, but batched where the image is: under vmap a start may not know of the batching.
+            if torch._C._are_functorch_transforms_active() or packed.requires_grad:
+                # The same numbers, but batched, and on the tape, where the image is: a start may not know of either.
                 first = torch.where(torch.zeros_like(packed, dtype=torch.bool), packed, first)
 
             def admissible(rows: Tensor) -> Tensor:
