@@ -84,6 +84,7 @@ def test_learning_rates_grow_by_the_root_of_the_batch() -> None:
         assert recipe.optimizer.lr == pytest.approx(rate)
 
 
+@pytest.mark.slow  # five processes; that trainings stop and continue is tested where they are
 def test_what_is_stopped_continues_later(tmp_path: Path) -> None:
     command = [sys.executable, comparators.__file__, "train", "digits", "--epochs", "400", "--out", str(tmp_path)]
     metrics = tmp_path / "digits" / "metrics.jsonl"
