@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,3 +104,27 @@ def test_weights_that_change_between_calls_are_seen() -> None:
     assert not torch.allclose(layer(x), first)
     with torch.no_grad():
         assert not torch.allclose(layer(x), first)
+
+
+class Writing(opteq.Objective):
+    """Its weights are made from the input, and written to in place: by operators, views, items and ``out``."""
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        weight = torch.zeros_like(x)
+        left = weight[:, :2]
+        left += 1
+        weight[:, 2:] = 3.0
+        torch.add(weight, 1.0, out=weight)
+        return {"data": 0.5 * (weight.mul_(2) * (y - x.exp()) ** 2).sum(1)}
+
+
+def test_what_is_written_to_is_computed_every_time() -> None:
+    x, y = torch.randn(2, 3, 4, dtype=torch.float64)
+    layer = opteq.Equilibrium(Writing(), opteq.FISTA(tol=1e-8))
+    hidden = layer.problem(x)
+    expected = (torch.tensor([2.0, 2.0, 4.0, 4.0]) * (y - x.exp()) ** 2).sum(1)
+    for problem in (hidden, hidden, copy.deepcopy(hidden)):
+        torch.testing.assert_close(problem.objective(y), expected)
+    assert any(result.equal(x.exp()) for *_, result in hidden.bound.reused.results), "the rest is kept"
+    for _ in range(4):  # traced from the third call on, where that is possible
+        torch.testing.assert_close(layer(x), x.exp(), rtol=1e-6, atol=1e-6)

@@ -20,13 +20,14 @@ class InputOnly(TorchFunctionMode):
     Known are the given tensors (input, parameters, buffers) and the results of such operations. An operation is
     recognised by its function and its arguments, tensors by identity: values come out as if nothing were kept.
     Operations that write to a tensor, draw random numbers or see a state are left alone, but for what the engine has a
-    faster substitute for.
+    faster substitute for. A result that is written to is computed every time.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.roots = list(tensors)
         self.results: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor]] = []
+        self.written: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor]] = []
         self.tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         self._index()
 
@@ -36,6 +37,7 @@ class InputOnly(TorchFunctionMode):
         kwargs = kwargs or {}
         key = self._key(func, args, kwargs)
         if key is None:
+            self._drop(_target(func, args, kwargs))
             substitute = engine.substitute(func)
             replacement = None if substitute is None else substitute(*args, **kwargs)
             return func(*args, **kwargs) if replacement is None else replacement
@@ -46,18 +48,19 @@ class InputOnly(TorchFunctionMode):
         # has wrapped is of no use after it (``v.to(v.dtype)`` gives v itself outside, and a wrapped one inside).
         wrapped = isinstance(result, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(result)
         kept = type(result) is Tensor and not wrapped and not self._loses_gradient(result)
-        if kept and not _shares_memory(result, args):
+        if kept and key not in self._written and not _shares_memory(result, args):
             self.results.append((func, args, kwargs, result))
             self._found[key] = result
             self._known.add(id(result))
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"roots": self.roots, "results": self.results, "tracked": self.tracked}
+        return {"roots": self.roots, "results": self.results, "written": self.written, "tracked": self.tracked}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()
         self.roots, self.results, self.tracked = state["roots"], state["results"], state["tracked"]
+        self.written = state["written"]
         self._index()
 
     def _index(self) -> None:
@@ -66,6 +69,17 @@ class InputOnly(TorchFunctionMode):
         for func, args, kwargs, result in self.results:
             self._known.add(id(result))
             self._found[self._key(func, args, kwargs)] = result
+        self._written = {self._key(func, args, kwargs) for func, args, kwargs, _ in self.written}
+
+    def _drop(self, target: Any) -> None:
+        """Keep nothing that lies in the memory of ``target``, which is about to be written to."""
+        if isinstance(target, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(target):
+            memory = target.untyped_storage()._cdata
+            lost = [entry for entry in self.results if entry[3].untyped_storage()._cdata == memory]
+            if lost:
+                self.written += lost
+                self.results = [entry for entry in self.results if entry[3].untyped_storage()._cdata != memory]
+                self._index()
 
     def _key(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The key of an operation on known tensors; None for every other operation."""
@@ -104,6 +118,15 @@ _PURE_DUNDERS = {
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
     "__neg__", "__matmul__", "__rmatmul__", "__getitem__",
 }  # fmt: skip
+
+_WRITING_DUNDERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
+
+
+def _target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor that an operation writes to; None where there is none."""
+    name = getattr(func, "__name__", "")
+    writes = name in _WRITING_DUNDERS or (name.endswith("_") and not name.startswith("__"))
+    return kwargs.get("out", args[0] if writes and args else None)
 
 
 def _mode() -> tuple[object, ...]:
