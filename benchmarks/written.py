@@ -41,7 +41,7 @@ class Written(opteq.HiddenProblem):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", help="C,M,SIDE; the three of the results by default")
+    parser.add_argument("shapes", nargs="*", type=read_shape, help="C,M,SIDE; the three of the results by default")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--calls", type=int, default=20)
@@ -54,7 +54,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|" + on_gpu * "---|---|---|")
     for precision in ("tf32", "bf16") if on_gpu else ("float32",):
-        for shape in [tuple(map(int, text.split(","))) for text in options.shapes] or SHAPES:
+        for shape in options.shapes or SHAPES:
             pairs = [
                 median_milliseconds(
                     [training_step(shape, precision, kind, compiled, options) for kind in (opteq.OptEq, Written)],
@@ -64,6 +64,14 @@ def main() -> None:
             ]
             cells = " | ".join(f"{one:.2f} | {other:.2f} | {other / one:.2f}" for one, other in pairs)
             print(f"| {shape} | {precision} | {cells} |", flush=True)
+
+
+def read_shape(text: str) -> tuple[int, ...]:
+    """``C,M,SIDE`` as numbers."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"a shape is three positive numbers such as 32,64,32; got {text}")
+    return tuple(map(int, parts))
 
 
 def training_step(

@@ -80,23 +80,9 @@ class Potential:
         return CONFIG.weight * y.sum(1)
 
 
-class Convolved(opteq.HiddenProblem):
+def convolved() -> opteq.HiddenProblem:
     """OptEq on images, as a user would write it."""
-
-    penalty = "relu"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.W, self.U = op.Conv2d(4, 6, 3, bound=0.9), nn.Conv2d(4, 6, 3, padding=1)
-
-    def start(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(self.U(x).detach())
-
-    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
-        return -0.5 * self.W.adjoint(y).square().flatten(1).sum(1) - (self.U(x) * y).flatten(1).sum(1)
-
-    def features(self, y: Tensor) -> Tensor:
-        return self.W.adjoint(y)
+    return written.Written(op.Conv2d(4, 6, 3, bound=0.9), nn.Conv2d(4, 6, 3, padding=1))
 
 
 class Weighted(opteq.HiddenProblem):
@@ -165,7 +151,7 @@ def test_traced_objectives_give_what_the_plain_path_gives(kind: Callable[[], opt
 def test_state_and_cotangent_may_differ_in_layout(state_last: bool, cotangent_last: bool) -> None:
     torch.manual_seed(0)
     form = torch.channels_last if state_last else torch.contiguous_format
-    layer = opteq.Equilibrium(Convolved().double().to(memory_format=form))
+    layer = opteq.Equilibrium(convolved().double().to(memory_format=form))
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64).to(memory_format=form)
     check(layer, x, cotangent_last)
     check(layer, x, not cotangent_last)
@@ -177,7 +163,7 @@ def test_state_and_cotangent_may_differ_in_layout(state_last: bool, cotangent_la
 
 def test_autocast_has_graphs_of_its_own() -> None:
     torch.manual_seed(0)
-    layer, x = opteq.Equilibrium(Convolved()), torch.randn(2, 4, 5, 5)
+    layer, x = opteq.Equilibrium(convolved()), torch.randn(2, 4, 5, 5)
     full = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         low = layer(x)
@@ -190,7 +176,7 @@ def test_autocast_has_graphs_of_its_own() -> None:
 def test_graphs_see_new_weights_and_new_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    images = opteq.Equilibrium(Convolved().double())
+    images = opteq.Equilibrium(convolved().double())
     check(images, x)
     with torch.no_grad():
         images.problem.U.weight.mul_(0.5)
