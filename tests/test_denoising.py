@@ -18,6 +18,7 @@ from opteq.common.errors import UserError
 from opteq.models.denoiser import Denoiser
 from opteq.training.denoising.quality import psnr, ssim
 from opteq.training.recipe.files import to_toml
+from opteq.training.run.checkpoints import Checkpoints
 from training_cases import TINY_DENOISER, make_grey_images
 
 
@@ -50,6 +51,18 @@ def test_a_run_that_is_killed_ends_with_the_same_weights(images: Path, tmp_path:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
     assert all(math.isfinite(line["train_loss"]) for line in lines)
+
+
+def test_a_run_goes_on_where_a_generator_has_another_kind_of_state(images: Path, tmp_path: Path) -> None:
+    training.train_denoiser(recipe(images, 4), tmp_path)
+    saved = Checkpoints(tmp_path / "checkpoints")
+    saved.files()[0].unlink()
+    checkpoint = saved.latest()
+    assert checkpoint is not None
+    checkpoint.tensors["generator"] = torch.zeros(16, dtype=torch.uint8)  # as on a GPU
+    saved.save(checkpoint)
+    training.train_denoiser(recipe(images, 4), tmp_path, resume=True)
+    assert saved.files()[0].name == "step-00000004.safetensors"
 
 
 def test_the_program_trains_evaluates_and_reports(images: Path, tmp_path: Path) -> None:

@@ -187,7 +187,10 @@ class DenoisingTrainer:
         state.unpack(tensors, values, self.model.prior, self.optimizer, self.accelerator)
         for name, tensor in self.average.items():
             tensor.copy_(tensors[f"average.{name}"])
-        self.generator.set_state(tensors["generator"])
+        if tensors["generator"].shape == self.generator.get_state().shape:
+            self.generator.set_state(tensors["generator"])
+        else:  # of another kind of device: other patches are drawn from here on
+            self.generator.manual_seed(self.recipe.train.seed + checkpoint.step)
         self._sums.copy_(tensors["sums"])
         self._counted, self.history, self._before = values["counted"], values["history"], values["seconds"]
         self.step = checkpoint.step
