@@ -44,8 +44,9 @@ def probe_loss(features: State) -> Tensor:
     )
 
 
-def gradients(features: State, inputs: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
-    found = torch.autograd.grad(scale * probe_loss(features), list(inputs), allow_unused=True)
+def gradients(features: State, inputs: Sequence[Tensor], scale: float = 1.0, keep: bool = False) -> list[Tensor]:
+    """Gradients of the probe loss; with ``keep`` the graph serves another backward pass."""
+    found = torch.autograd.grad(scale * probe_loss(features), list(inputs), allow_unused=True, retain_graph=keep)
     return [torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True)]
 
 

@@ -147,12 +147,12 @@ def test_tiered_mondeq_is_the_fixed_point_of_its_dense_matrix(splitting: str) ->
     x = torch.randn(2, 2, side, side, dtype=torch.float64)
     layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-10, max_steps=500))
     with torch.no_grad():
-        state, features = layer.solve(x).state, layer(x)
-    z = [torch.relu(part) if splitting == "peaceman-rachford" else part for part in state]
+        solution = layer.solve(x)
+    z = [torch.relu(part) if splitting == "peaceman-rachford" else part for part in solution.state]
     flat = torch.cat([part.flatten(1) for part in z], dim=1)
     given = torch.cat([problem.U(x).flatten(1), torch.zeros(2, flat.shape[1] - 2 * side**2)], dim=1)
     torch.testing.assert_close(flat, torch.relu(flat @ W.T + given))
-    torch.testing.assert_close(features, z[-1])
+    torch.testing.assert_close(solution.features, z[-1])
     assert problem.certificate().unique
 
 

@@ -143,18 +143,18 @@ def test_traced_objectives_give_what_the_plain_path_gives(kind: Callable[[], opt
     layer = opteq.Equilibrium(kind().double())
     check(layer, torch.randn(3, 4, dtype=torch.float64))
     check(layer, torch.randn(3, 4, dtype=torch.float64))
-    check(layer, torch.randn(2, 4, dtype=torch.float64))
+    if kind is TwoParts:  # shapes are compared without regard to the objective
+        check(layer, torch.randn(2, 4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("state_last", [False, True])
-@pytest.mark.parametrize("cotangent_last", [False, True])
-def test_state_and_cotangent_may_differ_in_layout(state_last: bool, cotangent_last: bool) -> None:
+def test_state_and_cotangent_may_differ_in_layout(state_last: bool) -> None:
     torch.manual_seed(0)
     form = torch.channels_last if state_last else torch.contiguous_format
     layer = opteq.Equilibrium(convolved().double().to(memory_format=form))
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64).to(memory_format=form)
-    check(layer, x, cotangent_last)
-    check(layer, x, not cotangent_last)
+    for cotangent_last in (False, True, False):  # each is traced, and the first is met again
+        check(layer, x, cotangent_last)
     begin = torch.rand(2, 6, 5, 5, dtype=torch.float64)  # a start in another layout
     with opteq.engine.off():
         expected = layer(x, begin)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 from torch import Tensor, nn
 
 import opteq
+from lazy import lazily
 from opteq import kernels
 from opteq import operators as op
 from opteq.kernels.inner_product import InnerProduct
@@ -16,6 +16,7 @@ from opteq.models.blocks.kernel_mopteq import KernelMOptEq
 from opteq.problems import GEQ
 from opteq.problems.hidden import Hidden
 
+optimize = lazily("scipy.optimize")
 KERNELS = [kernels.Sigmoid(), kernels.Polynomial(2)]
 
 
@@ -52,7 +53,7 @@ def test_scipy_finds_the_same_minimiser() -> None:
         grads = torch.autograd.grad(total, y)
         return float(total.detach()), torch.stack(grads).flatten().numpy()
 
-    found = scipy.optimize.minimize(
+    found = optimize.minimize(
         value, np.full(12, 0.1), jac=True, bounds=[(0, None)] * 12, options={"ftol": 1e-15, "gtol": 1e-12}
     )
     torch.testing.assert_close(

@@ -274,7 +274,7 @@ def test_gradients_equal_finite_differences_with_signs_and_perturbations() -> No
 def test_where_there_is_no_equilibrium_the_status_is_cycling(solver: Solver) -> None:
     problem, x = chattering()
     x = x.requires_grad_()
-    layer = opteq.Equilibrium(problem, dataclasses.replace(solver, max_steps=min(solver.max_steps, 300)))
+    layer = opteq.Equilibrium(problem, dataclasses.replace(solver, max_steps=min(solver.max_steps, 100)))
     with pytest.warns(opteq.ConvergenceWarning, match=r"1x CYCLING.*smoothing=.*inclusion_residual"):
         solution = layer.solve(x)
     assert solution.status == (Status.CYCLING,)
