@@ -72,34 +72,46 @@ def evaluate_robustness(
     belonging = {"only": only or None, "reference": reference, "corruption-files": corruption_files}
     _check_options({} if corruptions else belonging, images, attack_steps)
     epsilon = _radius(attack)
+    opened = _open_classifier(run, tol, max_steps, device, precision, root)
+    published = None if corruption_files is None else PublishedCorruptions(corruption_files)
+    test = opened.dataset.test
+    rows = random_rows(len(test), images)
+    split = test if rows is None else Split(test.images[rows], test.labels[rows])
+    # Refused before hours are spent.
+    names = _names_to_measure(opened, only, published) if corruptions else ()
+    planned = {"images": len(split), "seed": seed, "source": source_of(published), "accuracy": dict.fromkeys(names)}
+    others = None if reference is None else read_reference(Path(reference), planned)
+    opened.check_writable(FILE)
+    record = read_record(opened.path)
+    if corruptions:
+        found = record["corruptions"] = measure_corruptions(opened, split, only, seed, say, published, rows)
+        if reference is not None and others is not None:
+            found["relative"] = {"reference": _title(Path(reference)), **relative_errors(found, others)}
+    if curves:
+        record["curves"] = measure_curves(opened, split, epsilon, attack_steps or 20, say)
+    _write(opened, record)
+    return record
+
+
+def _open_classifier(
+    run: str | Path, tol: float | None, max_steps: int | None, device: str, precision: str | None, root: str | None
+) -> LoadedRun:
     opened = open_run(run, tol, max_steps, device, precision, root)
     if opened.dataset.test.dense:
         raise UserError(
             f"{opened.path} was trained for segmentation: corruptions and attack curves need a classifier of images"
         )
-    published = None if corruption_files is None else PublishedCorruptions(corruption_files)
-    rows = random_rows(len(opened.dataset.test), images)
-    split = opened.dataset.test
-    if rows is not None:
-        split = Split(split.images[rows], split.labels[rows])
+    return opened
+
+
+def _names_to_measure(
+    opened: LoadedRun, only: Sequence[str], published: PublishedCorruptions | None
+) -> tuple[str, ...]:
+    """The corruptions, by name; published files have to be those of the run's test images."""
+    test = opened.dataset.test
     if published is not None:
-        check_published(published, opened.dataset.test, len(opened.dataset.classes))
-    names = select_names(only, split.images.shape[1], published) if corruptions else ()
-    if reference is not None:  # before hours are spent
-        own = {"images": len(split), "seed": seed, "source": source_of(published), "accuracy": dict.fromkeys(names)}
-        read_reference(Path(reference), own)
-    opened.check_writable(FILE)
-    record = read_record(opened.path)
-    if corruptions:
-        found = measure_corruptions(opened, split, only, seed, say, published, rows)
-        if reference is not None:
-            other = read_reference(Path(reference), found)
-            found["relative"] = {"reference": _title(Path(reference)), **relative_errors(found, other)}
-        record["corruptions"] = found
-    if curves:
-        record["curves"] = measure_curves(opened, split, epsilon, attack_steps or 20, say)
-    _write(opened, record)
-    return record
+        check_published(published, test, len(opened.dataset.classes))
+    return select_names(only, test.images.shape[1], published)
 
 
 def _check_options(idle: dict[str, Any], images: int | None, attack_steps: int | None) -> None:
