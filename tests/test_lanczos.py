@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opteq.solvers.linear.lanczos import extreme_eigenvalues, largest_magnitude, missing_share
+from opteq.diagnostics.minimum import below
+from opteq.solvers.linear.lanczos import extreme_eigenvalues, largest_magnitude, missing_share, tridiagonal
 
 
 def matrices(count: int, n: int, seed: int = 0) -> torch.Tensor:
@@ -73,3 +74,11 @@ def test_the_share_that_is_missed_follows_the_formula():
     share = missing_share(1600, 30, 1e-3)
     assert 1.648 * 1600**0.5 * torch.exp(torch.tensor(-(share**0.5) * 59)) == pytest.approx(1e-3, rel=1e-4)
     assert missing_share(10, 10, 1e-3) == 0
+
+
+def test_pivots_count_eigenvalues_below_a_level():
+    matrix = matrices(20, 9, seed=4)
+    diagonal, beside, _ = tridiagonal(product(matrix), torch.zeros(20, 9, dtype=torch.float64), 9, orthogonal=True)
+    least = torch.linalg.eigvalsh(matrix)[:, 0]
+    assert below(diagonal, beside, least + 1e-9).all()
+    assert not below(diagonal, beside, least - 1e-9).any()

@@ -400,3 +400,91 @@ def test_an_objective_without_a_lower_bound_ends_soon():
     assert set(solution.status) == {opteq.Status.NON_FINITE}
     assert int(solution.steps.max()) < 200
     assert "lower bound" in solution.status[0].message
+
+
+class Barrier(opteq.Objective):
+    """Its minimiser is ``0.1 / x``; it is infinite where y is not positive, and its gradient is not."""
+
+    def start(self, x):
+        return torch.ones_like(x)
+
+    def terms(self, y, x):
+        return {"linear": (x * y).sum(1), "barrier": -0.1 * y.log().sum(1)}
+
+
+@pytest.mark.parametrize("solver", [None, opteq.Anderson(max_steps=2000)])
+def test_solvers_stay_inside_the_domain_of_a_barrier(solver):
+    x = 0.05 + 3 * torch.rand(40, 7, generator=torch.Generator().manual_seed(1))
+    solution = opteq.Equilibrium(Barrier(), solver).solve(x)
+    assert solution.converged.all()
+    assert ((solution.state - 0.1 / x).norm(dim=1) <= 1e-3 * (0.1 / x).norm(dim=1)).all()
+
+
+def test_an_answer_outside_of_the_domain_is_no_minimum():
+    x = 0.05 + 3 * torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
+    solution = opteq.Equilibrium(Barrier(), opteq.Broyden(max_steps=300), on_failure="ignore").solve(x)
+    wrong = solution.state.le(0).any(dim=1)
+    assert wrong.any()
+    assert not solution.converged[wrong].any()
+
+
+@pytest.mark.parametrize("solver", [None, opteq.Anderson(), opteq.Picard(max_steps=20_000)])
+def test_an_objective_that_falls_without_end_is_not_called_converged(solver):
+    class Linear(opteq.Objective):
+        def terms(self, y, x):
+            return {"linear": (x * y).sum(1)}
+
+    solution = opteq.Equilibrium(Linear(), solver, on_failure="ignore").solve(torch.tensor([[1.0, -2.0], [0.3, 0.4]]))
+    assert set(solution.status) == {Status.NOT_A_MINIMUM}
+
+
+@pytest.mark.parametrize("n", [100, 1000, 10_000])
+@pytest.mark.parametrize("least", [-2e-4, 1e-3])
+def test_weak_negative_curvature_is_found(n, least):
+    class Saddle(opteq.Objective):
+        def terms(self, y, x):
+            weights = torch.linspace(0, 1, n)
+            weights[0] = least
+            return {"quadratic": 0.5 * (weights * y.square()).sum(1), "quartic": y[:, 0] ** 4}
+
+    status = opteq.Equilibrium(Saddle(), on_failure="ignore").solve(torch.zeros(1, n)).status
+    assert status == (Status.CONVERGED if least > 0 else Status.NOT_A_MINIMUM,)
+
+
+@pytest.mark.parametrize(
+    ("start", "got"),
+    [
+        (lambda x: {"y": x}, "got dict"),
+        (lambda x: [x], "got list"),
+        (lambda x: x[:1], r"shape \(3, ...\).*got shape \(1, 4\)"),
+        (lambda x: x[0], r"got shape \(4,\)"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Objective", "HiddenProblem"])
+def test_wrong_starts_are_named(start, got, kind):
+    def zero(self, y, x):
+        return {"square": y.square().flatten(1).sum(1)}
+
+    written = {"start": lambda self, x: start(x), "terms": zero, "smooth": zero, "penalty": "identity"}
+    problem = type("Mine", (getattr(opteq, kind),), written)()
+    with pytest.raises(ValueError, match=rf"Mine.start\(x\) should be a tensor .*{got}"):
+        problem(torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("curvature", [-3.0, 0.0, float("nan")])
+def test_a_tensor_of_wrong_curvature_is_found_at_once(curvature):
+    problem = Quadratic(torch.eye(4)[None].double())
+    problem.curvature = torch.tensor(curvature)
+    solution = opteq.Equilibrium(problem, on_failure="ignore").solve(torch.ones(1, 4).double())
+    assert solution.status == (Status.NON_FINITE,)
+    assert solution.steps.item() == 0
+
+
+def test_states_without_entries_are_solved():
+    class Empty(opteq.Objective):
+        penalty = "relu"
+
+        def terms(self, y, x):
+            return {"data": (y - x).square().sum(1)}
+
+    assert opteq.Equilibrium(Empty()).solve(torch.zeros(3, 0)).converged.all()

@@ -33,7 +33,7 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
 
     A state whose norm is below ``floor`` counts as zero: solvers stop there, as close to a kink at zero as that.
     """
-    penalties = _penalties(hidden)
+    penalties = penalties_of(hidden)
     if not all(penalty.has_total for penalty in penalties):
         return torch.zeros_like(asked)
     layout = Layout.of(state, hidden.coupled)
@@ -56,15 +56,15 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
     size = torch.maximum(row_norms(layout.pack(state)), row_norms(layout.pack(inside)))
     size = torch.where(size > floor, size, 1.0).to(root.dtype)[:, None] * eps**0.25
-    values, rounding = _objective(hidden, state)
+    values, rounding = objective_and_rounding(hidden, state)
     lower = torch.zeros_like(extremes.smallest, dtype=torch.bool)
     for sign in (1, -1):
         direction = sign * extremes.direction
         for turned in (direction, _power_steps(direction, rising, bent, shift)):
             move = root * turned
-            there = hidden.project(layout.unpack(layout.pack(state) + size * _unit(move)))
-            there_values, there_rounding = _objective(hidden, there)
-            lower = lower | (there_values < values - _FEW * eps * (rounding + there_rounding))
+            there = hidden.project(layout.unpack(layout.pack(state) + size * unit(move)))
+            there_values, there_rounding = objective_and_rounding(hidden, there)
+            lower = lower | (there_values < values - rounding - there_rounding)
     return asked & layout.per_sample(lower & (extremes.smallest < 0))
 
 
@@ -102,27 +102,29 @@ def _power_steps(direction: Tensor, rising: Tensor, bent: Product, shift: Tensor
 
     rows = admissible(direction)
     for _ in range(_REFINEMENTS):
-        rows = _unit(admissible(bent(rows) + shift * rows))
+        rows = unit(admissible(bent(rows) + shift * rows))
     return rows
 
 
-def _unit(rows: Tensor) -> Tensor:
+def unit(rows: Tensor) -> Tensor:
+    """Rows of length 1; zero stays zero."""
     return rows / row_norms(rows).to(rows.dtype).clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
 
 
-def _objective(hidden: Hidden, state: State) -> tuple[Tensor, Tensor]:
-    """The objective of each row, and the sum of its terms' magnitudes, to which its rounding is relative."""
+def objective_and_rounding(hidden: Hidden, state: State) -> tuple[Tensor, Tensor]:
+    """The objective of each row, and by how much it may be off: relative to the magnitudes of its terms."""
     terms = torch.stack(list(hidden.terms(state).values()))
     rows = terms.sum(dim=1, keepdim=True) if hidden.coupled else terms
-    return rows.sum(dim=0), rows.abs().sum(dim=0)
+    eps = max(torch.finfo(dtype).eps for dtype in Layout.of(state).dtypes)
+    return rows.sum(dim=0), _FEW * eps * rows.abs().sum(dim=0)
 
 
-def _penalties(hidden: Hidden) -> list[Penalty]:
+def penalties_of(hidden: Hidden) -> list[Penalty]:
     """One for all blocks of the state, or one per block."""
     if not isinstance(hidden, HiddenParallel):
         return [hidden.penalty]
     penalties = []
     for part, start in zip(hidden.hidden, hidden._starts, strict=True):
-        own = _penalties(part)
+        own = penalties_of(part)
         penalties += own * (len(blocks(start)) if len(own) == 1 else 1)
     return penalties

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import WrittenProblem
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
-from opteq.problems.written import BoundModule, check_terms
+from opteq.problems.written import BoundModule, check_start, check_terms
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, inner, map_state, per_row, working_dtype
@@ -35,6 +36,7 @@ class Objective(WrittenProblem):
     - ``features(y)``: the output of the layer; ``y`` by default.
     - ``curvature``: a bound on the largest eigenvalue of F's Hessian: a number, one value per sample ``(B,)``, or a
       method of ``x`` that returns either. It sets the step length. None measures it for every batch.
+    - ``takes_tuples = True`` in the class: ``x`` may be a tuple of tensors, such as images and noise levels.
 
     The step is the proximal gradient step ``prox_{t h}(y - t grad F(y; x))`` with t the inverse of the curvature. The
     fixed points are the stationary points of ``F + h`` for every t. :class:`~opteq.FISTA`, the default solver of
@@ -97,7 +99,7 @@ class BoundObjective(Hidden):
 
     def __init__(self, problem: Objective, x: Any) -> None:
         self.bound = BoundModule(problem, x)
-        self._start = problem.start(x)
+        self._start = check_start(problem.start(x), x, type(problem).__name__)
         self._smooth_parts(self._start)  # what depends on the input alone is computed here, differentiably
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
@@ -222,7 +224,8 @@ class BoundObjective(Hidden):
                     f"{name} should be one number, or one per sample of shape ({batch},); "
                     f"got shape {tuple(curvature.shape)}"
                 )
-            return curvature.detach().to(first.device, dtype).expand(batch)
-        if isinstance(curvature, bool) or not isinstance(curvature, int | float) or not 0 < curvature < math.inf:
+            curvature = curvature.detach().to(first.device, dtype).expand(batch)
+            return torch.where(curvature > 0, curvature, torch.nan)  # without a look at values: the status will tell
+        if isinstance(curvature, bool) or not isinstance(curvature, Real) or not 0 < float(curvature) < math.inf:
             raise ValueError(f"{name} should be a positive finite number, a tensor or None; got {curvature!r}")
         return torch.full((batch,), float(curvature), dtype=dtype, device=first.device)

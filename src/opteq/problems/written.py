@@ -57,7 +57,7 @@ class WrittenHidden(Hidden):
     def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor, start: State) -> None:
         self.penalty = penalty
         self.bound = BoundModule(problem, x)
-        self._start = start
+        self._start = check_start(start, x, type(problem).__name__)
         self.smooth(start)  # what depends on the input alone is computed here, differentiably
 
     def start(self) -> State:
@@ -72,6 +72,16 @@ class WrittenHidden(Hidden):
     def features(self, y: State) -> State:
         features: State = self.bound.call("features", y)
         return features
+
+
+def check_start(start: State, x: State, who: str) -> State:
+    """The start of a state if it is what it should be: a tensor, or a tuple of them, batch first."""
+    batch = blocks(x)[0].shape[0]
+    for part in blocks(start):
+        if not isinstance(part, Tensor) or part.shape[:1] != (batch,):
+            got = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            raise ValueError(f"{who}.start(x) should be a tensor of shape ({batch}, ...) or a tuple of them; got {got}")
+    return start
 
 
 def check_terms(terms: Any, batch: int, who: str) -> dict[str, Tensor]:

@@ -175,7 +175,8 @@ def accept(
     taken = active & finite
     bad = ~finite
     if merit is not None and at.merit is not None:
-        raised = worse & ~(merit <= at.merit + 64 * eps * at.merit.abs())
+        outside = ~(merit < torch.inf) & torch.isfinite(at.merit)  # of the objective's domain: a log's, for instance
+        raised = outside | (worse & ~(merit <= at.merit + 64 * eps * at.merit.abs()))
         taken, bad = taken & ~raised, bad | raised
     else:
         raised = ~plain & (gap > at.least + 8 * rounding)

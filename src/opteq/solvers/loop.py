@@ -218,8 +218,8 @@ class GuardedIteration:
 
     A refused row stays where it is and forgets its history, so that its next step is plain. Plain steps count: they
     decrease a merit by its definition, and without one there is nothing better to do. Only where a plain step raises
-    both the merit and ``|T(y) - y|``, because the curvature is larger there than the problem knew, it is taken back and
-    the next ones are shorter, for methods that can do that.
+    both the merit and ``|T(y) - y|``, because the curvature is larger there than the problem knew, or leaves the domain
+    of the merit, it is taken back and the next ones are shorter, for methods that can do that.
     """
 
     def __init__(self, task: Task, method: Method, floor: float, tol: float | None) -> None:
@@ -251,9 +251,10 @@ class GuardedIteration:
         else:
             harmless = self._harmless(gap, merit)
             taken = active & finite & (plain | harmless)
-            if merit is not None and self.method.shortens:
+            if merit is not None and self.merit is not None and self.method.shortens:
                 # Plain steps decrease the merit unless the problem's step length is too large for it here.
-                long = active & plain & ~harmless & (gap > 1.01 * self.gap)
+                outside = ~(merit < torch.inf) & torch.isfinite(self.merit)
+                long = active & plain & ~harmless & ((gap > 1.01 * self.gap) | outside)
                 taken = taken & ~long
                 self.method.shorten(long)
             self.method.restart(active & ~taken)

@@ -37,8 +37,8 @@ _MESSAGES = {
     ),
     Status.NON_FINITE: (
         "an iterate overflowed or was NaN, so the best finite one is kept, or NaN where there is none. Check that the "
-        "inputs are finite, and the objective has a lower bound; give the operators a bound, or use opteq.FISTA(), "
-        "Anderson, a damping below 1 or a larger curvature"
+        "inputs are finite, that the objective and its gradient are finite at the start (start=), and that it has a "
+        "lower bound; give the operators a bound, or use opteq.FISTA(), a damping below 1 or a larger curvature"
     ),
     Status.INDEFINITE: (
         "conjugate gradients met a direction of non-positive curvature: the system is not positive definite, "
@@ -55,9 +55,9 @@ _MESSAGES = {
     ),
     Status.FIXED_STEPS: "tol=0 asked for exactly max_steps steps; they were taken, and the residual is what they left",
     Status.NOT_A_MINIMUM: (
-        "the objective has a direction of negative curvature here, so this is a maximum, a saddle, or a point on the "
-        "way to a minimum along a flat direction. Use opteq.FISTA(measure='error') or a smaller tol, begin elsewhere "
-        "(start=), make the objective convex, or bound the weight of its concave terms"
+        "the objective has a direction of negative curvature here, or falls on, so this is a maximum, a saddle, or a "
+        "point on the way along a flat direction, to a minimum or without end. Use opteq.FISTA(measure='error') or a "
+        "smaller tol, begin elsewhere (start=), make the objective convex, or bound the weight of its concave terms"
     ),
     Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",
 }

@@ -57,7 +57,7 @@ def extreme_eigenvalues(
     """
     width = like.shape[1]
     count = max(1, min(steps, width))
-    diagonal, beside, basis = _tridiagonal(product, like, count, seed, orthogonal=True)
+    diagonal, beside, basis = tridiagonal(product, like, count, seed, orthogonal=True)
     small = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
     # A row that is not finite gets NaN for an answer; LAPACK would raise for all of them.
     sound = torch.isfinite(small).all(dim=2).all(dim=1)
@@ -84,7 +84,7 @@ def largest_magnitude(product: Product, like: Tensor, steps: int = 8, seed: int 
     It lies below the truth but for 1 %. Nothing here waits for a device: the eigenvalue of the small tridiagonal matrix
     comes from the trace of a high power of it.
     """
-    diagonal, beside, _ = _tridiagonal(product, like, max(1, min(steps, like.shape[1])), seed, orthogonal=False)
+    diagonal, beside, _ = tridiagonal(product, like, max(1, min(steps, like.shape[1])), seed)
     power = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
     scale = power.new_zeros(power.shape[0])
     exponent = 1.0
@@ -98,8 +98,8 @@ def largest_magnitude(product: Product, like: Tensor, steps: int = 8, seed: int 
     return (scale + trace.log() / exponent).exp()
 
 
-def _tridiagonal(
-    product: Product, like: Tensor, count: int, seed: int, orthogonal: bool
+def tridiagonal(
+    product: Product, like: Tensor, count: int, seed: int = 0, orthogonal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Diagonal ``(R, k)`` and off-diagonal ``(R, k - 1)`` in float64, and the basis ``(R, k, N)`` where it was kept."""
     wide = torch.float32 if like.device.type == "mps" else torch.float64
