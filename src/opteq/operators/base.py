@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from opteq.common.convexity import Bounds
 from opteq.common.options import NamedOptions
 
 
@@ -74,11 +75,11 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     def forward(self, v: Tensor) -> Tensor:
         """The product ``A v``."""
-        return self._current()(v)
+        return v.through(float(self.norm())) if isinstance(v, Bounds) else self._current()(v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u``."""
-        return self._current().adjoint(u)
+        return u.through(float(self.norm())) if isinstance(u, Bounds) else self._current().adjoint(u)
 
     def _current(self) -> LinearMap:
         return (_prepared.get() or {}).get(self) or self.prepare()

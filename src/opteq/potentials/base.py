@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from opteq.common.convexity import Bounds
 from opteq.common.options import NamedOptions
 from opteq.common.override import overridable
 from opteq.common.validate import check_positive, check_whole
@@ -87,6 +88,9 @@ class Potential(nn.Module, metaclass=NamedOptions):
 
     def forward(self, t: Tensor) -> Tensor:
         """``psi_s(t)``, entry by entry."""
+        if isinstance(t, Bounds):
+            low, high = (end.detach() for end in self.curvature())
+            return t.bent(float(low.min()), float(high.max()))  # type: ignore[no-any-return]
         s = self._scale_beside(t)
         return s.square() * self.prepare().value(t / s)
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from opteq import penalties
+from opteq.common.convexity import certify_objective
 from opteq.common.derivatives import gradient, pullback
+from opteq.common.returns import check_start, check_terms
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import WrittenProblem
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
-from opteq.problems.written import BoundModule, check_start, check_terms
+from opteq.problems.written import BoundModule
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, inner, map_state, per_row, working_dtype
@@ -74,8 +76,12 @@ class Objective(WrittenProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """Unknown, since terms may be any functions; override this where more is known."""
-        return unknown("nothing is known about the terms; override certificate() to state what is")
+        """From terms made of squares, potentials, operators and differences; override it where more is known."""
+        chosen = getattr(self, "penalty", None)
+        if chosen is not None and penalties.get(chosen).lipschitz > 1:
+            return unknown("the penalty is not convex")
+        plain = type(self).start is WrittenProblem.start, type(self).features is WrittenProblem.features
+        return Certificate(**certify_objective(self.terms, *plain, getattr(self, "curvature", None)))
 
 
 class BoundObjective(Hidden):

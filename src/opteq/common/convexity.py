@@ -1,0 +1,359 @@
+"""Bounds on the Hessian of an objective, from the code that computes it.
+
+A function ``terms(y, x)`` is called with objects of this module in place of tensors. They record how a value bends with
+y: linear maps carry bounds on their singular values, and squares and potentials of them an interval that the
+eigenvalues of their Hessian lie in. What is not listed here is not known, and says so. Shapes are not known either:
+where broadcasting could repeat entries, only bounds that survive any number of copies are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+class NotKnown(Exception):  # noqa: N818 - not an error: nothing follows from the code
+    """The function does something whose curvature is not known."""
+
+
+class Bounds:
+    """What is known of a value in place of a tensor; takes part in torch's protocol for overriding its functions."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(leaf, Affine | Bent) for leaf in tree_leaves((args, kwargs))):
+            return Given()
+        name = function.__name__
+        name = name.strip("_") if name.startswith("__") else name
+        if not isinstance(args[0], Bounds) and name in _SWAPPED and len(args) == 2:
+            name, args = _SWAPPED[name], args[::-1]
+        if not isinstance(args[0], Bounds) or name not in _NAMES:
+            raise NotKnown(f"it uses {name!r}")
+        return getattr(args[0], _NAMES[name])(*args[1:], **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NAMES:
+            return getattr(self, _NAMES[name])
+        raise NotKnown(f"it uses {name!r}")
+
+    def __neg__(self) -> Any:
+        return self._mul(-1.0)
+
+    def __add__(self, other: Any) -> Any:
+        return self._add(other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._add(-other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return (-self)._add(other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._mul(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        if not isinstance(other, int | float | Tensor):
+            raise NotKnown("it divides by what depends on y or x")
+        return self._mul(1 / other)
+
+    def __pow__(self, exponent: Any) -> Any:
+        if exponent != 2:
+            raise NotKnown(f"it uses a power of {exponent}")
+        return self._square()
+
+    def __bool__(self) -> bool:
+        raise NotKnown("it branches on values")
+
+    def __len__(self) -> int:
+        raise NotKnown("it reads the size of a batch")
+
+    def __iter__(self) -> Any:
+        raise NotKnown("it takes a tensor or an input apart")
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+class Given(Bounds):
+    """A value that depends on the input x alone."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "ndim", "dtype", "device", "size", "dim"):
+            raise NotKnown(f"it reads {name!r}")
+        return lambda *_, **__: Given()
+
+    def __getitem__(self, index: Any) -> Given:
+        return Given()
+
+    def _mul(self, other: Any) -> Any:
+        return other._mul(self) if isinstance(other, Affine | Bent) else Given()
+
+    def _add(self, other: Any) -> Any:
+        return other._add(self) if isinstance(other, Affine | Bent) else Given()
+
+    def _square(self) -> Given:
+        return Given()
+
+    def __truediv__(self, other: Any) -> Any:
+        return super().__truediv__(other) if isinstance(other, Affine | Bent) else Given()
+
+
+class Input(Given):
+    """The input x, or minus x."""
+
+    def __neg__(self) -> Input:
+        return self
+
+
+@dataclass(frozen=True)
+class Affine(Bounds):
+    """``L y + M x + c``: ``least <= |L v| / |v| <= most``, ``|M| <= given``.
+
+    ``cut`` says by how many entries it is shorter than y, and in which dimensions; None for any other shape. ``like_x``
+    where y has the shape of x; ``flat`` after ``flatten(1)``.
+    """
+
+    most: float = 1.0
+    least: float = 1.0
+    given: float = 0.0
+    cut: frozenset[tuple[int, int]] | None = frozenset()
+    like_x: bool = False
+    flat: bool = False
+
+    def through(self, norm: float) -> Affine:
+        """After a linear map of that norm."""
+        return Affine(_times(self.most, norm), 0.0, _times(self.given, norm), None)
+
+    def bent(self, low: float, high: float) -> Bent:
+        """The sum of a function of every entry whose second derivative lies in ``[low, high]``."""
+        mixed = _times(max(abs(low), abs(high)), _times(self.most, self.given))
+        low = low * self.least**2 if low > 0 else _times(low, self.most**2)
+        high = high * self.least**2 if high < 0 else _times(high, self.most**2)
+        return Bent(low, high, mixed, flat=self.flat)
+
+    def _mul(self, other: Any) -> Affine | Bent:
+        if isinstance(other, Given):
+            return Bent(0.0, 0.0, inf)
+        factor = _number(other)
+        if factor is not None:
+            size = abs(factor)
+            return replace(self, most=size * self.most, least=size * self.least, given=size * self.given)
+        return Affine(inf, float(other.detach().abs().min()) * self.least, inf, None)
+
+    def _add(self, other: Any) -> Affine:
+        if _number(other) is not None:
+            return self
+        if isinstance(other, Input) and self.cut == frozenset() and self.like_x:
+            return replace(self, given=self.given + 1)
+        if isinstance(other, Affine) and self.cut is not None and (self.cut, self.flat) == (other.cut, other.flat):
+            least = max(self.least - other.most, other.least - self.most, 0.0)
+            return replace(self, most=self.most + other.most, least=least, given=self.given + other.given)
+        if isinstance(other, Bent):
+            raise NotKnown("it adds values of a term to a tensor")
+        return Affine(inf, 0.0 if isinstance(other, Affine) else self.least, inf, None)
+
+    def _square(self) -> Bent:
+        return self.bent(2.0, 2.0)
+
+    def _sum(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
+        _check_within_samples(dim)
+        return Affine(inf, 0.0, inf, None)
+
+    def _mean(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
+        _check_within_samples(dim)
+        return Affine(self.most, 0.0, self.given, None)
+
+    def _flatten(self, start_dim: int = 0) -> Affine:
+        _check_within_samples(start_dim)
+        return replace(self, cut=self.cut if start_dim == 1 else None, like_x=False, flat=start_dim == 1)
+
+    def __getitem__(self, index: Any) -> Affine:
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(part is None or part is ... or isinstance(part, int | slice) for part in parts):
+            raise NotKnown("it selects entries by a tensor")
+        return Affine(self.most, 0.0, self.given, _cut(parts) if self.cut == frozenset() and not self.flat else None)
+
+
+@dataclass(frozen=True)
+class Bent(Bounds):
+    """Entries whose sum has a Hessian by y in ``[low, high]``, and a mixed derivative by y and x of at most ``mixed``.
+
+    ``single`` where the entries are one function of a linear map; ``summed`` where there is one per sample;
+    ``repeated`` for the bounds if broadcasting repeated entries of a sum, which does no harm unless they are summed
+    again.
+    """
+
+    low: float
+    high: float
+    mixed: float
+    single: bool = True
+    summed: bool = False
+    flat: bool = False
+    repeated: Bent | None = None
+
+    def _settled(self) -> Bent:
+        return self if self.repeated is None else self.repeated
+
+    def _any_number_of_times(self) -> Bent:
+        """If each entry may appear several times."""
+        whole = self._settled()
+        ends = whole.low if whole.low >= 0 else -inf, whole.high if whole.high <= 0 else inf
+        return Bent(*ends, whole.mixed and inf, whole.single)
+
+    def _mul(self, other: Any) -> Bent:
+        if isinstance(other, Given):
+            raise NotKnown("it weights a term by what depends on x")
+        factor = _number(other)
+        if factor is not None:
+            low, high = sorted(_times(factor, end) for end in (self.low, self.high))
+            rest = None if self.repeated is None else self.repeated._mul(factor)
+            return replace(self, low=low, high=high, mixed=_times(abs(factor), self.mixed), repeated=rest)
+        if not self.single:
+            return Bent(-inf, inf, inf)
+        weights = float(other.detach().min()), float(other.detach().max())
+        ends = [_times(weight, end) for weight in weights for end in (self.low, self.high)]
+        return Bent(min(ends), max(ends), _times(max(map(abs, weights)), self.mixed))._any_number_of_times()
+
+    def _add(self, other: Any) -> Bent:
+        if _number(other) is not None:
+            return self
+        if isinstance(other, Affine):
+            raise NotKnown("it adds values of a term to a tensor")
+        bent = other if isinstance(other, Bent) else Bent(0.0, 0.0, 0.0)
+        both, rest = self.summed and bent.summed, None
+        if not both:
+            one, two = self._any_number_of_times(), bent._any_number_of_times()
+            rest = Bent(one.low + two.low, one.high + two.high, one.mixed + two.mixed, False)
+        ends = self.low + bent.low, self.high + bent.high, self.mixed + bent.mixed
+        return Bent(*ends, False, both, repeated=rest)
+
+    def _sum(self, dim: Any = None, keepdim: bool = False) -> Bent:
+        _check_within_samples(dim)
+        return replace(self._settled(), flat=False, summed=self.flat and dim in (1, -1) and not keepdim)
+
+    def _mean(self, dim: Any = None, keepdim: bool = False) -> Bent:  # noqa: ARG002
+        _check_within_samples(dim)
+        whole = self._settled()
+        return Bent(min(whole.low, 0.0), max(whole.high, 0.0), whole.mixed, whole.single)
+
+    def _flatten(self, start_dim: int = 0) -> Bent:
+        _check_within_samples(start_dim)
+        return replace(self._settled(), flat=start_dim == 1, summed=False)
+
+
+_NAMES = {
+    "add": "__add__", "radd": "__add__", "sub": "__sub__", "subtract": "__sub__", "rsub": "__rsub__", "mul": "__mul__",
+    "rmul": "__mul__", "multiply": "__mul__", "div": "__truediv__", "truediv": "__truediv__", "neg": "__neg__",
+    "negative": "__neg__", "pow": "__pow__", "square": "_square", "sum": "_sum", "mean": "_mean", "flatten": "_flatten",
+    "getitem": "__getitem__",
+}  # fmt: skip
+_SWAPPED = {"add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "multiply": "mul", "rsub": "sub"}
+"""Functions of two values by what they are with these the other way round."""
+
+
+Terms = Callable[[Any, Any], Mapping[str, Any]]
+
+
+def curvature_of_terms(terms: Terms, shaped_like_input: bool) -> tuple[float, float, float]:
+    """Bounds of the Hessian by y of a sum of terms, least and largest, and of its mixed derivative by y and x.
+
+    Args:
+        terms: as in :class:`opteq.Objective`.
+        shaped_like_input: whether y has the shape of x.
+
+    Raises:
+        NotKnown: where the code does something else than listed in this module.
+    """
+    try:
+        found = terms(Affine(like_x=shaped_like_input), Input())
+        values = list(found.values())
+    except NotKnown:
+        raise
+    except Exception as error:  # a user's code that was not made for what it got here
+        raise NotKnown(f"it needs tensors: {error}") from error
+    bent = [value for value in values if isinstance(value, Bent)]
+    if not all(isinstance(value, Bounds | Tensor) for value in values):
+        raise NotKnown("a term is no tensor")
+    return sum(b.low for b in bent), sum(b.high for b in bent), sum(b.mixed for b in bent)
+
+
+def certify_objective(terms: Terms, shaped_like_input: bool, returns_state: bool, curvature: Any) -> dict[str, Any]:
+    """Fields of a certificate for the minimiser of a sum of terms and a convex penalty.
+
+    Args:
+        terms: as in :class:`opteq.Objective`.
+        shaped_like_input: whether y has the shape of x.
+        returns_state: whether the layer returns y.
+        curvature: as in :class:`opteq.Objective`.
+    """
+    names = ("exists", "unique", "contraction", "lipschitz")
+    try:
+        least, most, mixed = curvature_of_terms(terms, shaped_like_input)
+    except NotKnown as reason:
+        return {"reasons": dict.fromkeys(names, f"nothing is known about terms(y, x): {reason}")}
+    if not least > 0:
+        why = f"the Hessian of the terms is only known to lie above {least:.4g}, and not above 0"
+        return {"reasons": dict.fromkeys(names, why)}
+    strong = f"the terms are {least:.4g}-strongly convex: their Hessian lies in [{least:.4g}, {most:.4g}]"
+    safe = isinstance(curvature, int | float) and curvature >= most
+    step = f"a step of length 1/{curvature}" if safe else "the step length is measured, or not known to be short enough"
+    moves = mixed < inf and returns_state
+    slope = f"the gradient moves by {mixed:.4g} times as much as x" if moves else "how y moves with x is not known"
+    return {
+        "exists": True, "unique": True,
+        "contraction": 1 - least / curvature if safe else None,
+        "lipschitz": mixed / least if moves else None,
+        "reasons": dict(zip(names, (strong, strong, step, slope), strict=True)),
+    }  # fmt: skip
+
+
+def certify_smooth_part(
+    terms: Terms, shaped_like_input: bool, returns_state: bool, steepness: float
+) -> tuple[bool, float | None, float | None, str]:
+    """Of ``G = f + 1/2 |y|^2 + g``: whether it is strongly convex, bounds of its step's and its minimiser's Lipschitz
+    constant or None, and the reason. ``terms`` are g's, ``steepness`` is the largest slope of the activation.
+    """
+    try:
+        low, high, mixed = curvature_of_terms(terms, shaped_like_input)
+    except NotKnown as reason:
+        return False, None, None, f"nothing is known about smooth(y, x): {reason}"
+    why, contraction = f"the Hessian of g lies in [{low:.4g}, {high:.4g}]", steepness * max(abs(low), abs(high))
+    lipschitz = steepness * mixed / (1 - contraction) if contraction < 1 and mixed < inf and returns_state else None
+    return low > -1 and steepness <= 1, contraction if contraction < inf else None, lipschitz, why
+
+
+def _check_within_samples(dim: Any) -> None:
+    if dim is None or 0 in (dim if isinstance(dim, list | tuple) else (dim,)):
+        raise NotKnown("it joins samples of the batch")
+
+
+def _cut(parts: tuple[Any, ...]) -> frozenset[tuple[int, int]] | None:
+    """How many entries slices like ``1:`` and ``:-1`` leave out, by dimension, counted from the end after ``...``."""
+    found = set[tuple[int, int]]()
+    for place, part in enumerate(parts):
+        if part is ... and place == 0:
+            continue
+        if not isinstance(part, slice) or part.step is not None:
+            return None
+        begin, end = part.start or 0, -part.stop if part.stop is not None else 0
+        if begin < 0 or end < 0 or part.stop == 0:
+            return None
+        if begin or end:
+            found.add((place - len(parts) if parts[0] is ... else place, begin + end))
+    return frozenset(found)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.detach())
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _times(one: float, other: float) -> float:
+    """A product in which zero times infinity is zero."""
+    return 0.0 if one == 0 or other == 0 else one * other

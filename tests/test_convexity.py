@@ -1,0 +1,207 @@
+"""Certificates that follow from the terms a user writes, against dense Hessians."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opteq
+from opteq import operators as op
+from opteq import potentials
+from opteq.common.convexity import NotKnown, curvature_of_terms
+
+N = 6
+
+
+class Written(opteq.Objective):
+    """Terms by a function of the problem, y and x."""
+
+    def __init__(self, function: Callable[[Any, Any, Any], dict[str, Any]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.K = op.Dense(N, 4, bound=0.8)
+        self.W = op.Dense(N, N, bound=0.7)
+        self.huber, self.student = potentials.Huber(scale=0.3), potentials.Student(scale=0.5)
+        self.spline = potentials.Spline(channels=4, knots=9, rho=1.0, mu=2.0)
+        self.weight = nn.Parameter(torch.tensor(0.4))
+        self.weights = nn.Parameter(torch.rand(4) + 0.1)
+        self.U = nn.Linear(N, N)
+        self.function = function
+
+    def terms(self, y: Any, x: Any) -> dict[str, Any]:
+        return self.function(self, y, x)
+
+
+def data(y: Any, x: Any) -> Any:
+    return 0.5 * (y - x).square().sum(1)
+
+
+KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
+    "denoising": lambda p, y, x: {"data": data(y, x), "prior": p.huber(p.K(y)).flatten(1).sum(1)},
+    "weighted": lambda p, y, x: {"data": data(y, x), "prior": p.weight.exp() * p.huber(p.K(y)).sum(1)},
+    "weakly convex": lambda p, y, x: {"data": data(y, x), "prior": 0.5 * p.student(p.K(y)).sum(1)},
+    "spline": lambda p, y, x: {"data": data(y, x), "prior": 0.3 * p.spline(p.K(y)).sum(1)},
+    "by channel": lambda p, y, x: {"data": data(y, x), "prior": (p.weights * p.huber(p.K(y))).sum(1)},
+    "differences": lambda p, y, x: {"data": data(y, x), "rough": p.huber(y[:, 1:] - y[:, :-1]).sum(1)},
+    "one term": lambda p, y, x: {"all": data(y, x) + p.huber(p.K(y)).sum(1) + 3.0},
+    "one concave term": lambda p, y, x: {
+        "all": (y - x).square().flatten(1).sum(1) - 0.5 * p.W(y).square().flatten(1).sum(dim=1)
+    },
+    "reversed": lambda p, y, x: {"data": torch.sum((x - y) ** 2, dim=1), "ridge": (2.0 - p.weight) * y.square().sum(1)},
+    "adjoint": lambda p, y, x: {"data": data(y, x), "concave": -0.9 * p.W.adjoint(y).square().sum(1)},
+    "one term of two": lambda p, y, x: {"all": 2 * (data(y, x) - 0.5 * p.W(y).square().sum(1)) + 1},
+    "linear": lambda p, y, x: {"ridge": y.pow(2).sum(1) / 2, "likeness": -(p.U(x) * y).sum(1), "mean": y.mean(1)},
+    "centred": lambda p, y, x: {"data": data(y, x), "prior": p.huber(p.K(y) - p.weights).sum(1)},
+    "of x": lambda p, y, x: {"data": data(y, p.U(x)), "size": x.square().sum(1)},
+    "a sum squared": lambda p, y, x: {"data": data(y, x), "sum": y.sum(1).square()},
+    "two states": lambda p, y, x: {"data": data(3 * y - y, x), "mean": p.huber(p.K(y)).mean(1)},
+}
+
+
+def hessian(problem: Written, y: Tensor, x: Tensor) -> Tensor:
+    def total(state: Tensor) -> Tensor:
+        return torch.stack(list(problem.terms(state[None], x).values())).sum()
+
+    return torch.autograd.functional.hessian(total, y)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_hessians_lie_in_the_interval(name: str) -> None:
+    problem = Written(KNOWN[name]).double()
+    low, high, mixed = curvature_of_terms(problem.terms, True)
+    assert low > 0
+    certificate = problem.certificate()
+    assert certificate.exists
+    assert certificate.unique
+    for scale in (0.01, 0.3, 3.0):
+        y, x = scale * torch.randn(N, dtype=torch.float64), scale * torch.randn(1, N, dtype=torch.float64)
+        spectrum = torch.linalg.eigvalsh(hessian(problem, y, x))
+        assert low - 1e-9 <= spectrum[0]
+        assert spectrum[-1] <= high + 1e-9
+
+        def slope(given: Tensor, y: Tensor = y) -> Tensor:
+            state = y[None].clone().requires_grad_()
+            total = torch.stack(list(problem.terms(state, given).values())).sum()
+            return torch.autograd.grad(total, state, create_graph=True)[0][0]
+
+        jacobian = torch.autograd.functional.jacobian(slope, x)[:, 0]
+        assert torch.linalg.matrix_norm(jacobian, 2) <= mixed + 1e-9
+
+
+def test_bounds_are_attained() -> None:
+    problem = Written(lambda p, y, x: {"data": data(y, x), "prior": 0.5 * p.W(y).square().sum(1)}).double()
+    problem.W = op.Dense(N, N, bound=0.7).double()
+    nn.init.orthogonal_(problem.W.weight)
+    low, high, mixed = curvature_of_terms(problem.terms, True)
+    assert (low, mixed) == (1.0, 1.0)
+    assert math.isclose(high, 1.49, rel_tol=1e-2)
+
+
+def test_the_layer_is_as_steep_as_its_certificate_says() -> None:
+    problem = Written(KNOWN["weakly convex"]).double()
+    problem.curvature = 2.0
+    certificate = problem.certificate()
+    assert certificate.lipschitz is not None
+    assert certificate.contraction is not None
+    layer = opteq.Equilibrium(problem, opteq.FISTA(tol=1e-12))
+    x = torch.randn(4, N, dtype=torch.float64)
+    moved = x + 0.1 * torch.randn_like(x)
+    with torch.no_grad():
+        assert ((layer(x) - layer(moved)).norm(dim=1) <= certificate.lipschitz * (x - moved).norm(dim=1)).all()
+        hidden = problem(x)
+        steps = (hidden.step(x) - hidden.step(moved)).norm(dim=1)
+        assert (steps <= certificate.contraction * (x - moved).norm(dim=1)).all()
+
+
+class Hidden(opteq.HiddenProblem):
+    """``g = -1/2 |W' y|^2 - <x, y> + c/2 |differences|^2``, as a user would write it."""
+
+    penalty = "relu"
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.W, self.weight = op.Dense(N, N, bound=0.6), weight
+
+    def smooth(self, y: Any, x: Any) -> Any:
+        likeness = -(x * y).sum(1) - 0.5 * self.W.adjoint(y).square().sum(1)
+        return {"likeness": likeness, "rough": 0.5 * self.weight * (y[:, 1:] - y[:, :-1]).square().sum(1)}
+
+
+@pytest.mark.parametrize("weight", [0.1, 2.0])
+def test_the_smooth_part_of_a_hidden_problem_certifies_it(weight: float) -> None:
+    problem = Hidden(weight).double()
+    certificate = problem.certificate()
+    assert certificate.exists
+    assert certificate.unique
+    y = torch.randn(N, dtype=torch.float64)
+    curved = torch.autograd.functional.hessian(
+        lambda state: sum(problem.smooth(state[None], y[None]).values()).sum(), y
+    )
+    steepest = torch.linalg.matrix_norm(curved, 2)
+    assert certificate.contraction is not None
+    assert steepest <= certificate.contraction <= max(0.36, 4 * weight) + 1e-9
+    assert (certificate.contraction < 1) == (weight == 0.1)  # beyond it, G is strongly convex all the same
+
+
+def test_slices_of_other_shapes_may_be_repeated() -> None:
+    for index in (slice(2, None), slice(None, 1), slice(0, 3)):
+        problem = Written(lambda p, y, x, index=index: {"a": data(y, x), "b": (y[:, 1:] - y[:, index]).square().sum(1)})
+        assert curvature_of_terms(problem.terms, True)[1] == math.inf
+    near = Written(lambda p, y, x: {"a": data(y, x), "b": 0.5 * (y[..., 1:] - y[..., :-1]).square().sum(1)})
+    assert curvature_of_terms(near.terms, True) == (1.0, 5.0, 1.0)
+
+
+UNKNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
+    "'relu'": lambda p, y, x: {"data": torch.relu(y - x).square().sum(1)},
+    "'linear'": lambda p, y, x: {"data": p.U(y).square().sum(1)},
+    "'add_'": lambda p, y, x: {"data": (y + 0).add_(1).square().sum(1)},
+    "branches on values": lambda p, y, x: {"data": data(y, x) if x.any() else y.sum(1)},
+    "reads 'shape'": lambda p, y, x: {"data": (y - x).square().sum(1) / x.shape[1]},
+    "depends on x": lambda p, y, x: {"data": x * y.square()},
+    "above -": lambda p, y, x: {"data": data(y, x), "concave": -p.student(2 * y).sum(1)},
+    "above 0": lambda p, y, x: {"prior": p.huber(p.K(y)).sum(1)},
+    "power of 4": lambda p, y, x: {"data": ((y - x) ** 4).sum(1)},
+    "by a tensor": lambda p, y, x: {"data": y[:, torch.zeros(99, dtype=torch.long)].square().sum(1)},
+    "'cat'": lambda p, y, x: {"data": torch.cat([y, y], 1).square().sum(1)},
+    "divides": lambda p, y, x: {"data": data(y, x) / y.square().sum(1)},
+    "joins samples": lambda p, y, x: {"data": data(y, x) + y.square().sum()},
+    "needs tensors": lambda p, y, x: {"data": 2**y},
+}
+
+
+@pytest.mark.parametrize("reason", UNKNOWN)
+def test_what_is_not_known_says_so(reason: str) -> None:
+    certificate = Written(UNKNOWN[reason]).certificate()
+    assert certificate.exists is None
+    assert certificate.unique is None
+    assert reason in certificate.reasons["exists"]
+
+
+def test_repeated_entries_do_not_fool_the_bounds() -> None:
+    """Broadcasting repeats what is concave as often as the other operand is long."""
+    problem = Written(lambda p, y, x: {"all": (y.square().sum(1, keepdim=True) - 0.9 * p.K(y).square()).sum(1)})
+    low, high, _ = curvature_of_terms(problem.terms, True)
+    assert (low, high) == (-math.inf, math.inf)
+    inner = Written(lambda p, y, x: {"all": (data(y, x) - 0.1 * p.K(y).square().sum(1)).sum(-1)})
+    assert curvature_of_terms(inner.terms, True)[0] == -math.inf
+    spread = Written(lambda p, y, x: {"all": -(y[:, None] + p.weights[:, None]).square().sum(dim=(1, 2))})
+    assert curvature_of_terms(spread.terms, True)[0] == -math.inf
+
+
+def test_a_penalty_that_is_not_convex_is_refused() -> None:
+    problem = Written(KNOWN["denoising"])
+    problem.penalty = "relu"
+    assert problem.certificate().unique
+    problem.penalty = opteq.penalties.FromActivation(lambda u: 1.5 * u, lipschitz=1.5)
+    assert problem.certificate().unique is None
+
+
+def test_an_error_of_the_code_is_no_certificate() -> None:
+    with pytest.raises(NotKnown, match="no tensor"):
+        curvature_of_terms(lambda y, x: {"data": 3.0}, True)
