@@ -112,7 +112,7 @@ def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
     for recipe in same:
         assert (recipe.data.name == "folder-superclasses") == ("superclasses" in recipe.name)
         assert (recipe.guard.lost == 1) == ("mdeq" in recipe.name)
-        adaptive = "mondeq" in recipe.name or "neural-ode" in recipe.name
+        adaptive = any(kind in recipe.name for kind in ("mdeq", "mondeq", "neural-ode"))
         assert (recipe.optimizer.name, recipe.optimizer.lr) == (("adamw", 1e-3) if adaptive else ("sgd", 0.1))
         tables = recipe.model_dump(exclude={"name", "reproduces", "model", "guard", "optimizer"})
         rest.append({**tables, "data": {**tables["data"], "name": "folder"}})
