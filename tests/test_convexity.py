@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -205,3 +206,66 @@ def test_a_penalty_that_is_not_convex_is_refused() -> None:
 def test_an_error_of_the_code_is_no_certificate() -> None:
     with pytest.raises(NotKnown, match="no tensor"):
         curvature_of_terms(lambda y, x: {"data": 3.0}, True)
+
+
+def random_objective(seed: int) -> Callable[[Any, Any], dict[str, Any]]:
+    """Terms put together at random: linear maps, slices, constants of several shapes, squares, potentials and sums."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    maps = [op.Dense(N, rng.choice([1, 3, N]), bound=rng.uniform(0.3, 1.5)).double() for _ in range(2)]
+    bends = [potentials.Huber(0.5), potentials.Student(0.7), potentials.Gaussian(0.6), potentials.GemanMcClure(0.8)]
+    shapes = ((), (N,), (N,), (3, 1), (1,))
+    constants = [torch.randn(shape, dtype=torch.float64) for shape in shapes] + [torch.rand(N, dtype=torch.float64)]
+    slices = [(slice(1, None), slice(None, -1)), (slice(1, None), slice(None, 1)), (slice(0, 1), slice(None))]
+
+    def linear(depth: int) -> Callable[[Any, Any], Any]:
+        one, other = (linear(depth - 1), linear(depth - 1)) if depth else (None, None)
+        if one is None or other is None:
+            return rng.choice([lambda y, x: y, lambda y, x: y - x])
+        chosen, constant, number, (i, j) = (
+            rng.choice(maps),
+            rng.choice(constants),
+            rng.uniform(-2, 2),
+            rng.choice(slices),
+        )
+        return rng.choice([
+            lambda y, x: one(y, x) * number, lambda y, x: one(y, x) + constant, lambda y, x: constant * one(y, x),
+            lambda y, x: one(y, x)[..., i] - one(y, x)[..., j], lambda y, x: one(y, x) - other(y, x),
+            lambda y, x: chosen(y),
+        ])  # fmt: skip
+
+    def bent(depth: int) -> Callable[[Any, Any], Any]:
+        inner, potential = linear(rng.randrange(3)), rng.choice(bends).double()
+        if not depth:
+            return rng.choice([lambda y, x: inner(y, x).square(), lambda y, x: potential(inner(y, x))])
+        one, other, constant = bent(depth - 1), bent(depth - 1), rng.choice(constants)
+        number, keep = rng.uniform(-2, 2), rng.random() < 0.5
+        return rng.choice([
+            lambda y, x: number * one(y, x), lambda y, x: one(y, x) * constant, lambda y, x: one(y, x) + other(y, x),
+            lambda y, x: one(y, x).sum(-1, keepdim=keep), lambda y, x: one(y, x).mean(-1, keepdim=True),
+            lambda y, x: constant - one(y, x),
+        ])  # fmt: skip
+
+    whole = bent(3)
+    return lambda y, x: {"all": whole(y, x).flatten(1).sum(1)}
+
+
+def test_random_objectives_bend_within_their_bounds() -> None:
+    """Where the bounds are known, and the code runs: broadcasting fails for some, and joins samples in others."""
+    held = 0
+    for seed in range(250):
+        terms = random_objective(seed)
+        y, x = torch.randn(2, 2, N, dtype=torch.float64)
+        try:
+            low, high, _ = curvature_of_terms(terms, True)
+            found = torch.autograd.functional.hessian(lambda state: terms(state, x)["all"].sum(), y)  # noqa: B023
+        except (NotKnown, RuntimeError, IndexError, ValueError):
+            continue
+        spectrum = torch.linalg.eigvalsh(found[0, :, 0])
+        if (low, high) == (-math.inf, math.inf) or bool(found[0, :, 1].any()):
+            continue
+        tolerance = 1e-9 * (1 + float(spectrum.abs().max()))
+        assert low - tolerance <= spectrum[0], seed
+        assert spectrum[-1] <= high + tolerance, seed
+        held += 1
+    assert held > 50
