@@ -34,7 +34,8 @@ class Bounds:
         if not isinstance(args[0], Bounds) and name in _SWAPPED and len(args) == 2:
             name, args = _SWAPPED[name], args[::-1]
         if not isinstance(args[0], Bounds) or name not in _NAMES:
-            raise NotKnown(f"it uses {name!r}")
+            hint = ", whose norm is not known: opteq.operators have one" if name in _MAPS else ""
+            raise NotKnown(f"it uses {name!r}{hint}")
         return getattr(args[0], _NAMES[name])(*args[1:], **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -252,6 +253,7 @@ _NAMES = {
     "negative": "__neg__", "pow": "__pow__", "square": "_square", "sum": "_sum", "mean": "_mean", "flatten": "_flatten",
     "getitem": "__getitem__",
 }  # fmt: skip
+_MAPS = ("linear", "matmul", "mm", "conv1d", "conv2d", "conv3d")
 _SWAPPED = {"add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "multiply": "mul", "rsub": "sub"}
 """Functions of two values by what they are with these the other way round."""
 
