@@ -56,7 +56,9 @@ def hunt(draw: Draw) -> str:
             x.grad = None
             drawn.problem.zero_grad()
             torch.autograd.backward(features, sent)
-    if not (plain or bool(solution.converged.all())) or solution.backward is None:
+    # Unrolled steps need no solution, but steps that overflow have gradients of NaN of their own.
+    solved = Status.NON_FINITE not in solution.status if plain else bool(solution.converged.all())
+    if not solved or solution.backward is None:
         return "unsolved"
     assert x.grad is not None
     if bad is not None:
