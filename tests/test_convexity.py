@@ -172,6 +172,10 @@ UNKNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "'cat'": lambda p, y, x: {"data": torch.cat([y, y], 1).square().sum(1)},
     "divides": lambda p, y, x: {"data": data(y, x) / y.square().sum(1)},
     "joins samples": lambda p, y, x: {"data": data(y, x) + y.square().sum()},
+    "samples of the batch": lambda p, y, x: {"data": data(y, x), "first": (y - y[0]).square().sum(1)},
+    "compares values": lambda p, y, x: {"data": data(y, x) * (y == 0)},
+    "branches": lambda p, y, x: {"data": data(y, x) if x.is_cuda else -data(y, x)},
+    "weights a term": lambda p, y, x: {"data": data(y, x), "masked": -(y.square() * (x > 0)).sum(1)},
     "needs tensors": lambda p, y, x: {"data": 2**y},
 }
 

@@ -77,7 +77,11 @@ class Bounds:
     def __iter__(self) -> Any:
         raise NotKnown("it takes a tensor or an input apart")
 
-    __radd__, __rmul__ = __add__, __mul__
+    def _compare(self, _: Any) -> Any:
+        raise NotKnown("it compares values")
+
+    __radd__, __rmul__, __hash__ = __add__, __mul__, object.__hash__
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = lambda self, other: self._compare(other)
 
 
 class Given(Bounds):
@@ -86,10 +90,12 @@ class Given(Bounds):
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "ndim", "dtype", "device", "size", "dim"):
             raise NotKnown(f"it reads {name!r}")
-        return lambda *_, **__: Given()
-
-    def __getitem__(self, index: Any) -> Given:
         return Given()
+
+    def __call__(self, *_: Any, **__: Any) -> Given:
+        return Given()  # a method of it
+
+    __getitem__ = _compare = __call__
 
     def _mul(self, other: Any) -> Any:
         return other._mul(self) if isinstance(other, Affine | Bent) else Given()
@@ -111,7 +117,7 @@ class Input(Given):
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Affine(Bounds):
     """``L y + M x + c``: ``least <= |L v| / |v| <= most``, ``|M| <= given``.
 
@@ -177,10 +183,12 @@ class Affine(Bounds):
         parts = index if isinstance(index, tuple) else (index,)
         if not all(part is None or part is ... or isinstance(part, int | slice) for part in parts):
             raise NotKnown("it selects entries by a tensor")
+        if parts[0] is not ... and parts[0] != slice(None):
+            raise NotKnown("it joins samples of the batch")
         return Affine(self.most, 0.0, self.given, _cut(parts) if self.cut == frozenset() and not self.flat else None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bent(Bounds):
     """Entries whose sum has a Hessian by y in ``[low, high]``, and a mixed derivative by y and x of at most ``mixed``.
 
