@@ -1,7 +1,8 @@
-"""Training beyond the contraction bound: the Jacobian penalty against dense Jacobians, and bounds that grow."""
+"""Training beyond the contraction bound: the Jacobian penalty and limit against dense Jacobians, bounds that grow."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import opteq
 from opteq import models
 from opteq import operators as op
 from opteq.common.errors import UserError
+from opteq.training import load_recipe, train
+from opteq.training.devices import Accelerator
 from opteq.training.optim.bounds import GrowingBounds
-from opteq.training.optim.jacobian import squared_jacobian, squared_radius
+from opteq.training.optim.jacobian import RadiusLimit, squared_jacobian, squared_radius
 from opteq.training.optim.losses import Loss, cross_entropy
 from opteq.training.recipe.sections import LossSection, TrainSection
 from oracles import dense_jacobian
@@ -147,6 +150,99 @@ def test_models_without_an_equilibrium_are_refused() -> None:
     explicit = models.create("mopteq-193k", channels=3, hidden=[4, 4], scales=[1, 2], feedback="explicit")
     with pytest.raises(UserError, match="fixed number of steps"):
         Loss(LossSection(), 0.0, explicit, jacobian=1.0)
+
+
+def dense_radii(layer: opteq.Equilibrium, x: torch.Tensor) -> list[float]:
+    """Spectral radii of a step's Jacobian at the equilibria of ``x``, sample by sample."""
+    radii = []
+    for row in x.split(1):
+        with torch.no_grad():
+            state = layer.solve(row).state
+        radii.append(float(torch.linalg.eigvals(dense_jacobian(layer.problem(row).step, state)).abs().max()))
+    return radii
+
+
+def scaled(factor: float, W: op.Dense) -> op.Dense:
+    W.weight.data.mul_(factor)
+    return W
+
+
+def unbounded(kind: str) -> opteq.Problem:
+    torch.manual_seed(0)
+    if kind == "ring":
+        branches = [opteq.Branch(scaled(1.6, op.Dense(3, 4, bound=None)), nn.Linear(5, 4)) for _ in range(2)]
+        return opteq.MOptEq(branches, activation="leaky_relu")
+    if kind == "deep":
+        layers = [(scaled(2.0, op.Dense(4, 6, bound=None)), nn.Linear(5, 6)) for _ in range(3)]
+        return opteq.DeepOptEq(layers, alpha=1.0, activation="leaky_relu")
+    if kind == "separable":
+        return opteq.OptEq(op.SeparableConv2d(4, 5, 3, bound=None), nn.Conv2d(5, 5, 1), activation="leaky_relu")
+    return opteq.OptEq(op.Dense(4, 6, bound=None), nn.Linear(5, 6), activation="leaky_relu")
+
+
+@pytest.mark.parametrize("kind", ["dense", "ring", "deep", "separable"])
+def test_weights_are_scaled_to_the_limit_of_the_radius(kind: str) -> None:
+    """Of what a step multiplies nothing is forgotten: the radius ends at the limit, and not far below it."""
+    layer = opteq.Equilibrium(unbounded(kind).double(), solver=opteq.Anderson(tol=1e-10, max_steps=500))
+    x = torch.randn(3, 5, *([3, 3] if kind == "separable" else []), dtype=torch.float64)
+    limit = RadiusLimit(layer, 0.2)
+    before = max(dense_radii(layer, x))
+    assert before > 0.25
+    for _ in range(12):  # equilibria move with the weights, and one step at most halves the feedback
+        layer(x)
+        limit.apply(Accelerator(cpu=True))
+    assert max(dense_radii(layer, x)) == pytest.approx(0.2, rel=0.15)
+    kept = [weight.clone() for weight in layer.parameters()]
+    limit.limit = 0.9
+    layer(x)
+    limit.apply(Accelerator(cpu=True))
+    layer.eval()(x)  # tests are not looked at
+    assert not limit.found[0]
+    limit.close()
+    assert layer.observer is None
+    torch.testing.assert_close(list(layer.parameters()), kept, rtol=0, atol=0)
+
+
+def test_batches_without_equilibria_are_skipped_and_weaken_feedback() -> None:
+    W = op.Dense(4, 4, bound=None)
+    W.weight.data = 1.5 * torch.eye(4)
+    solver = opteq.Picard(tol=1e-6, max_steps=6)
+    layer = opteq.Equilibrium(opteq.OptEq(W, nn.Identity()), solver=solver, on_failure="ignore")
+    x = torch.ones(100, 4)
+    limit = RadiusLimit(layer, 0.9)
+    accelerator = Accelerator(cpu=True)
+    layer(-x)  # with nothing active there is an equilibrium, and no feedback
+    assert not bool(limit.apply(accelerator))
+    assert float(W.weight.detach()[0, 0]) == 1.5
+    for lost in (2, 3):
+        layer(torch.cat([-x[lost:], x[:lost]]))
+        assert bool(limit.apply(accelerator)) == (lost == 3)
+    # From a radius of 2.25 to half of it, and on to the limit.
+    assert float(W.weight.detach()[0, 0]) ** 2 == pytest.approx(0.9)
+
+
+@pytest.mark.slow
+def test_feedback_without_a_bound_is_trained_within_its_limit(tmp_path: Path) -> None:
+    """Without the limit, most samples of this training are lost in the second epoch, and the guard stops it."""
+    options = {
+        "train.epochs": 2, "train.radius": 0.9, "train.clip": 1, "optimizer.lr": 0.3, "model.name": "mopteq-193k",
+        "model.options.bound": "none", "model.options.hidden": "[12,12,12]", "model.options.channels": 8,
+        "model.options.pool": 2, "model.options.injection_norm": "batch", "model.options.initial_norm": 1.5,
+    }  # fmt: skip
+    recipe = load_recipe("digits", [f"{key}={value}" for key, value in options.items()])
+    train(recipe, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["converged"] > 0.98 for row in rows)
+    assert rows[-1]["test_accuracy"] > 0.9
+    with pytest.raises(ValueError, match="exclude each other"):
+        TrainSection(epochs=1, batch_size=1, radius=0.9, jacobian=1.0)
+
+
+def test_a_limit_needs_a_w() -> None:
+    with pytest.raises(UserError, match=r"train\.radius scales W down"):
+        RadiusLimit(models.create("mdeq-2.5m"), 0.9)
+    with pytest.raises(UserError, match=r"train\.radius needs a model with an equilibrium"):
+        RadiusLimit(models.create("resnet18-cifar", width=4), 0.9)
 
 
 def test_bounds_grow_to_the_models_own() -> None:

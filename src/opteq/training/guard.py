@@ -43,8 +43,8 @@ def check_progress(options: GuardSection, metrics: Metrics, where: str, ended: b
     if metrics.skipped_in_a_row > options.skipped or (ended and not metrics.samples):
         raise TrainingStopped(
             f"{where}: {metrics.skipped_in_a_row:.0f} steps in a row were skipped because their loss or gradient was "
-            "not finite. Try a lower optimizer.lr, train.clip=1.0, or a smaller bound on the model's operators; with "
-            "precision fp16, try bf16"
+            "not finite, or, with train.radius, because too many samples had no equilibrium. Try a lower optimizer.lr, "
+            "train.clip=1.0, or a smaller bound on the model's operators; with precision fp16, try bf16"
         )
     if metrics.solves and metrics.lost_share > options.lost:
         raise TrainingStopped(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opteq.training.adversary import Adversary
 from opteq.training.devices import Accelerator
 from opteq.training.metrics import RunningMetrics
+from opteq.training.optim.jacobian import RadiusLimit
 from opteq.training.optim.losses import Loss
 from opteq.training.optim.skipping import Buffers, as_gradient, gradient_norm, step_unless
 from opteq.training.recipe.sections import TrainSection
@@ -24,7 +25,8 @@ class StepRunner:
     (Batch normalisation uses the images of all processes, but of one micro-batch.)
 
     A step whose loss or gradient is not finite is skipped, in all processes: weights, optimiser, statistics of batch
-    normalisation and metrics stay what they were, and the step is counted.
+    normalisation and metrics stay what they were, and the step is counted. So is a step too many of whose samples have
+    no equilibrium, where ``radius`` says so.
 
     Args:
         model: prepared by accelerate.
@@ -33,6 +35,7 @@ class StepRunner:
         accelerator: of the run.
         options: the recipe's ``[train]``.
         adversary: attacks the images of each micro-batch before the training step.
+        radius: limits feedback after each step.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class StepRunner:
         accelerator: Accelerator,
         options: TrainSection,
         adversary: Adversary | None = None,
+        radius: RadiusLimit | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -50,6 +54,7 @@ class StepRunner:
         self.accelerator = accelerator
         self.options = options
         self.adversary = adversary
+        self.radius = radius
         # An attack is local to a process: it uses the model without the wrapper, which synchronises gradients.
         self._bare = accelerator.unwrap_model(model)
         self._peaks = [group["lr"] for group in optimizer.param_groups]
@@ -100,6 +105,8 @@ class StepRunner:
             norm = gradient_norm(self.model.parameters())
         # Features of 1e30 have a finite gradient, and an infinite variance that running averages would keep for ever.
         failed = ~torch.isfinite(norm) | buffers.have_non_finite()
+        if self.radius is not None:
+            failed = failed | self.radius.apply(self.accelerator)
         if self.accelerator.scaler is None:
             step_unless(failed, self.optimizer)
         else:

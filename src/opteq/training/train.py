@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from opteq.models import Classifier
 from opteq.training.adversary import Adversary
 from opteq.training.devices import Accelerator, make_accelerator
 from opteq.training.input_size import check_input_size
+from opteq.training.optim.jacobian import RadiusLimit
 from opteq.training.optim.losses import Loss
 from opteq.training.optim.optimizers import optimizer
 from opteq.training.optim.sync_batch_norm import convert_sync_batch_norm
@@ -70,14 +71,15 @@ def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerat
     rng.seed(recipe.train.seed + accelerator.process_index)
     options = recipe.train
     made = Loss(recipe.loss, options.label_smoothing, model, options.jacobian, options.jacobian_limit)
-    with without_warnings(model) as layers, made as loss:
+    radius = None if options.radius is None else RadiusLimit(model, options.radius, recipe.guard.residual)
+    with without_warnings(model) as layers, made as loss, nullcontext() if radius is None else closing(radius):
         wrapped, optimiser = accelerator.prepare(model, optimizer(recipe.optimizer, model))
         train_batches, test, unseen = _batches(recipe, dataset, accelerator)
         for batches in (train_batches, test):
             check_input_size(model, batches)
         attack = recipe.adversary.training()
         adversary = None if attack is None else Adversary(attack, train_batches)
-        step_runner = StepRunner(wrapped, optimiser, loss, accelerator, recipe.train, adversary)
+        step_runner = StepRunner(wrapped, optimiser, loss, accelerator, recipe.train, adversary, radius)
         trainer = Trainer(
             recipe, model, step_runner, train_batches, test, Checkpoints(folder.checkpoints), accelerator, unseen=unseen
         )

@@ -1,15 +1,21 @@
-"""The size of a step's Jacobian at an equilibrium, as a term of the training loss."""
+"""The size of a step's Jacobian at an equilibrium: as a term of the training loss, or kept within a limit."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from opteq.common.derivatives import pullback
 from opteq.common.errors import UserError
+from opteq.equilibrium import Equilibrium
 from opteq.models import equilibria
+from opteq.operators import Operator
+from opteq.problems import DeepOptEq
 from opteq.problems.hidden import BoundMap, Hidden, Product
 from opteq.states import State, blocks, inner, like, map_state, per_row, sample_rows
+from opteq.training.devices import Accelerator
 
 
 def squared_jacobian(hidden: BoundMap, state: State, probe: State | None = None) -> Tensor:
@@ -87,14 +93,9 @@ class JacobianPenalty:
 
     def __init__(self, model: nn.Module, limit: float | None = None) -> None:
         self.limit = limit
-        self.layers = [layer for _, layer in equilibria(model)]
-        if not self.layers:
-            raise UserError("train.jacobian needs a model with an equilibrium; this one has none")
+        self.layers = _solved(model, "train.jacobian")
         self.found: list[Tensor] = []
         for layer in self.layers:
-            # Of a fixed number of steps the state is no equilibrium, and its gradient does not pass through I - J.
-            if layer.solver.tol == 0:
-                raise UserError("train.jacobian has no effect on a fixed number of steps; it needs an equilibrium")
             layer.observer = self._observe
 
     def close(self) -> None:
@@ -116,3 +117,92 @@ class JacobianPenalty:
                 self.found.append(squared_jacobian(hidden, state))
             else:
                 self.found.append((squared_radius(hidden, state) - self.limit * self.limit).clamp_min(0))
+
+
+class RadiusLimit:
+    """Keeps the spectral radius r of a step's Jacobian within a limit, for all samples of a batch.
+
+    Where r exceeds the limit, the weights of the equilibrium's W are multiplied by a power of ``limit / r``. Steps
+    apply every W twice, as itself and as its adjoint, so that the square root of it brings r back to the limit; in a
+    Deep OptEq of L layers, where W's are multiplied by each other, the 2L-th root. The next batch measures again.
+
+    Where a solve found no equilibrium, r counts as at least 1. The gradient of such a sample is not one of its loss; if
+    there are more than ``SHARE`` of them in a batch, its optimiser step is to be skipped.
+
+    Args:
+        model: with at least one equilibrium layer that has a W.
+        limit: of r, below 1.
+        residual: relative residual above which a state is no equilibrium.
+    """
+
+    SHARE = 0.02
+
+    def __init__(self, model: nn.Module, limit: float, residual: float = 0.1) -> None:
+        self.limit, self.residual = limit, residual
+        self.layers = _solved(model, "train.radius")
+        self.weights = [_feedback_weights(layer) for layer in self.layers]
+        if not all(self.weights):
+            raise UserError("train.radius scales W down, and an equilibrium of this model has no W with weights")
+        # Of each micro-batch: the largest r^2, how many samples are lost, and how many there are.
+        self.found: list[list[Tensor]] = [[] for _ in self.layers]
+        for index, layer in enumerate(self.layers):
+            layer.observer = partial(self._observe, index)
+
+    def close(self) -> None:
+        """Stop looking at the layers."""
+        for layer in self.layers:
+            layer.observer = None
+
+    @torch.no_grad()
+    def apply(self, accelerator: Accelerator) -> Tensor:
+        """Scale the weights by what was found since the last call, in all processes.
+
+        Returns:
+            Whether the optimiser step is to be skipped.
+        """
+        skip = []
+        for weights, found in zip(self.weights, self.found, strict=True):
+            largest, lost, count = accelerator.gather(torch.stack(found)).unbind(dim=1)
+            found.clear()
+            radius = largest.amax().sqrt()
+            # A radius that is not finite says nothing; one step at most halves the feedback.
+            ratio = torch.where(radius.isfinite(), self.limit / radius, 1.0).clamp(0.5, 1.0)
+            for weight, degree in weights:
+                weight.mul_(ratio ** (1 / degree))
+            skip.append(lost.sum() > self.SHARE * count.sum())
+        return torch.stack(skip).any()
+
+    def _observe(self, index: int, hidden: BoundMap, state: State) -> None:
+        layer = self.layers[index]
+        if not (torch.is_grad_enabled() and layer.training):
+            return
+        assert layer.last is not None
+        with torch.no_grad():
+            squares = squared_radius(hidden, state).float()
+            lost = ~(layer.last[0].residual <= self.residual)
+            largest = torch.where(lost, squares.clamp_min(1), squares).amax()
+            self.found[index].append(torch.stack([largest, lost.float().sum(), torch.ones_like(squares).sum()]))
+
+
+def _solved(model: nn.Module, key: str) -> list[Equilibrium]:
+    """The model's equilibria, each of them a solution."""
+    layers = [layer for _, layer in equilibria(model)]
+    if not layers:
+        raise UserError(f"{key} needs a model with an equilibrium; this one has none")
+    for layer in layers:
+        # Of a fixed number of steps the state is no equilibrium, and its gradient does not pass through I - J.
+        if layer.solver.tol == 0:
+            raise UserError(f"{key} has no effect on a fixed number of steps; it needs an equilibrium")
+    return layers
+
+
+def _feedback_weights(layer: Equilibrium) -> list[tuple[nn.Parameter, int]]:
+    """The weights of every W, and the power of them that a step's Jacobian grows with."""
+    problem = layer.problem
+    depth = len(problem.layers) if isinstance(problem, DeepOptEq) else 1
+    found = []
+    for name, part in problem.named_modules():
+        if name.rpartition(".")[2] == "W" and isinstance(part, Operator):
+            weights = list(part.parameters())  # a separable convolution has two, which are multiplied by each other
+            found += [(weight, 2 * depth * len(weights)) for weight in weights]
+    return found

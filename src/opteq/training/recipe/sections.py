@@ -92,8 +92,9 @@ class TrainSection(Section):
     epoch; 0 adds none. ``threads`` is the number of CPU threads, torch's default if not given. Small images gain little
     from a second thread, and are much slower if another program uses its core. ``jacobian`` is the weight, in the loss,
     of the squared Frobenius norm of a step's Jacobian at the equilibrium per entry of the state; with
-    ``jacobian_limit``, of how far its squared spectral radius exceeds that limit's square. With ``bound_start``,
-    bounds on weights grow from there to the model's own within the first ``bound_epochs`` epochs.
+    ``jacobian_limit``, of how far its squared spectral radius exceeds that limit's square. ``radius`` limits that
+    spectral radius itself: where a sample of a batch exceeds it, W is scaled down. With ``bound_start``, bounds on
+    weights grow from there to the model's own within the first ``bound_epochs`` epochs.
     """
 
     epochs: Count
@@ -109,6 +110,7 @@ class TrainSection(Section):
     label_smoothing: Share = 0.0
     jacobian: NotNegative = 0.0
     jacobian_limit: Positive | None = None
+    radius: Annotated[float, Field(gt=0, lt=1)] | None = None
     bound_start: Positive | None = None
     bound_epochs: Count | None = None
     drop_last: bool = False
@@ -120,6 +122,10 @@ class TrainSection(Section):
             raise ValueError(f"accumulate = {self.accumulate} is more than batch_size = {self.batch_size}")
         if self.jacobian_limit is not None and not self.jacobian:
             raise ValueError("jacobian_limit has no effect without jacobian, the weight of the penalty")
+        if self.radius is not None and self.precision == "fp16":
+            raise ValueError("radius skips steps, which the scaling of losses in fp16 does by itself; use bf16 or no")
+        if self.radius is not None and self.jacobian:
+            raise ValueError("radius and jacobian exclude each other: both limit feedback; leave out one of them")
         if (self.bound_start is None) != (self.bound_epochs is None):
             raise ValueError("bound_start and bound_epochs go together: where bounds begin, and for how long they grow")
         if self.bound_epochs is not None and self.bound_epochs >= self.epochs:

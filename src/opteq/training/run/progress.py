@@ -106,7 +106,7 @@ class ProgressDisplay:
             text += f"  {line['solver_steps']:.1f} steps  worst residual {worst}"
             text += f"  converged {line['converged']:.1%}"
         if line.get("skipped_steps"):
-            text += f"  {line['skipped_steps']} steps skipped (not finite)"
+            text += f"  {line['skipped_steps']} steps skipped"
         self.say(f"{text}  {line['seconds']:.1f} s")
 
     def say(self, text: str) -> None:
