@@ -452,7 +452,7 @@ def test_weak_negative_curvature_is_found(n, least):
 
 
 @pytest.mark.parametrize(
-    ("start", "got"),
+    ("returned", "got"),
     [
         (lambda x: {"y": x}, "got dict"),
         (lambda x: [x], "got list"),
@@ -460,15 +460,16 @@ def test_weak_negative_curvature_is_found(n, least):
         (lambda x: x[0], r"got shape \(4,\)"),
     ],
 )
+@pytest.mark.parametrize("method", ["start", "features"])
 @pytest.mark.parametrize("kind", ["Objective", "HiddenProblem"])
-def test_wrong_starts_are_named(start, got, kind):
+def test_wrong_starts_and_features_are_named(returned, got, method, kind):
     def zero(self, y, x):
         return {"square": y.square().flatten(1).sum(1)}
 
-    written = {"start": lambda self, x: start(x), "terms": zero, "smooth": zero, "penalty": "identity"}
+    written = {method: lambda self, z: returned(z), "terms": zero, "smooth": zero, "penalty": "identity"}
     problem = type("Mine", (getattr(opteq, kind),), written)()
-    with pytest.raises(ValueError, match=rf"Mine.start\(x\) should be a tensor .*{got}"):
-        problem(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=rf"Mine.{method}\(.\) should be a tensor .*{got}"):
+        opteq.Equilibrium(problem)(torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize("curvature", [-3.0, 0.0, float("nan")])

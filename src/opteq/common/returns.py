@@ -11,12 +11,20 @@ State = TypeVar("State")
 
 def check_start(start: State, x: Any, who: str) -> State:
     """The start of a state if it is what it should be: a tensor, or a tuple of them, batch first."""
-    batch = (x[0] if isinstance(x, tuple) else x).shape[0]
-    for part in start if isinstance(start, tuple) else (start,):
+    return _check_tensors(start, (x[0] if isinstance(x, tuple) else x).shape[0], f"{who}.start(x)")
+
+
+def check_features(features: State, y: Any, who: str) -> State:
+    """The features at a state if they are what they should be: a tensor, or a tuple of them, batch first."""
+    return _check_tensors(features, (y[0] if isinstance(y, tuple) else y).shape[0], f"{who}.features(y)")
+
+
+def _check_tensors(value: State, batch: int, who: str) -> State:
+    for part in value if isinstance(value, tuple) and value else (value,):
         if not isinstance(part, Tensor) or part.shape[:1] != (batch,):
             got = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-            raise ValueError(f"{who}.start(x) should be a tensor of shape ({batch}, ...) or a tuple of them; got {got}")
-    return start
+            raise ValueError(f"{who} should be a tensor of shape ({batch}, ...) or a tuple of them; got {got}")
+    return value
 
 
 def check_terms(terms: Any, batch: int, who: str) -> dict[str, Tensor]:

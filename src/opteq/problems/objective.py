@@ -13,7 +13,7 @@ from torch import Tensor
 from opteq import penalties
 from opteq.common.convexity import certify_objective
 from opteq.common.derivatives import gradient, pullback
-from opteq.common.returns import check_start, check_terms
+from opteq.common.returns import check_features, check_start, check_terms
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import WrittenProblem
@@ -129,7 +129,7 @@ class BoundObjective(Hidden):
 
     def features(self, y: State) -> State:
         features: State = self.bound.call("features", y)
-        return features
+        return check_features(features, y, type(self.bound.module).__name__)
 
     def value(self, y: State) -> Tensor:
         """F(y), one number per sample."""

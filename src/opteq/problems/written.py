@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opteq.common.returns import check_start, check_terms
+from opteq.common.returns import check_features, check_start, check_terms
 from opteq.operators import LinearMap, Operator, use_prepared
 from opteq.penalties import Penalty
 from opteq.problems.hidden import Hidden, Structure
@@ -72,4 +72,4 @@ class WrittenHidden(Hidden):
 
     def features(self, y: State) -> State:
         features: State = self.bound.call("features", y)
-        return features
+        return check_features(features, y, type(self.bound.module).__name__)
