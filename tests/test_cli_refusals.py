@@ -248,8 +248,8 @@ def fill_the_disk(root: str, out: str) -> None:
 def test_a_full_disk(root: Path, tmp_path: Path) -> None:
     assert in_process(fill_the_disk, str(root), str(tmp_path / "run")) == 2
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000003.safetensors"]
-    for out in ("run", "undisturbed"):
-        assert in_process(train_here, str(root), str(tmp_path / out), []) == 0
+    assert in_process(train_here, str(root), str(tmp_path / "run"), []) == 0
+    assert train(root, tmp_path / "undisturbed").exit_code == 0
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("run", "undisturbed")]
     assert weights[0] == weights[1]
     assert lines(tmp_path / "run") == lines(tmp_path / "undisturbed")
