@@ -14,7 +14,6 @@ from opteq import models
 from opteq import operators as op
 from opteq.common.errors import UserError
 from opteq.training import load_recipe, train
-from opteq.training.devices import Accelerator
 from opteq.training.optim.bounds import GrowingBounds
 from opteq.training.optim.jacobian import RadiusLimit, squared_jacobian, squared_radius
 from opteq.training.optim.losses import Loss, cross_entropy
@@ -190,12 +189,12 @@ def test_weights_are_scaled_to_the_limit_of_the_radius(kind: str) -> None:
     assert before > 0.25
     for _ in range(12):  # equilibria move with the weights, and one step at most halves the feedback
         layer(x)
-        limit.apply(Accelerator(cpu=True))
+        limit.apply()
     assert max(dense_radii(layer, x)) == pytest.approx(0.2, rel=0.15)
     kept = [weight.clone() for weight in layer.parameters()]
     limit.limit = 0.9
     layer(x)
-    limit.apply(Accelerator(cpu=True))
+    limit.apply()
     layer.eval()(x)  # tests are not looked at
     assert not limit.found[0]
     limit.close()
@@ -210,13 +209,13 @@ def test_batches_without_equilibria_are_skipped_and_weaken_feedback() -> None:
     layer = opteq.Equilibrium(opteq.OptEq(W, nn.Identity()), solver=solver, on_failure="ignore")
     x = torch.ones(100, 4)
     limit = RadiusLimit(layer, 0.9)
-    accelerator = Accelerator(cpu=True)
+    assert not bool(limit.apply())
     layer(-x)  # with nothing active there is an equilibrium, and no feedback
-    assert not bool(limit.apply(accelerator))
+    assert not bool(limit.apply())
     assert float(W.weight.detach()[0, 0]) == 1.5
     for lost in (2, 3):
         layer(torch.cat([-x[lost:], x[:lost]]))
-        assert bool(limit.apply(accelerator)) == (lost == 3)
+        assert bool(limit.apply()) == (lost == 3)
     # From a radius of 2.25 to half of it, and on to the limit.
     assert float(W.weight.detach()[0, 0]) ** 2 == pytest.approx(0.9)
 

@@ -10,6 +10,7 @@ with needs_extra("train"):
     from opteq.training.denoising.trainer import train as train_denoiser
     from opteq.training.evaluate import evaluate
     from opteq.training.guard import Interrupted, TrainingStopped
+    from opteq.training.optim.jacobian import RadiusLimit
     from opteq.training.recipe.files import AnyRecipe, load_any_recipe, load_recipe, recipes
     from opteq.training.recipe.sections import Recipe
     from opteq.training.robustness import evaluate_robustness
@@ -20,6 +21,7 @@ __all__ = [
     "AnyRecipe",
     "CheckpointWarning",
     "Interrupted",
+    "RadiusLimit",
     "Recipe",
     "TrainingStopped",
     "evaluate",

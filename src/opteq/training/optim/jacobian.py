@@ -133,6 +133,15 @@ class RadiusLimit:
         model: with at least one equilibrium layer that has a W.
         limit: of r, below 1.
         residual: relative residual above which a state is no equilibrium.
+
+    >>> import torch, opteq
+    >>> from opteq import operators as op
+    >>> layer = opteq.Equilibrium(opteq.OptEq(op.Dense(8, 8, bound=None), torch.nn.Linear(4, 8)))
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> limit = RadiusLimit(layer, 0.9)
+    >>> layer(torch.randn(5, 4)).square().sum().backward()
+    >>> if not limit.apply():
+    ...     _ = optimizer.step()
     """
 
     SHARE = 0.02
@@ -154,15 +163,21 @@ class RadiusLimit:
             layer.observer = None
 
     @torch.no_grad()
-    def apply(self, accelerator: Accelerator) -> Tensor:
-        """Scale the weights by what was found since the last call, in all processes.
+    def apply(self, accelerator: Accelerator | None = None) -> Tensor:
+        """Scale the weights by what was found in training mode since the last call.
+
+        Args:
+            accelerator: joins what several processes found.
 
         Returns:
             Whether the optimiser step is to be skipped.
         """
         skip = []
         for weights, found in zip(self.weights, self.found, strict=True):
-            largest, lost, count = accelerator.gather(torch.stack(found)).unbind(dim=1)
+            if not found:
+                continue
+            joined = torch.stack(found)
+            largest, lost, count = (joined if accelerator is None else accelerator.gather(joined)).unbind(dim=1)
             found.clear()
             radius = largest.amax().sqrt()
             # A radius that is not finite says nothing; one step at most halves the feedback.
@@ -170,7 +185,7 @@ class RadiusLimit:
             for weight, degree in weights:
                 weight.mul_(ratio ** (1 / degree))
             skip.append(lost.sum() > self.SHARE * count.sum())
-        return torch.stack(skip).any()
+        return torch.stack(skip).any() if skip else torch.tensor(False)
 
     def _observe(self, index: int, hidden: BoundMap, state: State) -> None:
         layer = self.layers[index]
