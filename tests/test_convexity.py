@@ -99,7 +99,7 @@ def test_bounds_are_attained() -> None:
     problem.W = op.Dense(N, N, bound=0.7).double()
     nn.init.orthogonal_(problem.W.weight)
     low, high, mixed = curvature_of_terms(problem.terms, True)
-    assert (low, mixed) == (1.0, 1.0)
+    assert (low, mixed) == pytest.approx((1.0, 1.0))
     assert math.isclose(high, 1.49, rel_tol=1e-2)
 
 
@@ -155,7 +155,7 @@ def test_slices_of_other_shapes_may_be_repeated() -> None:
         problem = Written(lambda p, y, x, index=index: {"a": data(y, x), "b": (y[:, 1:] - y[:, index]).square().sum(1)})
         assert curvature_of_terms(problem.terms, True)[1] == math.inf
     near = Written(lambda p, y, x: {"a": data(y, x), "b": 0.5 * (y[..., 1:] - y[..., :-1]).square().sum(1)})
-    assert curvature_of_terms(near.terms, True) == (1.0, 5.0, 1.0)
+    assert curvature_of_terms(near.terms, True) == pytest.approx((1.0, 5.0, 1.0))
 
 
 UNKNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
@@ -205,6 +205,60 @@ def test_a_penalty_that_is_not_convex_is_refused() -> None:
     assert problem.certificate().unique
     problem.penalty = opteq.penalties.FromActivation(lambda u: 1.5 * u, lipschitz=1.5)
     assert problem.certificate().unique is None
+
+
+def remembered(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+    problem.kept = x.mean(1)
+    return {"data": data(y, x), "concave": -problem.kept * y.square().sum(1)}
+
+
+def caught(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+    try:
+        count = y.shape[1]
+    except Exception:
+        count = 1
+    return {"data": data(y, x), "concave": -0.1 * count * y.square().sum(1)}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda p, y, x: {"data": data(y, x), "concave": -x.sub(y).square().sum(1)},
+        lambda p, y, x: {"data": data(y, x), "concave": 5 * x.mul(y).cos().sum(1)},
+        lambda p, y, x: {"data": data(y, x), "concave": -x.dist(y)},
+        lambda p, y, x: {"data": (0.01 if isinstance(x, Tensor) else 1) * data(y, x), "p": 0.5 * p.student(y).sum(1)},
+        lambda p, y, x: {"data": data(y, x[0] if isinstance(x, tuple) else x)},
+        lambda p, y, x: {"a": 0.1 * y.square().sum(1) + 0.2 * y.square().sum(1), "b": -0.3 * y.square().sum(1)},
+        caught,
+        remembered,
+    ],
+)  # fmt: skip
+def test_nothing_false_is_certified(function: Any) -> None:
+    """Found by an audit: each of these was called convex."""
+    problem = Written(function)
+    certificate = problem.certificate()
+    assert certificate.exists is None
+    assert certificate.unique is None
+    assert certificate.lipschitz is None
+
+
+def test_tensors_of_an_earlier_input_are_no_weights() -> None:
+    problem = Written(lambda p, y, x: {"data": data(y, x), "ridge": p.kept * y.square().sum(1)})
+    problem.kept = torch.ones(1)  # by an earlier call; another input may make it negative
+    assert problem.certificate().unique is None
+    assert "no parameter or buffer" in problem.certificate().reasons["unique"]
+
+
+def test_certificates_leave_nothing_behind() -> None:
+    def cached(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+        if not hasattr(problem, "kept"):
+            problem.kept = x.mean(1, keepdim=True)
+        return {"data": data(y, x - problem.kept)}
+
+    problem = Written(cached)
+    problem.certificate()
+    assert not hasattr(problem, "kept")
+    assert opteq.Equilibrium(problem)(torch.ones(2, N)).abs().max() < 1e-6
 
 
 def test_an_error_of_the_code_is_no_certificate() -> None:

@@ -377,3 +377,17 @@ def test_a_user_writes_an_operator() -> None:
     assert torch.equal(Scale()(torch.ones(3)), 2 * torch.ones(3))
     assert torch.equal(Scale().adjoint(torch.ones(3)), 2 * torch.ones(3))
     assert op.module_norm(Scale()) == 2
+
+
+@pytest.mark.parametrize("factor", [2, 3, 4, 5])
+def test_downsampling_is_the_mean_of_blocks(factor):
+    images = torch.randn(2, 3, 2 * factor, 3 * factor, dtype=torch.float64)
+    means = images.reshape(2, 3, 2, factor, 3, factor).mean(dim=(3, 5))
+    torch.testing.assert_close(op.Downsample(factor).double()(images), means)
+
+
+def test_masks_do_not_repeat_images():
+    mask = op.Mask(torch.ones(3, 1, 1))
+    assert mask(torch.ones(2, 3, 4, 4)).shape == (2, 3, 4, 4)
+    with pytest.raises(ValueError, match=r"Mask expects an input of shape to which its mask \(3, 1, 1\) is expanded"):
+        mask(torch.ones(2, 1, 4, 4))

@@ -9,16 +9,24 @@ where broadcasting could repeat entries, only bounds that survive any number of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+_unknowns: ContextVar[list[NotKnown]] = ContextVar("unknowns")
+"""All that was met, also where a user's code has caught it."""
 
 
 class NotKnown(Exception):  # noqa: N818 - not an error: nothing follows from the code
     """The function does something whose curvature is not known."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        _unknowns.get([]).append(self)
 
 
 class Bounds:
@@ -27,13 +35,13 @@ class Bounds:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(isinstance(leaf, Affine | Bent) for leaf in tree_leaves((args, kwargs))):
+        if not _depend_on_y(args, kwargs):
             return Given()
         name = function.__name__
         name = name.strip("_") if name.startswith("__") else name
-        if not isinstance(args[0], Bounds) and name in _SWAPPED and len(args) == 2:
+        if not _is(args[0], Bounds) and name in _SWAPPED and len(args) == 2:
             name, args = _SWAPPED[name], args[::-1]
-        if not isinstance(args[0], Bounds) or name not in _NAMES:
+        if not _is(args[0], Bounds) or name not in _NAMES:
             hint = ", whose norm is not known: opteq.operators have one" if name in _MAPS else ""
             raise NotKnown(f"it uses {name!r}{hint}")
         return getattr(args[0], _NAMES[name])(*args[1:], **kwargs)
@@ -42,6 +50,17 @@ class Bounds:
         if name in _NAMES:
             return getattr(self, _NAMES[name])
         raise NotKnown(f"it uses {name!r}")
+
+    if not TYPE_CHECKING:
+
+        @property
+        def __class__(self) -> Any:  # isinstance looks here, unless the answer is yes
+            raise NotKnown("it asks for the type of a tensor or an input")
+
+        def __float__(self) -> float:
+            raise NotKnown("it needs numbers")
+
+        __int__ = __index__ = __complex__ = __float__
 
     def __neg__(self) -> Any:
         return self._mul(-1.0)
@@ -59,12 +78,12 @@ class Bounds:
         return self._mul(other)
 
     def __truediv__(self, other: Any) -> Any:
-        if not isinstance(other, int | float | Tensor):
+        if not _is(other, int, float, Tensor):
             raise NotKnown("it divides by what depends on y or x")
         return self._mul(1 / other)
 
     def __pow__(self, exponent: Any) -> Any:
-        if exponent != 2:
+        if not _is(exponent, int, float) or exponent != 2:
             raise NotKnown(f"it uses a power of {exponent}")
         return self._square()
 
@@ -84,30 +103,36 @@ class Bounds:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = lambda self, other: self._compare(other)
 
 
+Known = TypeVar("Known", bound=Bounds)
+
+
 class Given(Bounds):
     """A value that depends on the input x alone."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "ndim", "dtype", "device", "size", "dim"):
             raise NotKnown(f"it reads {name!r}")
-        return Given()
+        return getattr(self, _NAMES[name]) if name in _ARITHMETIC else Given()
 
-    def __call__(self, *_: Any, **__: Any) -> Given:
-        return Given()  # a method of it
+    def __call__(self, *args: Any, **kwargs: Any) -> Given:
+        """A method of it."""
+        if _depend_on_y(args, kwargs):
+            raise NotKnown("it calls a method of what depends on x with y")
+        return Given()
 
     __getitem__ = _compare = __call__
 
     def _mul(self, other: Any) -> Any:
-        return other._mul(self) if isinstance(other, Affine | Bent) else Given()
+        return other._mul(self) if _is(other, Affine, Bent) else Given()
 
     def _add(self, other: Any) -> Any:
-        return other._add(self) if isinstance(other, Affine | Bent) else Given()
+        return other._add(self) if _is(other, Affine, Bent) else Given()
 
     def _square(self) -> Given:
         return Given()
 
     def __truediv__(self, other: Any) -> Any:
-        return super().__truediv__(other) if isinstance(other, Affine | Bent) else Given()
+        return super().__truediv__(other) if _is(other, Affine, Bent) else Given()
 
 
 class Input(Given):
@@ -117,7 +142,7 @@ class Input(Given):
         return self
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Affine(Bounds):
     """``L y + M x + c``: ``least <= |L v| / |v| <= most``, ``|M| <= given``.
 
@@ -144,25 +169,25 @@ class Affine(Bounds):
         return Bent(low, high, mixed, flat=self.flat)
 
     def _mul(self, other: Any) -> Affine | Bent:
-        if isinstance(other, Given):
+        if _is(other, Given):
             return Bent(0.0, 0.0, inf)
         factor = _number(other)
         if factor is not None:
             size = abs(factor)
-            return replace(self, most=size * self.most, least=size * self.least, given=size * self.given)
+            return _changed(self, most=size * self.most, least=size * self.least, given=size * self.given)
         return Affine(inf, float(other.detach().abs().min()) * self.least, inf, None)
 
     def _add(self, other: Any) -> Affine:
         if _number(other) is not None:
             return self
-        if isinstance(other, Input) and self.cut == frozenset() and self.like_x:
-            return replace(self, given=self.given + 1)
-        if isinstance(other, Affine) and self.cut is not None and (self.cut, self.flat) == (other.cut, other.flat):
+        if _is(other, Input) and self.cut == frozenset() and self.like_x:
+            return _changed(self, given=self.given + 1)
+        if _is(other, Affine) and self.cut is not None and (self.cut, self.flat) == (other.cut, other.flat):
             least = max(self.least - other.most, other.least - self.most, 0.0)
-            return replace(self, most=self.most + other.most, least=least, given=self.given + other.given)
-        if isinstance(other, Bent):
+            return _changed(self, most=self.most + other.most, least=least, given=self.given + other.given)
+        if _is(other, Bent):
             raise NotKnown("it adds values of a term to a tensor")
-        return Affine(inf, 0.0 if isinstance(other, Affine) else self.least, inf, None)
+        return Affine(inf, 0.0 if _is(other, Affine) else self.least, inf, None)
 
     def _square(self) -> Bent:
         return self.bent(2.0, 2.0)
@@ -177,18 +202,18 @@ class Affine(Bounds):
 
     def _flatten(self, start_dim: int = 0) -> Affine:
         _check_within_samples(start_dim)
-        return replace(self, cut=self.cut if start_dim == 1 else None, like_x=False, flat=start_dim == 1)
+        return _changed(self, cut=self.cut if start_dim == 1 else None, like_x=False, flat=start_dim == 1)
 
     def __getitem__(self, index: Any) -> Affine:
-        parts = index if isinstance(index, tuple) else (index,)
-        if not all(part is None or part is ... or isinstance(part, int | slice) for part in parts):
+        parts = index if _is(index, tuple) else (index,)
+        if not all(part is None or part is ... or _is(part, int, slice) for part in parts):
             raise NotKnown("it selects entries by a tensor")
         if parts[0] is not ... and parts[0] != slice(None):
             raise NotKnown("it joins samples of the batch")
         return Affine(self.most, 0.0, self.given, _cut(parts) if self.cut == frozenset() and not self.flat else None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bent(Bounds):
     """Entries whose sum has a Hessian by y in ``[low, high]``, and a mixed derivative by y and x of at most ``mixed``.
 
@@ -215,13 +240,13 @@ class Bent(Bounds):
         return Bent(*ends, whole.mixed and inf, whole.single)
 
     def _mul(self, other: Any) -> Bent:
-        if isinstance(other, Given):
-            raise NotKnown("it weights a term by what depends on x")
+        if _is(other, Given):
+            raise NotKnown("it weights a term by what depends on x, or by a tensor that is no parameter or buffer")
         factor = _number(other)
         if factor is not None:
             low, high = sorted(_times(factor, end) for end in (self.low, self.high))
             rest = None if self.repeated is None else self.repeated._mul(factor)
-            return replace(self, low=low, high=high, mixed=_times(abs(factor), self.mixed), repeated=rest)
+            return _changed(self, low=low, high=high, mixed=_times(abs(factor), self.mixed), repeated=rest)
         if not self.single:
             return Bent(-inf, inf, inf)
         weights = float(other.detach().min()), float(other.detach().max())
@@ -231,19 +256,22 @@ class Bent(Bounds):
     def _add(self, other: Any) -> Bent:
         if _number(other) is not None:
             return self
-        if isinstance(other, Affine):
+        if _is(other, Affine):
             raise NotKnown("it adds values of a term to a tensor")
-        bent = other if isinstance(other, Bent) else Bent(0.0, 0.0, 0.0)
+        bent = other if _is(other, Bent) else Bent(0.0, 0.0, 0.0)
         both, rest = self.summed and bent.summed, None
         if not both:
             one, two = self._any_number_of_times(), bent._any_number_of_times()
-            rest = Bent(one.low + two.low, one.high + two.high, one.mixed + two.mixed, False)
-        ends = self.low + bent.low, self.high + bent.high, self.mixed + bent.mixed
-        return Bent(*ends, False, both, repeated=rest)
+            rest = Bent(*one._ends_with(two), False)
+        return Bent(*self._ends_with(bent), False, both, repeated=rest)
+
+    def _ends_with(self, other: Bent) -> tuple[float, float, float]:
+        low, high = _least([self.low, other.low]), _most([self.high, other.high])
+        return low, high, _most([self.mixed, other.mixed])
 
     def _sum(self, dim: Any = None, keepdim: bool = False) -> Bent:
         _check_within_samples(dim)
-        return replace(self._settled(), flat=False, summed=self.flat and dim in (1, -1) and not keepdim)
+        return _changed(self._settled(), flat=False, summed=self.flat and dim in (1, -1) and not keepdim)
 
     def _mean(self, dim: Any = None, keepdim: bool = False) -> Bent:  # noqa: ARG002
         _check_within_samples(dim)
@@ -252,7 +280,7 @@ class Bent(Bounds):
 
     def _flatten(self, start_dim: int = 0) -> Bent:
         _check_within_samples(start_dim)
-        return replace(self._settled(), flat=start_dim == 1, summed=False)
+        return _changed(self._settled(), flat=start_dim == 1, summed=False)
 
 
 _NAMES = {
@@ -261,6 +289,9 @@ _NAMES = {
     "negative": "__neg__", "pow": "__pow__", "square": "_square", "sum": "_sum", "mean": "_mean", "flatten": "_flatten",
     "getitem": "__getitem__",
 }  # fmt: skip
+_ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "neg", "negative", "pow", "square")
+_ROUNDING = 1e-14
+"""Relative error of a sum and of what it is made of, with room."""
 _MAPS = ("linear", "matmul", "mm", "conv1d", "conv2d", "conv3d")
 _SWAPPED = {"add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "multiply": "mul", "rsub": "sub"}
 """Functions of two values by what they are with these the other way round."""
@@ -279,17 +310,33 @@ def curvature_of_terms(terms: Terms, shaped_like_input: bool) -> tuple[float, fl
     Raises:
         NotKnown: where the code does something else than listed in this module.
     """
+    met: list[NotKnown] = []
+    token = _unknowns.set(met)
     try:
         found = terms(Affine(like_x=shaped_like_input), Input())
         values = list(found.values())
     except NotKnown:
         raise
     except Exception as error:  # a user's code that was not made for what it got here
-        raise NotKnown(f"it needs tensors: {error}") from error
-    bent = [value for value in values if isinstance(value, Bent)]
-    if not all(isinstance(value, Bounds | Tensor) for value in values):
+        raise met[0] if met else NotKnown(f"it needs tensors: {error}") from error
+    finally:
+        _unknowns.reset(token)
+    if met:  # and the code went on without it
+        raise met[0]
+    bent = [value for value in values if _is(value, Bent)]
+    if not all(_is(value, Bounds, Tensor) for value in values):
         raise NotKnown("a term is no tensor")
-    return sum(b.low for b in bent), sum(b.high for b in bent), sum(b.mixed for b in bent)
+    return _least([b.low for b in bent]), _most([b.high for b in bent]), _most([b.mixed for b in bent])
+
+
+def without_memory(problem: Any) -> Any:
+    """A copy to be called with stand-ins for tensors: what its functions keep stays with the copy.
+
+    Tensors that are neither parameters nor buffers may come from an earlier input, and count as that.
+    """
+    other = copy(problem)
+    vars(other).update({name: Given() for name, value in vars(other).items() if _is(value, Tensor)})
+    return other
 
 
 def certify_objective(terms: Terms, shaped_like_input: bool, returns_state: bool, curvature: Any) -> dict[str, Any]:
@@ -337,6 +384,33 @@ def certify_smooth_part(
     return low > -1 and steepness <= 1, contraction if contraction < inf else None, lipschitz, why
 
 
+def _is(value: Any, *kinds: type) -> bool:
+    """isinstance, by the type itself."""
+    return issubclass(type(value), kinds)
+
+
+def _depend_on_y(*values: Any) -> bool:
+    for value in values:
+        inside = value.values() if _is(value, dict) else value if _is(value, list, tuple) else ()
+        if _is(value, Affine, Bent) or _depend_on_y(*inside):
+            return True
+    return False
+
+
+def _changed(bounds: Known, **changes: Any) -> Known:
+    return type(bounds)(**{**vars(bounds), **changes})
+
+
+def _least(parts: list[float]) -> float:
+    """A lower bound of the sum, rounding included."""
+    return sum(parts) - _ROUNDING * sum(map(abs, parts)) if -inf not in parts else -inf
+
+
+def _most(parts: list[float]) -> float:
+    """An upper bound of the sum, rounding included."""
+    return -_least([-part for part in parts])
+
+
 def _check_within_samples(dim: Any) -> None:
     if dim is None or 0 in (dim if isinstance(dim, list | tuple) else (dim,)):
         raise NotKnown("it joins samples of the batch")
@@ -359,9 +433,9 @@ def _cut(parts: tuple[Any, ...]) -> frozenset[tuple[int, int]] | None:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if _is(value, Tensor) and value.numel() == 1:
         return float(value.detach())
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if _is(value, int, float) else None
 
 
 def _times(one: float, other: float) -> float:

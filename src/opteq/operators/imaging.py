@@ -99,7 +99,10 @@ class MaskMap(LinearMap):
         self.mask = mask
 
     def __call__(self, v: Tensor) -> Tensor:
-        return self.mask.to(v.dtype) * v
+        masked = self.mask.to(v.dtype) * v
+        if masked.shape != v.shape:
+            raise wrong_shape("Mask", f"to which its mask {tuple(self.mask.shape)} is expanded", v)
+        return masked
 
     def adjoint(self, u: Tensor) -> Tensor:
         return self(u)
@@ -140,8 +143,9 @@ class DownsampleMap(LinearMap):
     def __init__(self, kernel: Tensor, factor: int) -> None:
         self.kernel = kernel
         self.factor = factor
-        # An even kernel lies over its block; an odd one is centred on the block's first pixel.
-        self.padding = tuple((size - 1) // 2 if size % 2 else (size - factor) // 2 for size in kernel.shape)
+        # A kernel lies over its block where it can, and is centred on the block's first pixel elsewhere.
+        over = [size >= factor and (size - factor) % 2 == 0 for size in kernel.shape]
+        self.padding = tuple((k - (factor if whole else 1)) // 2 for k, whole in zip(kernel.shape, over, strict=True))
 
     def __call__(self, v: Tensor) -> Tensor:
         if v.ndim != 4 or any(size % self.factor for size in v.shape[2:]):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import engine, penalties
-from opteq.common.convexity import certify_smooth_part
+from opteq.common.convexity import certify_smooth_part, without_memory
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
 from opteq.operators.base import Operator, is_observer_hook
@@ -122,15 +122,16 @@ class HiddenProblem(WrittenProblem):
         """From the terms of g, as for :class:`~opteq.Objective`; existence also from an activation of bounded range."""
         plain = type(self).start is WrittenProblem.start, type(self).features is WrittenProblem.features
         activation = self._activation()
-        strong, contraction, lipschitz, why = certify_smooth_part(self._terms, *plain, activation.lipschitz)
+        terms, slope = without_memory(self)._terms, activation.lipschitz
+        strong, contraction, lipschitz, why = certify_smooth_part(terms, *plain, slope)
         exists, unique, reasons = existence(contraction, activation.bounded)
         if strong and not unique:
             exists, unique, reasons = True, True, {"exists": why, "unique": why}
         return Certificate(exists, unique, contraction, lipschitz, {**reasons, "contraction": why, "lipschitz": why})
 
     def _terms(self, y: Any, x: Any) -> dict[str, Tensor]:
-        values = self.smooth(y, x)
-        return values if isinstance(values, dict) else {"smooth": values}
+        values: Any = self.smooth(y, x)
+        return values if issubclass(type(values), dict) else {"smooth": values}
 
     def _activation(self) -> Penalty:
         penalty = getattr(self, "penalty", None)

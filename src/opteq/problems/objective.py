@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opteq import penalties
-from opteq.common.convexity import certify_objective
+from opteq.common.convexity import certify_objective, without_memory
 from opteq.common.derivatives import gradient, pullback
 from opteq.common.returns import check_features, check_start, check_terms
 from opteq.penalties import Penalty
@@ -81,7 +81,7 @@ class Objective(WrittenProblem):
         if chosen is not None and penalties.get(chosen).lipschitz > 1:
             return unknown("the penalty is not convex")
         plain = type(self).start is WrittenProblem.start, type(self).features is WrittenProblem.features
-        return Certificate(**certify_objective(self.terms, *plain, getattr(self, "curvature", None)))
+        return Certificate(**certify_objective(without_memory(self).terms, *plain, getattr(self, "curvature", None)))
 
 
 class BoundObjective(Hidden):
