@@ -402,8 +402,10 @@ def _changed(bounds: Known, **changes: Any) -> Known:
 
 
 def _least(parts: list[float]) -> float:
-    """A lower bound of the sum, rounding included."""
-    return sum(parts) - _ROUNDING * sum(map(abs, parts)) if -inf not in parts else -inf
+    """A lower bound of the sum; where parts cancel each other, rounding may be all that is left."""
+    if -inf in parts:
+        return -inf
+    return sum(parts) - (_ROUNDING * sum(map(abs, parts)) if min(parts, default=0.0) < 0 < max(parts) else 0.0)
 
 
 def _most(parts: list[float]) -> float:

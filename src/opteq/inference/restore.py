@@ -102,6 +102,8 @@ def restore(
     """
     if damage.mask is not None and damage.mask.shape != image.shape[1:]:
         raise UserError(f"the mask has {tuple(damage.mask.shape)} pixels, the image {tuple(image.shape[1:])}")
+    if damage.mask is not None and not bool(damage.mask.any()):
+        raise UserError("the mask is black everywhere, so nothing of the image is seen; white pixels are kept")
     guide, factor = model.prior.guide, damage.scale
     if guide is not None and not damage.noise_only:
         raise UserError(
@@ -131,27 +133,34 @@ def _solve_tile(
     x: Tensor, mask: Tensor | None, model: Denoiser, damage: Damage, strength: float, tol: float
 ) -> tuple[Tensor, Report]:
     """A tile, channels as the batch."""
-    around = 2 * max(model.prior.filters.prepare().padding)
+    # Beyond its edge an image is taken to go on as its mirror image: a prior that met zeros there would darken it.
+    around = math.ceil(2 * max(model.prior.filters.prepare().padding) / damage.scale)
+    x = _mirrored(x, around)
     measurement: op.Operator | None = None
-    crop = (0, 0)
+    crop = damage.scale * around
     if damage.blur > 0:
         kernel = op.gaussian_kernel(damage.blur)
         measurement = op.Blur(kernel, boundary="valid")
-        crop = (kernel.shape[0] // 2, kernel.shape[1] // 2)
+        crop += kernel.shape[0] // 2
     elif damage.scale > 1:
         measurement = op.Downsample(damage.scale)
     elif mask is not None:
+        mask = _mirrored(mask, around)
         measurement = op.Mask(mask)
         x = mask * x
-    else:  # beyond its edge an image is taken to go on as its mirror image
-        around = min(around, min(x.shape[2:]) - 1)
-        x = torch.nn.functional.pad(x, [around] * 4, mode="reflect")
-        crop = (around, around)
     problem = Restoration(model.prior, measurement, strength).to(x.device, x.dtype)
     sigma = x.new_full((x.shape[0],), max(damage.sigma / 255, model.config.least))
     state, report = minimise(problem, x, sigma, tol)
-    rows, columns = state.shape[2] - crop[0], state.shape[3] - crop[1]
-    return state[:, :, crop[0] : rows, crop[1] : columns], report
+    return state[:, :, crop : state.shape[2] - crop, crop : state.shape[3] - crop], report
+
+
+def _mirrored(x: Tensor, around: int) -> Tensor:
+    """``(..., h, w)`` with that many pixels more on every side, mirrored as often as it takes."""
+    for dim in (-2, -1):
+        size = x.shape[dim]
+        place = torch.arange(-around, size + around, device=x.device).abs() % max(2 * (size - 1), 1)
+        x = x.index_select(dim, torch.where(place < size, place, 2 * (size - 1) - place))
+    return x
 
 
 Window = tuple[slice, ...]
@@ -244,7 +253,7 @@ def command(
     message = f"{out}: {size} pixels, {result.steps} steps at most, estimated error {result.error:.1e}"
     if result.minimised == 1:
         # What rounding allows may be more than was asked for.
-        console.print(f"{message}; the energy was minimised to {max(tol, result.error):.0e}")
+        console.print(f"{message}; the energy was minimised, by this estimate to {max(tol, result.error):.0e}")
     else:
         why = (
             f"{MAX_STEPS} steps were not enough; give a larger --tol"
