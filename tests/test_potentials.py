@@ -145,3 +145,13 @@ def test_gradients_exist_at_zero():
     t = torch.zeros(1, 3, 1, dtype=torch.float64, requires_grad=True)
     (second,) = torch.autograd.grad(spline.derivative(t).sum(), t)
     assert torch.allclose(second, spline.second(t))
+
+
+@pytest.mark.parametrize("name", ["Huber", "Gaussian", "Student", "GemanMcClure", "Spline"])
+def test_values_that_float16_can_hold_are_finite(name):
+    """The square of 1e4 does not fit into float16."""
+    u = torch.tensor([0.0, 0.5, 100.0, 1e4, -1e4])
+    expected = getattr(P, name)()(u)
+    found = getattr(P, name)().half()(u.half())
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)

@@ -91,8 +91,9 @@ class Potential(nn.Module, metaclass=NamedOptions):
         if isinstance(t, Bounds):
             low, high = (end.detach() for end in self.curvature())
             return t.bent(float(low.min()), float(high.max()))  # type: ignore[no-any-return]
-        s = self._scale_beside(t)
-        return s.square() * self.prepare().value(t / s)
+        wide = t.float() if t.dtype == torch.float16 else t  # squares of its numbers do not fit
+        s = self._scale_beside(wide)
+        return (s.square() * self.prepare().value(wide / s)).to(t.dtype)
 
     def derivative(self, t: Tensor) -> Tensor:
         """``psi_s'(t)``."""
