@@ -238,6 +238,8 @@ def test_feedback_without_a_bound_is_trained_within_its_limit(tmp_path: Path) ->
 
 
 def test_a_limit_needs_a_w() -> None:
+    with pytest.raises(UserError, match=r"should lie between 0 and 1; got 1\.5"):
+        RadiusLimit(models.create("opteq-digits"), 1.5)
     with pytest.raises(UserError, match=r"train\.radius scales W down"):
         RadiusLimit(models.create("mdeq-2.5m"), 0.9)
     with pytest.raises(UserError, match=r"train\.radius needs a model with an equilibrium"):

@@ -147,6 +147,8 @@ class RadiusLimit:
     SHARE = 0.02
 
     def __init__(self, model: nn.Module, limit: float, residual: float = 0.1) -> None:
+        if not 0 < limit < 1:
+            raise UserError(f"the limit of the spectral radius should lie between 0 and 1; got {limit!r}")
         self.limit, self.residual = limit, residual
         self.layers = _solved(model, "train.radius")
         self.weights = [_feedback_weights(layer) for layer in self.layers]
