@@ -17,6 +17,7 @@ from opteq.models.comparators.feedforward import PlainLayers
 from opteq.models.comparators.mdeq import MultiscaleStep, Zeros
 from opteq.models.comparators.monotone import SPLITTINGS, MonDEQ
 from opteq.models.comparators.monotone_tiers import TieredMonDEQ
+from opteq.models.comparators.neural_ode import convolve_with_time
 from opteq.models.registry import on_meta_device
 from opteq.training.validation import solve_reports, without_warnings
 from oracles import assert_slopes
@@ -239,6 +240,22 @@ def test_a_neural_ode_against_small_steps_of_runge_kutta() -> None:
     gradients = [torch.autograd.grad(out.square().sum(), [x, field.middle.weight]) for out in (found, h)]
     for ours, theirs in zip(*gradients, strict=True):
         assert (ours - theirs).norm() < 0.03 * theirs.norm()
+
+
+def test_time_is_one_more_channel() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 5, 3, padding=1).double()
+    h = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
+    t = torch.tensor(-0.3, dtype=torch.float64, requires_grad=True)
+    joined = conv(torch.cat([h, t.expand(2, 1, 6, 6)], dim=1))
+    zeros = torch.zeros(2, 5, 6, 6, dtype=torch.float64)
+    found = convolve_with_time(conv, t, torch.cat([h, zeros], dim=1), multiple=8)
+    torch.testing.assert_close(found[:, :5], joined)
+    assert found.shape == (2, 8, 6, 6)
+    assert not found[:, 5:].any()
+    inputs = [h, t, *conv.parameters()]
+    gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, joined)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_neural_ode_reports_its_evaluations_and_says_when_it_fails() -> None:
