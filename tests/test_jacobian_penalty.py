@@ -220,6 +220,22 @@ def test_batches_without_equilibria_are_skipped_and_weaken_feedback() -> None:
     assert float(W.weight.detach()[0, 0]) ** 2 == pytest.approx(0.9)
 
 
+def test_steps_at_equilibria_whose_feedback_expands_are_skipped() -> None:
+    """Zero is an equilibrium, which the solver finds at once; its gradient is not one that helps."""
+    W = op.Dense(4, 4, bound=None)
+    W.weight.data = 1.5 * torch.eye(4)
+    layer = opteq.Equilibrium(opteq.OptEq(W, nn.Identity(), activation="tanh"))
+    limit = RadiusLimit(layer, 0.9)
+    layer(torch.zeros(3, 4))
+    assert layer.last[0].residual.max() == 0
+    assert bool(limit.apply())
+    for _ in range(3):
+        layer(torch.zeros(3, 4))
+        skipped = bool(limit.apply())
+    assert not skipped
+    assert float(W.weight.detach()[0, 0]) ** 2 == pytest.approx(0.9)
+
+
 @pytest.mark.slow
 def test_feedback_without_a_bound_is_trained_within_its_limit(tmp_path: Path) -> None:
     """Without the limit, most samples of this training are lost in the second epoch, and the guard stops it."""

@@ -126,8 +126,9 @@ class RadiusLimit:
     apply every W twice, as itself and as its adjoint, so that the square root of it brings r back to the limit; in a
     Deep OptEq of L layers, where W's are multiplied by each other, the 2L-th root. The next batch measures again.
 
-    Where a solve found no equilibrium, r counts as at least 1. The gradient of such a sample is not one of its loss; if
-    there are more than ``SHARE`` of them in a batch, its optimiser step is to be skipped.
+    Where a solve found no equilibrium, r counts as at least 1. A sample with such an r is lost: where its state is an
+    equilibrium after all, it is close to none or to several, and its gradient is far larger than those of others. If
+    more than ``SHARE`` of a batch are lost, its optimiser step is to be skipped.
 
     Args:
         model: with at least one equilibrium layer that has a W.
@@ -198,6 +199,7 @@ class RadiusLimit:
             squares = squared_radius(hidden, state).float()
             lost = ~(layer.last[0].residual <= self.residual)
             largest = torch.where(lost, squares.clamp_min(1), squares).amax()
+            lost |= squares >= 1
             self.found[index].append(torch.stack([largest, lost.float().sum(), torch.ones_like(squares).sum()]))
 
 
