@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.diagnostics.minimum import curvature_at_solution
+from opteq.diagnostics.strict import strict_minima
 from opteq.equilibrium import Equilibrium
-from opteq.problems.hidden import BoundMap, Hidden, SymmetricLinearisation
+from opteq.problems.hidden import Hidden, SymmetricLinearisation
 from opteq.solvers.linear.lanczos import extreme_eigenvalues, missing_share
 from opteq.states import Layout, State, blocks, like, map_state
 
@@ -47,27 +47,6 @@ class LocalCertificate:
     radius: Tensor | None
     eigenvalues: tuple[Tensor, Tensor]
     probability: float
-
-
-@torch.no_grad()
-def strict_minima(hidden: BoundMap, state: State, steps: int = 60, failure: float = 1e-3) -> tuple[Tensor, ...] | None:
-    """Which states are strict minima ``(B,)``, and bounds on the eigenvalues of S; None where J has no symmetric form.
-
-    Args:
-        hidden: the problem with its input bound.
-        state: an equilibrium of it.
-        steps: of Lanczos.
-        failure: probability that a bound fails for a sample.
-    """
-    extremes = curvature_at_solution(hidden, state, steps, failure)
-    if extremes is None or not isinstance(hidden, Hidden) or hidden.coupled:
-        return None
-    lower, upper = 1 - extremes.upper, 1 - extremes.lower  # the extremes are those of I - S
-    rounding = 100 * torch.finfo(Layout.of(state).dtype).eps * torch.maximum(lower.abs(), upper.abs())
-    lower, upper = lower - rounding, upper + rounding
-    apart = hidden.distance_to_kink(map_state(Tensor.detach, state))
-    strict = upper < 1
-    return (strict if apart is None else strict & (apart > 0)), lower, upper
 
 
 def local_certificate(

@@ -29,7 +29,7 @@ def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS, fa
     The state is a strict minimum where all of it is positive. For an :class:`~opteq.Objective` without a penalty it is
     the Hessian times the step length.
     """
-    product = _curvature(hidden, state)
+    product = curvature_product(hidden, state)
     rows = Layout.of(state, hidden.coupled).pack(map_state(Tensor.detach, state))
     return None if product is None else extreme_eigenvalues(product, rows, steps, failure)
 
@@ -45,7 +45,7 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
     state = map_state(Tensor.detach, state)
     layout = Layout.of(state, hidden.coupled)
     rows = layout.pack(state)
-    product = _curvature(hidden, state)
+    product = curvature_product(hidden, state)
     if product is None or not rows.numel():
         return codes
     extremes = extreme_eigenvalues(product, rows, STEPS)
@@ -72,7 +72,7 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
     return torch.where(converged & failed, int(Status.NOT_A_MINIMUM), codes)
 
 
-def _curvature(hidden: BoundMap, state: State) -> Product | None:
+def curvature_product(hidden: BoundMap, state: State) -> Product | None:
     """``v -> (I - S) v`` on rows."""
     local = hidden.linearise(map_state(Tensor.detach, state))
     layout = Layout.of(state, hidden.coupled)

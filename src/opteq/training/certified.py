@@ -7,18 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from opteq.analysis.local import strict_minima
+from opteq.diagnostics.strict import certified_minima
 from opteq.equilibrium import Equilibrium
 from opteq.models import equilibria
 from opteq.problems.hidden import BoundMap
-from opteq.states import State, blocks, map_state
+from opteq.states import State
 from opteq.training.devices import Accelerator
-
-_STEPS = 60
-_MOST_BYTES = 2**29
-"""Memory of the Lanczos vectors of one chunk of samples."""
 
 
 class CertifiedShare:
@@ -74,28 +70,11 @@ class CertifiedShare:
             assert layer.last is not None
             good = layer.last[0].converged
             if not self.unique[index]:
-                strict = _strict(layer, given[0], self.states.pop(index))
+                strict = certified_minima(layer.problem, given[0], self.states.pop(index), good)
                 if strict is None:
                     self.known = False
                     return
-                good = good & strict
+                good = strict
             self.counts += torch.stack([good.sum(), torch.full_like(good.sum(), good.numel())]).double()
 
         return count
-
-
-def _strict(layer: Equilibrium, x: State, state: State) -> Tensor | None:
-    """Which samples are strict minima, in chunks that fit into memory."""
-    width = sum(part[0].numel() for part in blocks(state))
-    count = max(1, _MOST_BYTES // (4 * width * _STEPS))
-    strict = []
-    for begin in range(0, blocks(state)[0].shape[0], count):
-
-        def rows(part: Tensor, begin: int = begin) -> Tensor:
-            return part[begin : begin + count]
-
-        answer = strict_minima(layer.problem(map_state(rows, x)), map_state(rows, state), _STEPS)
-        if answer is None:
-            return None
-        strict.append(answer[0])
-    return torch.cat(strict)

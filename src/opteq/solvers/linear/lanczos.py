@@ -103,7 +103,7 @@ def tridiagonal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Diagonal ``(R, k)`` and off-diagonal ``(R, k - 1)`` in float64, and the basis ``(R, k, N)`` where it was kept."""
     wide = torch.float32 if like.device.type == "mps" else torch.float64
-    first = _random(like, seed)
+    first = random_start(like, seed)
     current = (first / torch.linalg.vector_norm(first).clamp_min(torch.finfo(first.dtype).tiny)).expand_as(like)
     basis = like.new_zeros(like.shape[0], count if orthogonal else 0, like.shape[1])
     before, size = torch.zeros_like(current), torch.zeros(like.shape[0], dtype=wide, device=like.device)
@@ -134,7 +134,7 @@ def tridiagonal(
     return torch.stack(diagonal, dim=1), off, basis
 
 
-def _random(like: Tensor, seed: int) -> Tensor:
+def random_start(like: Tensor, seed: int = 0) -> Tensor:
     """Normal numbers ``(N,)`` of a seed, the same inside of torch.func, whose vmap refuses to draw any."""
     with torch._C._DisableFuncTorch():
         generator = torch.Generator(device=like.device).manual_seed(seed)

@@ -1,0 +1,114 @@
+"""Strict minima of a batch, decided with few Lanczos steps, against dense eigenvalues."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import opteq
+from opteq import operators as op
+from opteq.diagnostics import strict
+from opteq.diagnostics.strict import certified_minima, strict_minima
+from opteq.states import blocks
+from oracles import dense_jacobian
+
+WIDTH = 300
+
+
+def network(size: float, activation: str = "tanh", dtype: torch.dtype = torch.float32) -> opteq.MOptEq:
+    """Three branches of 100 units whose feedback may be indefinite."""
+    torch.manual_seed(0)
+    branches = [opteq.Branch(op.Dense(40, WIDTH // 3), nn.Linear(5, WIDTH // 3)) for _ in range(3)]
+    for branch in branches:
+        branch.W.weight.data.mul_(size / branch.W.norm())
+    return opteq.MOptEq(branches, activation=activation).to(dtype)
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every product that is made."""
+    seen: list[int] = []
+    plain = strict.curvature_product
+
+    def counted(hidden: opteq.problems.HiddenProblem, state: opteq.states.State) -> object:
+        product = plain(hidden, state)
+        return lambda rows: (seen.append(len(rows)), product(rows))[1]
+
+    monkeypatch.setattr(strict, "curvature_product", counted)
+    return seen
+
+
+@pytest.mark.parametrize(("activation", "size"), [("tanh", 1.36), ("relu", 1.61)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_claim_is_wrong_and_none_is_lost(activation: str, size: float, dtype: torch.dtype) -> None:
+    """States from flat to saturated have largest eigenvalues on both sides of 1; they need not be equilibria."""
+    problem = network(size, activation, dtype)
+    spread = torch.logspace(-2, 1, 40)[:, None]
+    generator = torch.Generator().manual_seed(1)
+    state = tuple((spread * torch.randn(40, WIDTH // 3, generator=generator)).to(dtype) for _ in range(3))
+    x = torch.randn(40, 5, generator=generator).to(dtype) * spread.to(dtype)
+    found = certified_minima(problem, x, state, torch.ones(40, dtype=torch.bool))
+    whole = strict_minima(problem(x), state, 60)
+    largest = []
+    for row in range(40):
+        at = tuple(part[row : row + 1].double() for part in state)
+        bound = network(size, activation, torch.float64)(x[row : row + 1].double())
+        largest.append(float(torch.linalg.eigvals(dense_jacobian(bound.step, at)).real.max()))
+    exact = torch.tensor(largest)
+    assert found is not None
+    assert whole is not None
+    assert bool((exact[found] < 1).all())
+    assert bool(found[whole[0]].all())  # what 60 steps certify
+    assert int(found.sum()) > 3
+    assert int((~found).sum()) > 3
+    assert bool(found[exact < 0.95].all())
+
+
+def test_easy_samples_take_few_steps_and_samples_without_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = count_products(monkeypatch)
+    problem = network(0.3)
+    x = torch.randn(6, 5)
+    state = opteq.Equilibrium(problem).solve(x).state
+    assert certified_minima(problem, x, state, torch.zeros(6, dtype=torch.bool)).tolist() == [False] * 6
+    assert not seen
+    none = certified_minima(problem, x[:0], tuple(part[:0] for part in blocks(state)), torch.ones(0, dtype=torch.bool))
+    assert none.tolist() == []
+    among = torch.tensor([True, False, True, True, False, True])
+    assert torch.equal(certified_minima(problem, x, state, among), among)
+    assert seen == [4] * 16
+    del seen[:]
+    # A sample that takes more steps keeps no other.
+    x[1], hard = 0.0, network(1.25)
+    flat = tuple(torch.where(torch.arange(6)[:, None] == 1, 0.0, 9.0 * part.sign()) for part in blocks(state))
+    x[0] = torch.nan
+    certified_minima(hard, 100 * x, flat, torch.ones(6, dtype=torch.bool))
+    assert seen[:16] == [6] * 16
+    assert set(seen[16:]) <= {1}
+
+
+def test_without_feedback_the_first_step_finds_an_invariant_subspace() -> None:
+    problem = network(1.5, "relu")
+    x = torch.randn(2, 5)
+    for branch in problem.branch_list():
+        branch.U.weight.data.zero_()
+        branch.U.bias.data.fill_(-1.0)
+    state = opteq.Equilibrium(problem).solve(x).state
+    assert all(bool((part == 0).all()) for part in blocks(state))
+    assert certified_minima(problem, x, state, torch.ones(2, dtype=torch.bool)).tolist() == [True, True]
+
+
+def test_ritz_values_stay_in_the_spectrum_and_bounds_hold_where_orthogonality_is_lost() -> None:
+    """Eigenvalues far outside are found in a few steps, and found again."""
+    generator = torch.Generator().manual_seed(2)
+    basis = torch.linalg.qr(torch.randn(400, 400, generator=generator, dtype=torch.float64))[0]
+    values = torch.cat([torch.linspace(0.05, 1.0, 396), torch.tensor([1.5, 3.0, 30.0, 100.0])]).double()
+    matrix = (basis * values @ basis.mT).float()
+    lanczos = strict._Lanczos(torch.zeros(1, 400))
+    rounding = 100 * torch.finfo(torch.float32).eps * 100
+    for steps in (16, 24, 36, 64):
+        smallest, largest = lanczos.extremes(lambda rows: rows @ matrix, steps)
+        assert float(largest) == pytest.approx(100, abs=rounding)
+        assert float(smallest) > 0.05 - rounding
+        missing = strict.missing_share(400, steps, 1e-3)
+        assert float(smallest) - missing / (1 - 2 * missing) * float(largest - smallest) < 0.05
+    assert float(smallest) == pytest.approx(0.05, rel=0.02)
