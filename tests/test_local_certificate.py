@@ -90,6 +90,48 @@ def test_what_is_not_piecewise_linear_has_no_radius() -> None:
     assert solved(cases()["geq"])[2].radius is None
 
 
+@pytest.mark.parametrize("kind", ["relu", "group", "own"])
+def test_an_injection_that_is_not_affine_leaves_no_radius(kind: str) -> None:
+    """Its kinks may be nearer than those of sigma, and between them the equilibrium is not affine."""
+
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).abs()
+
+    torch.manual_seed(0)
+    rest = {"relu": [nn.Linear(3, 9), nn.ReLU()], "group": [nn.Linear(3, 9), nn.GroupNorm(3, 9)], "own": [Own(3, 9)]}
+    problem = opteq.OptEq(op.Dense(4, 6, bound=0.9), nn.Sequential(*rest[kind], nn.Linear(9, 6))).double()
+    assert solved(problem)[2].radius is None
+    two = [opteq.Branch(op.Dense(4, 6, bound=0.9), problem.U) for _ in range(2)]
+    assert solved(opteq.MOptEq(two).double())[2].radius is None
+
+
+def test_running_statistics_are_affine_and_those_of_a_batch_are_refused() -> None:
+    torch.manual_seed(0)
+    U = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6))
+    layer = opteq.Equilibrium(opteq.OptEq(op.Dense(4, 6, bound=0.9), U).double(), EXACT)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"batch statistics tie them: use eval\(\)"):
+        local_certificate(layer, x)
+    found = local_certificate(layer.eval(), x)
+    assert found.radius is not None
+    assert bool((found.radius > 0).all())
+
+
+def test_states_far_from_an_equilibrium_have_no_certificate() -> None:
+    torch.manual_seed(0)
+    problem = opteq.OptEq(op.Dense(4, 6, bound=0.9), nn.Linear(3, 6)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    for solver in (opteq.Picard(tol=1e-9, max_steps=2), opteq.Picard(tol=0, max_steps=2)):
+        found = local_certificate(opteq.Equilibrium(problem, solver, on_failure="ignore"), x)
+        assert not bool(found.strict_minimum.any())
+        assert bool(found.lipschitz.isinf().all())
+        assert found.radius is not None
+        assert float(found.radius.max()) == 0
+    fixed = opteq.Equilibrium(problem, opteq.Picard(tol=0, max_steps=200))
+    assert bool(local_certificate(fixed, x).strict_minimum.all())
+
+
 def test_a_saddle_has_no_certificate() -> None:
     problem = opteq.OptEq(op.Dense(1, 1), activation="tanh").double()
     problem.W.weight.data.fill_(2.0)

@@ -11,15 +11,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from opteq.diagnostics.strict import strict_minima
 from opteq.equilibrium import Equilibrium
+from opteq.operators import Operator
+from opteq.operators.base import is_observer_hook
+from opteq.penalties import Penalty
+from opteq.problems.base import Problem
+from opteq.problems.branches.branch import Branch
 from opteq.problems.hidden import Hidden, SymmetricLinearisation
 from opteq.solvers.linear.lanczos import extreme_eigenvalues, missing_share
 from opteq.states import Layout, State, blocks, like, map_state
 
 Map = Callable[[State], State]
+
+_AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.AvgPool2d, nn.Flatten, nn.Unflatten, nn.Identity)
+
+_FIXED_TOL = 1e-3
+"""Relative residual up to which the state of a fixed number of steps counts as an equilibrium."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +40,16 @@ class LocalCertificate:
     Attributes:
         strict_minimum: whether the state is a strict local minimum of the objective, isolated, and the implicit
             gradient exists: ``lambda_max(S) < 1``, and no pre-activation lies at a kink of a piecewise linear sigma.
+            False where the solver did not reach its tolerance (with ``tol=0``, a residual of 1e-3): such a state is
+            not known to be close to an equilibrium.
         contraction: a bound on ``max |lambda(S)|``: near the state plain steps converge at that rate where it is
             below 1. (Damped steps converge to every strict minimum.)
         lipschitz: a bound on the derivative of the features by the layer's input, ``|C D^1/2| |D^1/2 B| / (1 -
             lambda_max)`` with B and C the derivatives of the pre-activation by the input and of the features by the
             state; infinite where the state is not known to be a strict minimum.
         radius: the equilibrium is an affine function of the input as long as that moves by less (Euclidean norm);
-            None unless sigma is piecewise linear and g quadratic. 0 where the state is not known to be a strict
+            None unless sigma is piecewise linear, g quadratic and U known to be affine: made of linear layers,
+            convolutions and normalisations by running statistics. 0 where the state is not known to be a strict
             minimum.
         eigenvalues: bounds ``(lower, upper)`` on the eigenvalues of S.
         probability: that all of this holds for a given sample, over the random starts.
@@ -76,12 +90,17 @@ def local_certificate(
         hidden = layer.problem(x)
         if hidden.jumps:
             raise ValueError("a local certificate needs a smooth g; give diversity a smoothing above 0")
-        state = map_state(Tensor.detach, layer.solve(x, start).state)
+        if any(isinstance(part, _BatchNorm) and _uses_batch(part) for part in layer.problem.modules()):
+            raise ValueError("a local certificate needs independent samples, and batch statistics tie them: use eval()")
+        solution = layer.solve(x, start)
+        state = map_state(Tensor.detach, solution.state)
         minima = strict_minima(hidden, state, steps, failure / 4)
         if minima is None or not isinstance(hidden, Hidden):
             why = "its samples depend on each other" if hidden.coupled else "its Jacobian has no symmetric form"
             raise ValueError(f"a local certificate needs an objective and independent samples; here {why}")
         strict, lower, upper = minima
+        reached = solution.residual <= _FIXED_TOL if layer.solver.tol == 0 else solution.converged
+        strict = strict & reached
         local = hidden.linearise(state)
         assert isinstance(local, SymmetricLinearisation)
         gap = torch.where(strict, 1 - upper, torch.nan)
@@ -98,13 +117,35 @@ def local_certificate(
         lipschitz = torch.where(strict, entered * left / gap, torch.inf)
         radius = None
         apart = hidden.distance_to_kink(state)
-        if apart is not None and hidden.quadratic:
+        if apart is not None and hidden.quadratic and _affine(layer.problem):
             given = _norm(lambda v: back(into(v)), x, steps, failure / 8)
             M = _norm(lambda v: local.curvature(local.curvature(v)), state, steps, failure / 8)
             # The pre-activation moves by |B d| + |M| |dy|, and |dy| <= |B d| / (1 - lambda_max).
             radius = torch.where(strict, apart / (given * (1 + M / gap)), 0.0)
         contraction = torch.maximum(upper.abs(), lower.abs())
         return LocalCertificate(strict, contraction, lipschitz, radius, (lower, upper), 1 - failure)
+
+
+def _uses_batch(norm: _BatchNorm) -> bool:
+    return norm.training or norm.running_mean is None
+
+
+def _affine(module: nn.Module) -> bool:
+    """Whether everything that a problem applies to its input is known to be affine."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if not all(map(is_observer_hook, hooks)) or "forward" in vars(module):
+        return False
+    if isinstance(module, Operator | Penalty):  # linear, and applied to the state
+        return True
+    if isinstance(module, _BatchNorm):
+        return not _uses_batch(module)
+    if isinstance(module, nn.Dropout):
+        return not module.training
+    # A subclass may compute something else in its forward; one that inherits it (a parametrised layer, say) does not.
+    if any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _AFFINE):
+        return True
+    known = isinstance(module, Problem | Branch | nn.Sequential | nn.ModuleList)
+    return known and all(map(_affine, module.children()))
 
 
 def _jvp_and_vjp(function: Map, at: State) -> tuple[Map, Map]:
