@@ -262,6 +262,66 @@ def test_a_limit_needs_a_w() -> None:
         RadiusLimit(models.create("resnet18-cifar", width=4), 0.9)
 
 
+def scaled_to(size: float, bound: float | None = None) -> op.Dense:
+    W = op.Dense(4, 6, bound=bound)
+    return scaled(size / float(W.norm()), W)
+
+
+def test_weights_that_are_shared_are_scaled_once() -> None:
+    """By two W's with the same parameter, and by two layers with the same W."""
+    torch.manual_seed(0)
+    first, second = scaled_to(0.9), op.Dense(4, 6)
+    second.weight = first.weight
+    ring = opteq.MOptEq([opteq.Branch(W, nn.Linear(4, 6)) for W in (first, second)], activation="tanh")
+    pair = [opteq.OptEq(scaled_to(0.9), nn.Linear(4, 6), "tanh")]
+    pair.append(opteq.OptEq(pair[0].W, nn.Linear(4, 6), "tanh"))
+    for problems in ([ring], pair):
+        layers = nn.ModuleList(opteq.Equilibrium(p, opteq.Anderson(tol=1e-6, max_steps=200)) for p in problems).double()
+        x = 0.1 * torch.randn(3, 4, dtype=torch.float64)
+        weight = (first if problems == [ring] else pair[0].W).weight
+        before = weight.detach().norm()
+        limit = RadiusLimit(layers, 0.5)
+        for layer in layers:
+            layer(x)
+        largest = max(float(found[0][0]) for found in limit.found)
+        limit.apply()
+        expected = max(0.5, 0.5 / largest**0.5) ** 0.5
+        assert expected < 0.95
+        assert float(weight.detach().norm() / before) == pytest.approx(expected)
+
+
+def test_weights_that_were_replaced_are_scaled() -> None:
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(opteq.OptEq(scaled_to(1.3), nn.Linear(3, 6), "tanh"))
+    limit = RadiusLimit(layer, 0.3)
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    before = layer.problem.W.weight.detach().clone()
+    layer(0.1 * torch.randn(5, 3))
+    limit.apply()
+    assert float(layer.problem.W.weight.detach().norm()) < 0.95 * float(before.norm())
+
+
+def test_an_empty_batch_says_nothing() -> None:
+    layer = opteq.Equilibrium(opteq.OptEq(scaled_to(1.3), nn.Linear(3, 6), "tanh"))
+    limit = RadiusLimit(layer, 0.3)
+    layer(torch.zeros(0, 3))
+    assert limit.found == [[]]
+    assert not bool(limit.apply())
+
+
+def test_a_w_that_scaling_does_not_weaken_is_refused() -> None:
+    frozen, normed = scaled_to(1.0), nn.utils.parametrizations.spectral_norm(scaled_to(1.0))
+    frozen.weight.requires_grad_(False)
+    for W, message in ((frozen, "some of them are frozen"), (normed, "a parametrization of W may undo that")):
+        with pytest.raises(UserError, match=message):
+            RadiusLimit(opteq.Equilibrium(opteq.OptEq(W, nn.Linear(3, 6))), 0.9)
+    branches = [opteq.Branch(scaled_to(2.0), nn.Linear(3, 6)) for _ in range(2)]
+    mixed = opteq.Inhibited(opteq.OptEq(scaled_to(0.5), nn.Linear(3, 6)), scaled_to(2.0), m=0.5)
+    for problem in (opteq.Inhibition(branches), mixed):
+        with pytest.raises(UserError, match=f"no use for {type(problem).__name__}: the length of its steps"):
+            RadiusLimit(opteq.Equilibrium(problem), 0.9)
+
+
 def test_bounds_grow_to_the_models_own() -> None:
     model = models.create("mopteq-193k", channels=3, hidden=[4, 4], scales=[1, 2], bound=2.0)
     branches = model.equilibrium.problem.branch_list()

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from opteq.common.derivatives import pullback
 from opteq.common.errors import UserError
@@ -14,6 +15,7 @@ from opteq.models import equilibria
 from opteq.operators import Operator
 from opteq.problems import DeepOptEq
 from opteq.problems.hidden import BoundMap, Hidden, Product
+from opteq.problems.inhibition import AcceleratedProblem
 from opteq.states import State, blocks, inner, like, map_state, per_row, sample_rows
 from opteq.training.devices import Accelerator
 
@@ -131,7 +133,8 @@ class RadiusLimit:
     more than ``SHARE`` of a batch are lost, its optimiser step is to be skipped.
 
     Args:
-        model: with at least one equilibrium layer that has a W.
+        model: with at least one equilibrium layer that has a W, which is trained and has no parametrization. Problems
+            with inhibition are refused: their steps are shortened, not weakened.
         limit: of r, below 1.
         residual: relative residual above which a state is no equilibrium.
 
@@ -152,9 +155,8 @@ class RadiusLimit:
             raise UserError(f"the limit of the spectral radius should lie between 0 and 1; got {limit!r}")
         self.limit, self.residual = limit, residual
         self.layers = _solved(model, "train.radius")
-        self.weights = [_feedback_weights(layer) for layer in self.layers]
-        if not all(self.weights):
-            raise UserError("train.radius scales W down, and an equilibrium of this model has no W with weights")
+        for layer in self.layers:
+            _check_scalable(layer)
         # Of each micro-batch: the largest r^2, how many samples are lost, and how many there are.
         self.found: list[list[Tensor]] = [[] for _ in self.layers]
         for index, layer in enumerate(self.layers):
@@ -176,7 +178,8 @@ class RadiusLimit:
             Whether the optimiser step is to be skipped.
         """
         skip = []
-        for weights, found in zip(self.weights, self.found, strict=True):
+        factors: dict[nn.Parameter, Tensor] = {}
+        for layer, found in zip(self.layers, self.found, strict=True):
             if not found:
                 continue
             joined = torch.stack(found)
@@ -185,14 +188,18 @@ class RadiusLimit:
             radius = largest.amax().sqrt()
             # A radius that is not finite says nothing; one step at most halves the feedback.
             ratio = torch.where(radius.isfinite(), self.limit / radius, 1.0).clamp(0.5, 1.0)
-            for weight, degree in weights:
-                weight.mul_(ratio ** (1 / degree))
+            for weight, degree in _feedback_weights(layer):
+                # What several W or layers share is scaled once, for the one that needs it most.
+                factor = ratio ** (1 / degree)
+                factors[weight] = torch.minimum(factors.get(weight, factor), factor)
             skip.append(lost.sum() > self.SHARE * count.sum())
+        for weight, factor in factors.items():
+            weight.mul_(factor)
         return torch.stack(skip).any() if skip else torch.tensor(False)
 
     def _observe(self, index: int, hidden: BoundMap, state: State) -> None:
         layer = self.layers[index]
-        if not (torch.is_grad_enabled() and layer.training):
+        if not (torch.is_grad_enabled() and layer.training) or not len(blocks(state)[0]):
             return
         assert layer.last is not None
         with torch.no_grad():
@@ -215,13 +222,37 @@ def _solved(model: nn.Module, key: str) -> list[Equilibrium]:
     return layers
 
 
+def _feedback(layer: Equilibrium) -> list[Operator]:
+    """Every W."""
+    parts = layer.problem.named_modules()
+    return [part for name, part in parts if name.rpartition(".")[2] == "W" and isinstance(part, Operator)]
+
+
+def _check_scalable(layer: Equilibrium) -> None:
+    """Raise where multiplying the weights of W would not weaken feedback, or is not to happen."""
+    if isinstance(layer.problem, AcceleratedProblem):
+        raise UserError(
+            f"train.radius has no use for {type(layer.problem).__name__}: the length of its steps follows from A, and "
+            "a smaller W does not make them contract"
+        )
+    weights = [weight for W in _feedback(layer) for weight in W.parameters()]
+    if not weights:
+        raise UserError(
+            "train.radius scales W down, and an equilibrium of this model has no W with weights that is one of "
+            "opteq.operators"
+        )
+    if any(is_parametrized(part) for W in _feedback(layer) for part in W.modules()):
+        raise UserError("train.radius scales the weights of W, and a parametrization of W may undo that; remove it")
+    if not all(weight.requires_grad for weight in weights):
+        raise UserError("train.radius scales the weights of W, and some of them are frozen (requires_grad is False)")
+
+
 def _feedback_weights(layer: Equilibrium) -> list[tuple[nn.Parameter, int]]:
     """The weights of every W, and the power of them that a step's Jacobian grows with."""
     problem = layer.problem
     depth = len(problem.layers) if isinstance(problem, DeepOptEq) else 1
     found = []
-    for name, part in problem.named_modules():
-        if name.rpartition(".")[2] == "W" and isinstance(part, Operator):
-            weights = list(part.parameters())  # a separable convolution has two, which are multiplied by each other
-            found += [(weight, 2 * depth * len(weights)) for weight in weights]
+    for W in _feedback(layer):
+        weights = list(W.parameters())  # a separable convolution has two, which are multiplied by each other
+        found += [(weight, 2 * depth * len(weights)) for weight in weights]
     return found
