@@ -619,3 +619,20 @@ def test_an_activation_derived_from_relu_is_asked_itself(channels: int) -> None:
             torch.autograd.grad(blocks(each.features)[0].square().sum(), U.weight)[0] for each in (solution, unrolled)
         )
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("gradient", [opteq.Implicit(), opteq.Unrolled(1), opteq.Phantom(1), opteq.OneStep()])
+def test_a_fixed_number_of_steps_is_that_of_the_paper(steps: int, gradient: opteq.gradients.Gradient) -> None:
+    """``z <- W' sigma(W z + U x + b)`` from zero, where the bound lets solvers work on either variable."""
+    torch.manual_seed(0)
+    problem = opteq.OptEq(op.Dense(4, 6, bound=0.9), nn.Linear(5, 6)).double()
+    x = torch.randn(3, 5, dtype=torch.float64)
+    W, z = problem.W.prepare().weight.detach(), torch.zeros(3, 4, dtype=torch.float64)
+    for _ in range(steps):
+        z = torch.relu(z @ W.T + problem.U(x).detach()) @ W
+    gradient = opteq.Unrolled(steps) if isinstance(gradient, opteq.Unrolled) else gradient
+    layer = opteq.Equilibrium(problem, opteq.Picard(tol=0, max_steps=steps), gradient)
+    torch.testing.assert_close(layer.solve(x).features.detach(), z, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), z, rtol=0, atol=1e-12)

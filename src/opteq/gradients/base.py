@@ -78,11 +78,11 @@ class Formulation:
     def of(cls, hidden: BoundMap, solver: Solver, same_steps: bool = False) -> Formulation:
         """The formulation for ``solver``: the smaller variable, unless every step is to be one of the state.
 
-        That is what ``same_steps`` asks for, for a network that consists of a number of them.
+        That is what ``same_steps`` or a tolerance of 0 asks for, for a network that consists of a number of them.
         """
         if solver.works_on_features:
             return cls(hidden, hidden.feature_form())
-        return cls(hidden, None if same_steps else hidden.compact_form())
+        return cls(hidden, None if same_steps or solver.tol == 0 else hidden.compact_form())
 
     def task(self, start: State | None) -> FixedPointTask:
         """The task of the solver; ``start`` is a state, or None for the problem's own."""

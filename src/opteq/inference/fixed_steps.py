@@ -23,8 +23,8 @@ from opteq.states import State, blocks, inner, like
 class FixedSteps(nn.Module):
     """``K`` plain steps ``y <- y + damping (T(y) - y)`` from the usual start, then the features: no loop over data.
 
-    It computes what an :class:`~opteq.Equilibrium` with ``Picard(tol=0, max_steps=K)`` does, up to one step where the
-    solver works in the variable of the features. The operators' bounded weights are constants. There is no gradient.
+    It computes what an :class:`~opteq.Equilibrium` with ``Picard(tol=0, max_steps=K)`` does. The operators' bounded
+    weights are constants. There is no gradient.
 
     Args:
         problem: of the layer; its operators are frozen in place.
