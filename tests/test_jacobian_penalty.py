@@ -290,6 +290,28 @@ def test_weights_that_are_shared_are_scaled_once() -> None:
         assert float(weight.detach().norm() / before) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("kind", ["dense", "separable"])
+def test_weights_beyond_their_bound_are_scaled_from_the_bound(kind: str) -> None:
+    torch.manual_seed(0)
+    W = op.Dense(4, 6, bound=0.95) if kind == "dense" else op.SeparableConv2d(4, 6, 3, bound=0.95)
+    list(W.parameters())[-1].data.mul_(30)
+    U = nn.Linear(3, 6) if kind == "dense" else nn.Conv2d(3, 6, 1)
+    layer = opteq.Equilibrium(opteq.OptEq(W, U, "leaky_relu"))
+    x = torch.randn(4, 3, *([] if kind == "dense" else [4, 4]))
+    limit = RadiusLimit(layer, 0.15)
+    layer(x)
+    assert float(limit.found[0][0][0]) ** 0.5 > 0.2
+    before = float(W.norm())
+    limit.apply()
+    assert float(W.norm()) < 0.95 * before
+    kept = [weight.detach().clone() for weight in W.parameters()]
+    limit.limit = 0.99  # within the limit nothing changes
+    list(W.parameters())[-1].data.mul_(30)
+    layer(x)
+    limit.apply()
+    torch.testing.assert_close(list(W.parameters())[-1].detach(), 30 * kept[-1])
+
+
 def test_weights_that_were_replaced_are_scaled() -> None:
     torch.manual_seed(0)
     layer = opteq.Equilibrium(opteq.OptEq(scaled_to(1.3), nn.Linear(3, 6), "tanh"))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from opteq import operators as op
 from opteq.common.derivatives import pullback
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
@@ -188,9 +189,12 @@ class RadiusLimit:
             radius = largest.amax().sqrt()
             # A radius that is not finite says nothing; one step at most halves the feedback.
             ratio = torch.where(radius.isfinite(), self.limit / radius, 1.0).clamp(0.5, 1.0)
+            acting = dict(map(_bounded_share, _bounded(layer)))
             for weight, degree in _feedback_weights(layer):
                 # What several W or layers share is scaled once, for the one that needs it most.
                 factor = ratio ** (1 / degree)
+                if weight in acting:  # a bound hides what is scaled beyond it
+                    factor = torch.where(ratio < 1, factor * acting[weight], factor)
                 factors[weight] = torch.minimum(factors.get(weight, factor), factor)
             skip.append(lost.sum() > self.SHARE * count.sum())
         for weight, factor in factors.items():
@@ -226,6 +230,21 @@ def _feedback(layer: Equilibrium) -> list[Operator]:
     """Every W."""
     parts = layer.problem.named_modules()
     return [part for name, part in parts if name.rpartition(".")[2] == "W" and isinstance(part, Operator)]
+
+
+def _bounded(layer: Equilibrium) -> list[Operator]:
+    """Every W whose bound may act."""
+    known = op.Dense, op.Conv2d, op.SeparableConv2d
+    return [W for W in _feedback(layer) if isinstance(W, known) and W.bound is not None]
+
+
+def _bounded_share(W: Operator) -> tuple[nn.Parameter, Tensor]:
+    """The weight that a bound scales, and the factor by which it does."""
+    name = "pointwise" if isinstance(W, op.SeparableConv2d) else "weight"
+    weight: nn.Parameter = getattr(W, name)
+    used: Tensor = getattr(W.prepare(), name)
+    largest = weight.abs().amax()
+    return weight, torch.where(largest > 0, used.abs().amax() / largest, 1.0)
 
 
 def _check_scalable(layer: Equilibrium) -> None:
