@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,6 +288,7 @@ SMALL = {
     "extractor-0.48m": {"stem_widths": (4, 6, 8, 8), "stem_depth": 1},
     "extractor-resnet50": {"extractor_width": 4, "extractor_blocks": (1, 2), "extractor_strides": (1, 2)},
     "fcn-cityscapes": {"extractor_width": 4, "extractor_blocks": (1, 1), "extractor_strides": (1, 2), "head_width": 8},
+    "neural-ode-172k": {"filters": 4, "cells": 2},
     "mondeq-1m": {"hidden": (4, 6, 4), "cells": 2},
     "mdeq-single-18m-imagenet": {"hidden": (8,), "heads": (4,), "last": 8, "groups": 4, "on_failure": "ignore"},
 }
@@ -297,7 +299,7 @@ SLOW = {"mondeq-1m", "mdeq-single-18m-imagenet"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SMALL])
-def test_a_small_one_learns(name: str) -> None:
+def test_a_small_one_learns_and_is_loaded_again(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = models.create(name, num_classes=3, **SMALL[name])
     labels = torch.tensor([0, 1, 2, 0])
@@ -316,6 +318,8 @@ def test_a_small_one_learns(name: str) -> None:
         assert all(bool(weight.grad.any()) for weight in model.parameters())
         optimizer.step()
     assert losses[-1] < 0.9 * losses[0]
+    again = models.from_pretrained(model.save_pretrained(tmp_path))
+    torch.testing.assert_close(again(x), model.eval()(x))
     assert models.create(name, num_classes=0, **SMALL[name])(x).shape[0] == 4
 
 
