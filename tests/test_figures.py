@@ -83,6 +83,27 @@ def test_all_that_fit_and_a_line_for_each_that_does_not(runs: Path, tmp_path: Pa
     assert "for all inputs" in captions
 
 
+def test_a_figure_drawn_later_keeps_the_captions_of_the_others(runs: Path, tmp_path: Path) -> None:
+    for name in ("corruptions", "certified", "corruptions"):
+        write_figures(runs / "mopteq-193k", tmp_path, [name], device="cpu")
+    captions = (tmp_path / "captions.md").read_text()
+    places = [captions.index(f"![{name}]({name}.png)") for name in ("certified", "corruptions")]
+    assert places == sorted(places)  # in the order of the figures
+    assert captions.count("## ") == 2
+    (tmp_path / "certified.png").unlink()
+    write_figures(runs / "mopteq-193k", tmp_path, ["corruptions"], device="cpu")
+    assert "certified" not in (tmp_path / "captions.md").read_text()
+
+
+def test_a_run_in_bfloat16_is_drawn_in_full_precision(runs: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(runs / "mopteq-193k", tmp_path / "bf16")
+    recipe = load_recipe("digits", ["model.name=mopteq-193k", "train.precision=bf16"])
+    (run / "recipe.toml").write_text(to_toml(recipe))
+    half, full = (branches.heritage_diversity(open_subject(one, device="cpu")) for one in (run, runs / "mopteq-193k"))
+    points, expected = (one.figure.axes[0].collections[0].get_offsets().tolist() for one in (half, full))
+    assert points == expected
+
+
 def test_the_points_are_the_measures(runs: Path) -> None:
     one = subject(runs, "mopteq-193k", "popteq-193k")
     drawn = branches.heritage_diversity(one)

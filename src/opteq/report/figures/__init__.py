@@ -65,7 +65,7 @@ def write_figures(
             raise UserError(f"figures are for classifiers, and {folder} holds a denoiser")
     subject = open_subject(Path(run), tuple(map(Path, beside)), device, root)
     folder = subject.opened.path / "figures" if out is None else Path(out)
-    written, captions = [], [f"# Figures of {subject.title}"]
+    written, captions = [], _earlier_captions(folder)
     for name, (draw, source) in FIGURES.items():
         if only and name not in only:
             continue
@@ -77,12 +77,23 @@ def write_figures(
             say(f"{name}: none, {error}")
             continue
         written.append(save(drawn.figure, folder, name)[0])
-        captions.append(f"## {name} ({source})\n\n![{name}]({name}.png)\n\n{drawn.caption}")
+        captions[name] = f"## {name} ({source})\n\n![{name}]({name}.png)\n\n{drawn.caption}"
         say(f"{name}: {written[-1]}")
     if written:
         with plain_errors(f"writing {folder / 'captions.md'}", "choose another folder with --out"):
-            write_atomically(folder / "captions.md", ("\n\n".join(captions) + "\n").encode())
+            parts = [f"# Figures of {subject.title}", *(captions[name] for name in FIGURES if name in captions)]
+            write_atomically(folder / "captions.md", ("\n\n".join(parts) + "\n").encode())
     return written
+
+
+def _earlier_captions(folder: Path) -> dict[str, str]:
+    """The captions of figures that were drawn before and are still there, by name."""
+    try:
+        sections = (folder / "captions.md").read_text(encoding="utf-8").strip().split("\n\n## ")[1:]
+    except (OSError, ValueError):
+        return {}
+    captions = {section.split(" (", 1)[0]: f"## {section}" for section in sections}
+    return {name: caption for name, caption in captions.items() if (folder / f"{name}.png").exists()}
 
 
 __all__ = ["FIGURES", "draw_record", "write_figures"]

@@ -82,6 +82,9 @@ class Subject:
 
 
 def open_subject(run: Path, beside: tuple[Path, ...] = (), device: str = "auto", root: str | None = None) -> Subject:
-    """The run in a folder, with others beside it; ``device`` and ``root`` as for :func:`~opteq.training.evaluate`."""
-    others = tuple(Subject(open_run(one, device=device, root=root)) for one in beside)
-    return Subject(open_run(run, device=device, root=root), others)
+    """The run in a folder, with others beside it; ``device`` and ``root`` as for :func:`~opteq.training.evaluate`.
+
+    In full precision whatever the run was trained in: residuals are drawn below the rounding of bfloat16.
+    """
+    first, *others = (Subject(open_run(one, device=device, precision="no", root=root)) for one in (run, *beside))
+    return Subject(first.opened, tuple(others))
