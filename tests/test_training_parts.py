@@ -7,7 +7,9 @@ import math
 import os
 import random
 import re
+import signal
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -394,9 +396,12 @@ def test_tensorboard_forgets_what_is_drawn_anew(tmp_path: Path) -> None:
 
 
 def hold(folder: str, sign: str) -> None:
-    """Use a run folder until the process is killed."""
+    """Use a run folder until the process is killed; its worker lives on."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about fork and threads
     with RunFolder(Path(folder)).prepared():
-        Path(sign).touch()
+        worker = os.fork()
+        if worker:
+            write_atomically(Path(sign), str(worker).encode())
         time.sleep(60)
 
 
@@ -410,6 +415,9 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
         RunFolder(folder).prepared().__enter__()
     other.kill()
     other.join()
-    with RunFolder(folder).prepared():  # a killed process releases its lock
-        pass
+    try:
+        with RunFolder(folder).prepared():  # a killed process releases its lock
+            pass
+    finally:
+        os.kill(int(sign.read_text()), signal.SIGKILL)
     assert not list(folder.iterdir())

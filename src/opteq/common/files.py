@@ -93,6 +93,7 @@ def lock_folder(folder: Path, refusal: str) -> Iterator[None]:
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
+    _HELD.add(handle)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,4 +103,20 @@ def lock_folder(folder: Path, refusal: str) -> Iterator[None]:
             pass
         yield
     finally:
-        os.close(handle)
+        if handle in _HELD:  # not in a forked process
+            _HELD.remove(handle)
+            os.close(handle)
+
+
+_HELD: set[int] = set()
+"""The folders that this process holds, open."""
+
+
+def _let_go() -> None:
+    """Close them in a forked process: the lock of a killed training would last as long as its workers."""
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
