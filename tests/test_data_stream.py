@@ -246,6 +246,18 @@ def test_a_shard_that_would_lose_images_is_refused(
         data.load("folder", path.parent.parent, stream=True)
 
 
+def test_an_image_without_its_class_file_is_named(tmp_path: Path) -> None:
+    """Its class would be the name of the archive, beside those that the other files name."""
+    place = shards(tmp_path / "shards", "cls")
+    with tarfile.open(place / "train" / "1.tar", "a") as tar:
+        member = tarfile.TarInfo("9999.png")
+        member.size = len(picture(7))
+        tar.addfile(member, io.BytesIO(picture(7)))
+    message = r"^[^\n]*train/1\.tar, 9999\.png: has no file 9999\.cls beside it that names its class, [^\n]*add it"
+    with pytest.raises(UserError, match=message):
+        data.load("folder", place, stream=True)
+
+
 def test_a_class_of_many_digits_is_a_name(tmp_path: Path) -> None:
     """Python reads no number of more than 4300 digits."""
     for split in ("train", "test"):

@@ -25,6 +25,7 @@ class _Member:
     archive: int
     offset: int
     size: int
+    labelled: bool  # by a file beside it
 
 
 def list_shards(root: Path, archives: Sequence[str], endings: tuple[str, ...]) -> Listing:
@@ -32,11 +33,18 @@ def list_shards(root: Path, archives: Sequence[str], endings: tuple[str, ...]) -
 
     The class of an image is what the file ``<key>.cls`` beside it says (as WebDataset writes shards), else the folder
     that it is in, else the name of the archive (as ImageNet is distributed). Classes that are all numbers are ordered
-    as numbers.
+    as numbers. Either all images have such files or none.
     """
     found = [member for number, name in enumerate(archives) for member in _members(root / name, number, endings)]
     if not found:
         raise UserError(f"{root / archives[0]}: no images in it or in the archives beside it; {', '.join(endings)}")
+    if any(member.labelled for member in found):
+        for member in found:
+            if not member.labelled:
+                raise UserError(
+                    f"{root / archives[member.archive]}, {member.name}: has no file {_key(member.name)}{CLASS_FILE} beside "
+                    "it that names its class, and other images have one; add it, or delete the image"
+                )
     names = {member.category for member in found}
     numbers = all(name.isdecimal() and len(name) <= LONGEST for name in names)
     classes = tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
@@ -77,8 +85,9 @@ def _members(path: Path, number: int, endings: tuple[str, ...]) -> list[_Member]
     members = []
     for image in images:
         folder = image.name.rpartition("/")[0].rpartition("/")[2].strip(".")
-        category = named.get(_key(image.name)) or folder or path.stem
-        members.append(_Member(category, image.name, number, image.offset_data, image.size))
+        label = named.get(_key(image.name))
+        category = label or folder or path.stem
+        members.append(_Member(category, image.name, number, image.offset_data, image.size, label is not None))
     return members
 
 
