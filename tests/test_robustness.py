@@ -13,6 +13,7 @@ import torch
 
 from cli_cases import call, finished, no_page, refused, root
 from opteq.analysis import APGD, PGD
+from opteq.common.errors import UserError
 from opteq.data.corruptions import corrupt
 from opteq.models import Classifier
 from opteq.report.charts.robustness import robustness
@@ -128,6 +129,32 @@ def test_curves_are_those_of_single_attacks(finished: Path, tmp_path: Path) -> N
         assert certified["accuracy"] == sorted(certified["accuracy"], reverse=True)
     else:
         assert certified["reason"]
+
+
+def test_a_few_corruptions_are_added_to_those_measured_alike(finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    both = evaluate_robustness(run, only=["fog", "contrast"])["corruptions"]
+    other = shutil.copytree(run, tmp_path / "other")
+    evaluate_robustness(run, only=["snow"])
+    again = evaluate_robustness(run, only=["fog"], reference=other)["corruptions"]
+    assert list(again["accuracy"]) == ["snow", "fog", "contrast"]
+    assert {name: again["accuracy"][name] for name in both["accuracy"]} == both["accuracy"]
+    assert again["mean"] == pytest.approx(sum(map(sum, again["accuracy"].values())) / 15)
+    assert set(again["relative"]["corruption_errors"]) == {"fog", "contrast"}  # those that the reference has
+    fewer = evaluate_robustness(run, only=["fog"], images=5)["corruptions"]
+    assert list(fewer["accuracy"]) == ["fog"]  # of other images
+
+
+def test_a_reference_on_other_images_is_refused(finished: Path, tmp_path: Path) -> None:
+    run, other = (shutil.copytree(finished, tmp_path / name) for name in ("run", "other"))
+    record = evaluate_robustness(other, only=["fog"])
+    record["corruptions"]["labels"] = "0" * 16
+    (other / "robustness.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="other was measured on images of other classes"):
+        evaluate_robustness(run, only=["fog"], reference=other)
+    del record["corruptions"]["labels"]  # as records were before
+    (other / "robustness.json").write_text(json.dumps(record))
+    evaluate_robustness(run, only=["fog"], reference=other)
 
 
 def test_errors_relative_to_a_reference() -> None:

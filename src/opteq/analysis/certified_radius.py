@@ -64,8 +64,11 @@ class CertifiedClassifier:
     def __init__(self, model: Classifier, std: tuple[float, ...] = (1.0,)) -> None:
         if not isinstance(model, Classifier) or not isinstance(model.equilibrium, Equilibrium):
             raise UserError("a certified radius needs a classifier with one equilibrium layer between stem and head")
-        if not isinstance(model.head, Head) or model.head.fuse is not None:
-            raise UserError("a certified radius needs the usual head, without a fusion of branches before it")
+        if not isinstance(model.head, Head):
+            kind = type(model.head).__name__
+            raise UserError(f"a certified radius needs the head of OptEq's own models, and this one has a {kind}")
+        if model.head.fuse is not None:
+            raise UserError("a certified radius needs a head without a fusion of branches before it")
         if not isinstance(model.head.linear, nn.Linear):
             raise UserError("a certified radius needs classes, and this model has none")
         self.model, self.layer = model, model.equilibrium

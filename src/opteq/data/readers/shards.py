@@ -38,13 +38,13 @@ def list_shards(root: Path, archives: Sequence[str], endings: tuple[str, ...]) -
     found = [member for number, name in enumerate(archives) for member in _members(root / name, number, endings)]
     if not found:
         raise UserError(f"{root / archives[0]}: no images in it or in the archives beside it; {', '.join(endings)}")
-    if any(member.labelled for member in found):
-        for member in found:
-            if not member.labelled:
-                raise UserError(
-                    f"{root / archives[member.archive]}, {member.name}: has no file {_key(member.name)}{CLASS_FILE} beside "
-                    "it that names its class, and other images have one; add it, or delete the image"
-                )
+    bare = [member for member in found if not member.labelled]
+    if 0 < len(bare) < len(found):
+        path, name = root / archives[bare[0].archive], bare[0].name
+        raise UserError(
+            f"{path}, {name}: has no file {_key(name)}{CLASS_FILE} beside it that names its class, and other images "
+            "have one; add it, or delete the image"
+        )
     names = {member.category for member in found}
     numbers = all(name.isdecimal() and len(name) <= LONGEST for name in names)
     classes = tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))

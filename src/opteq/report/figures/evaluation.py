@@ -84,7 +84,9 @@ def command(
 
 
 def _summary(record: dict[str, Any]) -> str:
-    words = f"accuracy {record['clean']:.2%}, under corruptions {record['mean']:.2%} on average"
+    count = len(record["accuracy"])
+    under = "1 corruption" if count == 1 else f"{count} corruptions"
+    words = f"accuracy {record['clean']:.2%}, under {under} {record['mean']:.2%} on average"
     relative = record.get("relative")
     if relative is None or relative["mean"] is None:
         return words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from opteq.training.robustness.corrupted import (
     source_of,
 )
 from opteq.training.robustness.curves import EPSILON, measure_curves
-from opteq.training.robustness.record import FILE, markdown, read_record, read_reference
+from opteq.training.robustness.record import FILE, keep_earlier, markdown, read_record, read_reference
 
 
 def evaluate_robustness(
@@ -47,7 +48,8 @@ def evaluate_robustness(
 ) -> dict[str, Any]:
     """Measure a finished run on corrupted and attacked images; writes ``robustness.json`` and ``.md`` beside it.
 
-    A part that is not asked for is kept as an earlier evaluation left it.
+    A part that is not asked for is kept as an earlier evaluation left it; so are corruptions that ``only`` leaves out,
+    if they were measured in the same way.
 
     Args:
         run: the run's folder.
@@ -79,14 +81,20 @@ def evaluate_robustness(
     split = test if rows is None else Split(test.images[rows], test.labels[rows])
     # Refused before hours are spent.
     names = _names_to_measure(opened, only, published) if corruptions else ()
-    planned = {"images": len(split), "seed": seed, "source": source_of(published), "accuracy": dict.fromkeys(names)}
+    marks = {"images": len(split), "seed": seed, "source": source_of(published), "labels": _mark_labels(opened, split)}
+    planned = {**marks, "accuracy": dict.fromkeys(names)}
     others = None if reference is None else read_reference(Path(reference), planned)
     opened.check_writable(FILE)
     record = read_record(opened.path)
     if corruptions:
-        found = record["corruptions"] = measure_corruptions(opened, split, only, seed, say, published, rows)
+        found = {**measure_corruptions(opened, split, only, seed, say, published, rows), "labels": marks["labels"]}
+        if only:
+            keep_earlier(found, record.get("corruptions"))
+        record["corruptions"] = found
         if reference is not None and others is not None:
-            found["relative"] = {"reference": _title(Path(reference)), **relative_errors(found, others)}
+            shared = {name: row for name, row in found["accuracy"].items() if name in others["accuracy"]}
+            errors = relative_errors({**found, "accuracy": shared}, others)
+            found["relative"] = {"reference": _title(Path(reference)), **errors}
     if curves:
         record["curves"] = measure_curves(opened, split, epsilon, attack_steps or 20, say)
     _write(opened, record)
@@ -112,6 +120,12 @@ def _names_to_measure(
     if published is not None:
         check_published(published, test, len(opened.dataset.classes))
     return select_names(only, test.images.shape[1], published)
+
+
+def _mark_labels(opened: LoadedRun, split: Split) -> str:
+    """A short mark of the classes and the labels, by which test images of another data set are known."""
+    names = "\n".join(opened.dataset.classes)
+    return hashlib.sha256(names.encode() + split.labels.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def _check_options(idle: dict[str, Any], images: int | None, attack_steps: int | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opteq.common.errors import UserError
+from opteq.data import corruptions
 
 FILE = "robustness.json"
 
@@ -22,13 +23,13 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def read_reference(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
     """The corruptions of a reference run, measured on the same images as ``own``."""
-    corruptions = read_record(folder).get("corruptions")
-    if not isinstance(corruptions, dict):
+    measured = read_record(folder).get("corruptions")
+    if not isinstance(measured, dict):
         raise UserError(
             f"{folder} has no corruptions to compare with: run `opteq evaluate {folder} --corruptions` first"
         )
-    check_reference(folder, corruptions, own)
-    return corruptions
+    check_reference(folder, measured, own)
+    return measured
 
 
 def check_reference(folder: Path, reference: dict[str, Any], own: dict[str, Any]) -> None:
@@ -37,11 +38,24 @@ def check_reference(folder: Path, reference: dict[str, Any], own: dict[str, Any]
         value, theirs = own.get(what, usual), reference.get(what, usual)
         if value != theirs:
             raise UserError(f"{folder} was measured with {what} {theirs}, this run with {value}: measure both alike")
+    if own.get("labels") != reference.get("labels", own.get("labels")):  # older records have none
+        raise UserError(f"{folder} was measured on images of other classes: a reference needs the same test images")
     missing = [name for name in own["accuracy"] if name not in reference.get("accuracy", {})]
     if missing:
         raise UserError(
             f"{folder} was not measured under {missing[0]}: run `opteq evaluate {folder} --corruptions` again"
         )
+
+
+def keep_earlier(found: dict[str, Any], earlier: Any) -> None:
+    """Add the corruptions that were measured before in the same way to ``found``, which has a few."""
+    alike = {key: value for key, value in found.items() if key not in ("accuracy", "mean")}
+    if not isinstance(earlier, dict) or any(earlier.get(key) != value for key, value in alike.items()):
+        return
+    both = {**earlier["accuracy"], **found["accuracy"]}
+    found["accuracy"] = {name: both[name] for name in corruptions.NAMES if name in both}
+    values = [value for row in found["accuracy"].values() for value in row]
+    found["mean"] = sum(values) / len(values)
 
 
 def markdown(record: dict[str, Any], title: str) -> str:
