@@ -57,6 +57,8 @@ def test_commands_parse() -> None:
         if action != "train":
             check_measurement(action, name, rest)
             continue
+        if "--out" in rest:
+            rest = rest[:-2]
         assert rest[::2] == ["--set"] * (len(rest) // 2), command
         recipe = load_recipe(name, rest[1::2])
         assert recipe.data.name in data.names(), command
@@ -72,15 +74,29 @@ def test_commands_parse() -> None:
 
 
 def check_measurement(action: str, name: str, options: list[str]) -> None:
-    """A command about finished runs: its options parse, its figures exist, and each run has a recipe."""
+    """A command about finished runs: its options parse, its figures exist, and a row trains each run."""
     program = get_command(app)
     given = program.commands[action].make_context(action, [name, *options]).params  # type: ignore[attr-defined]
     assert (action, given["only"] or []) == (action, [one for one in given["only"] or [] if one in FIGURES])
     assert action == "figures" or given["corruptions"] or given["curves"]
     for run in [*given.get("runs", [given.get("run")]), *filter(None, [given.get("reference")])]:
-        assert run.parent == Path("runs"), run
-        # The run of a recipe as it is, or with a setting, which its name ends with.
-        assert run.name in recipes() or any(run.name.startswith(f"{recipe}-") for recipe in recipes()), run
+        assert str(run) in trained_runs(), run
+
+
+@cache
+def trained_runs() -> dict[str, str]:
+    """The folder of every training of the page, and its command."""
+    found: dict[str, str] = {}
+    for command in (row[2].strip("`") for row in rows() if row[2].startswith("`opteq train ")):
+        _, _, name, *rest = shlex.split(command)
+        folder = rest[-1] if rest[-2:-1] == ["--out"] else f"runs/{name}"
+        assert found.setdefault(folder, command) == command, folder
+    return found
+
+
+def test_trainings_have_folders_of_their_own() -> None:
+    """In a folder that holds a run, the next one is refused."""
+    assert len(trained_runs()) > 100
 
 
 def test_tests_exist() -> None:
