@@ -220,6 +220,14 @@ def test_steps_of_a_model_without_equilibria_are_refused(tmp_path: Path) -> None
     assert "--steps has no effect: resnet18-cifar has no equilibria" in result.output
 
 
+@pytest.mark.parametrize("format", ["onnx", "torchscript"])
+def test_neural_odes_are_refused_in_one_line(format: str, tmp_path: Path) -> None:
+    model = models.create("neural-ode-172k", num_classes=2, filters=2, cells=2)
+    model.config["extra"] = {"mean": [0.5] * 3, "std": [0.2] * 3, "image_shape": [3, 4, 4], "classes": ["a", "b"]}
+    with pytest.raises(UserError, match="^neural-ode-172k can't be exported: its ODE solver chooses its steps"):
+        export(model, tmp_path / "m", format)
+
+
 def denoiser(**options: Any) -> Denoiser:
     torch.manual_seed(0)
     return Denoiser(DenoiserConfig(channels=(1, 2, 4), kernel_size=3, **options)).eval()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
 from opteq.models.classifier import Classifier
+from opteq.models.comparators.neural_ode import NeuralODE
 from opteq.models.denoiser import Denoiser
 from opteq.models.prediction import Preprocessing
 from opteq.operators import Operator
@@ -76,6 +77,11 @@ class Exportable(nn.Module):
     def __init__(self, model: Classifier, steps: int) -> None:
         super().__init__()
         preprocessing = Preprocessing.of(model.config)
+        if any(isinstance(part, NeuralODE) for part in model.modules()):
+            raise UserError(
+                f"{model.config['name']} can't be exported: its ODE solver chooses its steps by the images, and a file "
+                "has a fixed number of them"
+            )
         copied = copy.deepcopy(model).eval().requires_grad_(False)
         self.layers = _replace_equilibria(copied, steps)
         self.model: Classifier = copied
