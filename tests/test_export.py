@@ -224,7 +224,7 @@ def test_steps_of_a_model_without_equilibria_are_refused(tmp_path: Path) -> None
 def test_neural_odes_are_refused_in_one_line(format: str, tmp_path: Path) -> None:
     model = models.create("neural-ode-172k", num_classes=2, filters=2, cells=2)
     model.config["extra"] = {"mean": [0.5] * 3, "std": [0.2] * 3, "image_shape": [3, 4, 4], "classes": ["a", "b"]}
-    with pytest.raises(UserError, match="^neural-ode-172k can't be exported: its ODE solver chooses its steps"):
+    with pytest.raises(UserError, match=r"^neural-ode-172k can't be exported: its ODE solver chooses its steps"):
         export(model, tmp_path / "m", format)
 
 

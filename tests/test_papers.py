@@ -14,7 +14,7 @@ from opteq import data, models
 from opteq.cli import app
 from opteq.models.registry import on_meta_device
 from opteq.report.figures import FIGURES
-from opteq.training import load_recipe, recipes
+from opteq.training import load_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "papers.md"
