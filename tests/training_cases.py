@@ -85,9 +85,15 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in left_out} for line in read]
 
 
+def _run(target: Callable[..., None], *arguments: Any) -> None:
+    """As in a program of its own: children of the forkserver would start theirs by it, and these outlive a kill."""
+    multiprocessing.set_start_method(None, force=True)
+    target(*arguments)
+
+
 def in_process(target: Callable[..., None], *arguments: Any, timeout: float = 50) -> int | None:
     """Run ``target`` in a process of its own; its exit code is minus the signal that ended it, if one did."""
-    process = _PROCESSES.Process(target=target, args=arguments)
+    process = _PROCESSES.Process(target=_run, args=(target, *arguments))
     process.start()
     process.join(timeout)
     if process.is_alive():
@@ -98,7 +104,7 @@ def in_process(target: Callable[..., None], *arguments: Any, timeout: float = 50
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
     """Start ``target`` in a process of its own and do not wait for it."""
-    process = _PROCESSES.Process(target=target, args=arguments)
+    process = _PROCESSES.Process(target=_run, args=(target, *arguments))
     process.start()
     return process
 
