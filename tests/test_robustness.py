@@ -172,6 +172,7 @@ def test_one_command(finished: Path, tmp_path: Path) -> None:
     run, reference = (shutil.copytree(finished, tmp_path / name) for name in ("run", "resnet"))
     options = ("--corruptions", "--only", "fog", "--images", "6")
     refused(call("evaluate", run, *options, "--reference", reference), "has no corruptions to compare with")
+    refused(call("evaluate", run, *options, "--reference", tmp_path / "nowhere"), "no such folder")
     assert call("evaluate", reference, *options).exit_code == 0
     result = call("evaluate", run, *options, "--reference", reference, "--curves", "--attack-steps", "1")
     assert result.exit_code == 0, (result.output, result.exception)

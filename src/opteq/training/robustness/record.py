@@ -23,6 +23,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def read_reference(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
     """The corruptions of a reference run, measured on the same images as ``own``."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; the reference should be a finished run")
     measured = read_record(folder).get("corruptions")
     if not isinstance(measured, dict):
         raise UserError(
