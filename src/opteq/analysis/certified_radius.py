@@ -66,7 +66,7 @@ class CertifiedClassifier:
             raise UserError("a certified radius needs a classifier with one equilibrium layer between stem and head")
         if not isinstance(model.head, Head):
             kind = type(model.head).__name__
-            raise UserError(f"a certified radius needs the head of OptEq's own models, and this one has a {kind}")
+            raise UserError(f"a certified radius needs the head of opteq's own models; this one has a {kind}")
         if model.head.fuse is not None:
             raise UserError("a certified radius needs a head without a fusion of branches before it")
         if not isinstance(model.head.linear, nn.Linear):

@@ -129,9 +129,9 @@ class RadiusLimit:
     apply every W twice, as itself and as its adjoint, so that the square root of it brings r back to the limit; in a
     Deep OptEq of L layers, where W's are multiplied by each other, the 2L-th root. The next batch measures again.
 
-    Where a solve found no equilibrium, r counts as at least 1. A sample with such an r is lost: where its state is an
-    equilibrium after all, it is close to none or to several, and its gradient is far larger than those of others. If
-    more than ``SHARE`` of a batch are lost, its optimiser step is to be skipped.
+    Where a solve found no equilibrium, r counts as at least 1. A sample with an r of 1 or more is lost, also where the
+    solver found its equilibrium: its gradient is far larger than those of others. If more than ``SHARE`` of a batch are
+    lost, its optimiser step is to be skipped.
 
     Args:
         model: with at least one equilibrium layer that has a W, which is trained and has no parametrization. Problems
