@@ -10,12 +10,16 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import opteq
 from opteq import models
 from opteq.cli import app
 from opteq.training import devices
 from opteq.training.feature_size import FeatureSize
+from opteq.training.optim.jacobian import JacobianPenalty
+from opteq.training.optim.unrolled import UnrolledEpochs
+from opteq.training.recipe.sections import TrainSection
 from opteq.training.unrolling import unrolling_table
-from training_cases import make_images, settings
+from training_cases import in_process, lines, make_images, settings, train_and_die, train_here
 
 
 @pytest.mark.slow
@@ -50,3 +54,52 @@ def test_the_mean_size_of_features() -> None:
     assert found["feature_abs"] == pytest.approx(float(entries.abs().mean()), rel=1e-9)
     assert found["feature_square"] == pytest.approx(float(entries.square().mean()), rel=1e-9)
     assert FeatureSize(torch.nn.Linear(2, 2), accelerator.device).means(accelerator) == {}
+
+
+def test_the_first_epochs_differentiate_through_plain_steps() -> None:
+    torch.manual_seed(0)
+    W, U = opteq.operators.Dense(4, 5, bound=0.9), torch.nn.Linear(3, 5)
+    layer = opteq.Equilibrium(opteq.OptEq(W, U)).double()
+    own = layer.solver, layer.gradient
+    x = torch.randn(2, 3, dtype=torch.float64)
+    unrolled = UnrolledEpochs(layer, TrainSection(epochs=3, batch_size=2, unrolled_epochs=2, unrolled_steps=3))
+    penalty = JacobianPenalty(layer)
+    with unrolled.training(1):
+        loss = layer(x).square().sum()
+    assert float(penalty.take().detach()) > 0  # at the state after the last step, as published
+    penalty.close()
+    hidden = layer.problem(x)
+    state = hidden.start()
+    for _ in range(3):
+        state = hidden.step(state)
+    expected = hidden.features(state).square().sum()
+    torch.testing.assert_close(loss, expected)
+    for got, right in zip(*(torch.autograd.grad(one, [*layer.parameters()]) for one in (loss, expected)), strict=True):
+        torch.testing.assert_close(got, right)
+    assert (layer.solver, layer.gradient) == own
+    with unrolled.training(2):
+        assert (layer.solver, layer.gradient) == own
+    with pytest.raises(KeyError), unrolled.training(0):
+        raise KeyError
+    assert (layer.solver, layer.gradient) == own
+
+
+def test_a_run_with_unrolled_epochs_is_tested_at_the_equilibrium_and_resumed(tmp_path: Path) -> None:
+    root = make_images(tmp_path / "images")
+    more = ["train.unrolled_epochs=2", "train.unrolled_steps=3", "train.checkpoint_steps=2"]
+    assert in_process(train_here, str(root), str(tmp_path / "whole"), more) == 0
+    metrics = lines(tmp_path / "whole")
+    assert [line["solver_steps"] == 3 for line in metrics] == [True, True, False]
+    assert all(line["test_converged"] == 1 and line["test_solver_steps"] != 3 for line in metrics)
+    assert in_process(train_and_die, str(root), str(tmp_path / "killed"), more, 20) < 0
+    assert in_process(train_here, str(root), str(tmp_path / "killed"), more) == 0
+    assert lines(tmp_path / "killed") == metrics
+    weights = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "killed")]
+    assert weights[0] == weights[1]
+
+
+def test_unrolled_epochs_that_can_not_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="unrolled_epochs = 3 should be below epochs = 3"):
+        TrainSection(epochs=3, batch_size=2, unrolled_epochs=3)
+    with pytest.raises(ValueError, match="radius and unrolled_epochs exclude each other"):
+        TrainSection(epochs=3, batch_size=2, unrolled_epochs=1, radius=0.9)

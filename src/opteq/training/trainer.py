@@ -21,6 +21,7 @@ from opteq.training.guard import Interrupted, TrainingStopped, check_progress
 from opteq.training.metrics import Metrics, RunningMetrics
 from opteq.training.optim.bounds import GrowingBounds
 from opteq.training.optim.schedules import schedule
+from opteq.training.optim.unrolled import UnrolledEpochs
 from opteq.training.recipe.sections import Recipe
 from opteq.training.run import state
 from opteq.training.run.checkpoints import Checkpoint, Checkpoints
@@ -67,6 +68,7 @@ class Trainer:
         self.accelerator = accelerator
         self.factor = schedule(recipe.schedule, len(train), recipe.train.epochs)
         self.bounds = GrowingBounds(model, recipe.train)
+        self.unrolled = UnrolledEpochs(model, recipe.train)
         self.epoch = self.batch = self.step = 0
         self.history: list[Line] = []
         self.metrics = self._new_metrics()
@@ -109,7 +111,8 @@ class Trainer:
         while self.epoch < self.recipe.train.epochs:
             display.epoch(self.epoch)
             self.bounds.set(self.epoch)
-            self._steps(layers, display, stop)
+            with self.unrolled.training(self.epoch):
+                self._steps(layers, display, stop)
             counts = self.metrics.compute(self.accelerator)
             self._check(counts, f"epoch {self.epoch + 1}", ended=True)
             line = self._test(counts, stop)

@@ -94,7 +94,8 @@ class TrainSection(Section):
     of the squared Frobenius norm of a step's Jacobian at the equilibrium per entry of the state; with
     ``jacobian_limit``, of how far its squared spectral radius exceeds that limit's square. ``radius`` limits that
     spectral radius itself: where a sample of a batch exceeds it, W is scaled down. With ``bound_start``, bounds on
-    weights grow from there to the model's own within the first ``bound_epochs`` epochs.
+    weights grow from there to the model's own within the first ``bound_epochs`` epochs. The first ``unrolled_epochs``
+    epochs train by differentiating through ``unrolled_steps`` plain steps in place of the equilibrium.
     """
 
     epochs: Count
@@ -113,6 +114,8 @@ class TrainSection(Section):
     radius: Annotated[float, Field(gt=0, lt=1)] | None = None
     bound_start: Positive | None = None
     bound_epochs: Count | None = None
+    unrolled_epochs: Annotated[int, Field(ge=0)] = 0
+    unrolled_steps: Count = 10
     drop_last: bool = False
     checkpoint_steps: Annotated[int, Field(ge=0)] = 0
 
@@ -130,6 +133,10 @@ class TrainSection(Section):
             raise ValueError("bound_start and bound_epochs go together: where bounds begin, and for how long they grow")
         if self.bound_epochs is not None and self.bound_epochs >= self.epochs:
             raise ValueError(f"bound_epochs = {self.bound_epochs} should be below epochs = {self.epochs}")
+        if self.unrolled_epochs >= self.epochs:
+            raise ValueError(f"unrolled_epochs = {self.unrolled_epochs} should be below epochs = {self.epochs}")
+        if self.unrolled_epochs and self.radius is not None:
+            raise ValueError("radius and unrolled_epochs exclude each other: unrolled steps reach no equilibrium")
         return self
 
 
