@@ -203,6 +203,27 @@ def test_a_step_of_mdeq_uses_every_scale_and_the_input() -> None:
         Zeros(channels)(torch.zeros(1, 4, 6, 8))
 
 
+def test_the_first_weights_and_the_stem_of_mdeq_are_the_published_ones() -> None:
+    torch.manual_seed(0)
+    step = MultiscaleStep((8,), expansion=4, groups=4)
+    lengths = nn.Conv2d(32, 8, 3).weight.square().sum(dim=(1, 2, 3)).sqrt()
+    assert step.blocks[0].narrow.length.mean().item() == pytest.approx(lengths.mean().item(), rel=0.05)
+    x, z = torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4)
+    torch.testing.assert_close(step(z, x), step.blocks[0](z, x))  # a single scale is not mixed
+    for scales, halved, sizes, strides in (
+        ((8, 8), 0, [3, 3], [1, 1]),
+        ((8, 8, 8), 0, [3, 3, 1], [1, 1, 1]),
+        ((8, 8), 1, [3, 3, 1], [2, 1, 1]),
+        ((8,), 3, [3, 3, 3, 1], [2, 2, 2, 1]),
+    ):
+        small = {"hidden": scales, "heads": (2,) * len(scales), "last": 8, "expansion": 1, "downsample": halved}
+        model = models.create("mdeq-2.5m", **small)
+        layers = [part for part in model.stem.modules() if isinstance(part, nn.Conv2d)]
+        assert [(part.kernel_size[0], part.stride[0]) for part in layers] == list(zip(sizes, strides, strict=True))
+        affine = [norm.affine for norm in model.equilibrium.problem.f.norms]
+        assert affine == [False] * (len(scales) if len(scales) > 1 else 0)
+
+
 @pytest.mark.parametrize("gradient", ["implicit", "one-step", "unrolled"])
 def test_mdeq_learns_by_each_of_its_gradients(gradient: str) -> None:
     torch.manual_seed(0)

@@ -105,7 +105,7 @@ def test_the_papers_smaller_tables() -> None:
 
 
 def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
-    """And in the optimiser of networks that SGD at this rate can't train, and in the guard of MDEQ."""
+    """And in the optimiser of networks that SGD at this rate can't train, and in the guard and first epochs of MDEQ."""
     same = [load_recipe(name) for name in recipes() if name.startswith(("cifar10-jpeg-", "tiny100-"))]
     assert len(same) == 22 + 11
     rest = []
@@ -114,7 +114,9 @@ def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
         assert (recipe.guard.lost == 1) == ("mdeq" in recipe.name)
         adaptive = any(kind in recipe.name for kind in ("mdeq", "mondeq", "neural-ode"))
         assert (recipe.optimizer.name, recipe.optimizer.lr) == (("adamw", 1e-3) if adaptive else ("sgd", 0.1))
+        assert recipe.train.unrolled_epochs == (6 if "mdeq" in recipe.name else 0)
         tables = recipe.model_dump(exclude={"name", "reproduces", "model", "guard", "optimizer"})
+        tables["train"].pop("unrolled_epochs")
         rest.append({**tables, "data": {**tables["data"], "name": "folder"}})
     assert all(one == rest[0] for one in rest)
     assert (rest[0]["train"]["epochs"], rest[0]["train"]["precision"]) == (30, "bf16")

@@ -223,17 +223,18 @@ MODELS: dict[str, Entry] = {
         "MDEQ of four scales for images of 224x224, halved twice by its stem",
         "OptEq paper, ImageNet, MDEQ-small, 18M parameters",
         classes=1000, hidden=(32, 64, 128, 256), heads=(28, 56, 112, 224), downsample=2, max_steps=24,
+        last_norm_affine=True,
     ),
     "mdeq-single-18m-imagenet": _mdeq(
         "MDEQ of one scale for images of 224x224; the paper prints its number of parameters alone",
         "OptEq paper, ImageNet, MDEQ-single branch, 18M parameters",
-        classes=1000, hidden=(392,), expansion=4, heads=(224,), last=2048, downsample=2, max_steps=24,
+        classes=1000, hidden=(400,), expansion=4, heads=(224,), last=2048, downsample=2, max_steps=24,
     ),
     "mdeq-63m-imagenet": _mdeq(
         "MDEQ of four scales with more channels for images of 224x224; the paper prints its number of parameters",
         "OptEq paper, ImageNet, MDEQ-large, 63M parameters",
         classes=1000, hidden=(72, 144, 288, 576), expansion=6, heads=(32, 64, 128, 256), last=1680, downsample=2,
-        max_steps=24,
+        max_steps=24, last_norm_affine=True,
     ),
     "neural-ode-172k": _neural_ode(
         "neural ODE on the image itself, for images of 32x32",

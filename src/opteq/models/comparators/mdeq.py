@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from opteq.common.errors import UserError
 from opteq.models.blocks.parts import Parts, last_layer
 from opteq.models.blocks.residual import normalised_conv
-from opteq.models.checks import number, option, whole, wholes
+from opteq.models.checks import flag, number, option, whole, wholes
 from opteq.models.comparators.residual_networks import Bottleneck
 from opteq.models.options import SolvingOptions
 from opteq.operators.resample import repeat_pixels
@@ -32,6 +32,7 @@ class MDEQOptions(SolvingOptions):
     last: int = option(1680, whole(), "channels before the linear layer")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
     downsample: int = option(0, whole(0, most=8), "how many convolutions halve the image before the equilibrium")
+    last_norm_affine: bool = option(False, flag(), "whether the last norm of a step has weights, as for ImageNet")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +49,9 @@ class UnitConv2d(nn.Module):
     def __init__(self, inputs: int, outputs: int, kernel_size: int) -> None:
         super().__init__()
         self.direction = nn.Parameter(torch.empty(outputs, inputs, kernel_size, kernel_size))
-        self.length = nn.Parameter(torch.ones(outputs, 1, 1, 1))
+        # The lengths that torch's first weights of a convolution have. Beside the input, which is added to what such a
+        # convolution gives, they say how much of a step hangs on the state.
+        self.length = nn.Parameter(torch.full((outputs, 1, 1, 1), 3**-0.5))
         nn.init.kaiming_uniform_(self.direction)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -118,23 +121,28 @@ def exchange_scales(scales: Sequence[Tensor], paths: nn.ModuleDict) -> list[Tens
 
 
 class MultiscaleStep(nn.Module):
-    """``f(z, x)``: a block per scale, then every scale is the sum of all of them, mixed and normalised."""
+    """``f(z, x)``: a block per scale, then every scale is the sum of all of them, mixed and normalised.
 
-    def __init__(self, channels: tuple[int, ...], expansion: int, groups: int) -> None:
+    With a single scale it is the block alone.
+    """
+
+    def __init__(self, channels: tuple[int, ...], expansion: int, groups: int, affine: bool = True) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(ScaleBlock(size, expansion, groups) for size in channels)
-        self.paths = all_paths(channels, partial(nn.GroupNorm, groups))
-        self.mixed = nn.ModuleList(UnitConv2d(size, size, 1) for size in channels)
-        self.norms = nn.ModuleList(nn.GroupNorm(max(1, groups // 2), size) for size in channels)
+        several = channels if len(channels) > 1 else ()
+        self.paths = all_paths(several, partial(nn.GroupNorm, groups))
+        self.mixed = nn.ModuleList(UnitConv2d(size, size, 1) for size in several)
+        self.norms = nn.ModuleList(nn.GroupNorm(max(1, groups // 2), size, affine=affine) for size in several)
 
     def forward(self, z: tuple[Tensor, ...] | Tensor, x: Tensor) -> tuple[Tensor, ...] | Tensor:
         """The finest scale alone sees x."""
-        given = z if isinstance(z, tuple) else (z,)
-        inputs = [x, *[None] * (len(given) - 1)]
-        outputs = [block(part, its) for block, part, its in zip(self.blocks, given, inputs, strict=True)]
+        if not isinstance(z, tuple):
+            alone: Tensor = self.blocks[0](z, x)
+            return alone
+        inputs = [x, *[None] * (len(z) - 1)]
+        outputs = [block(part, its) for block, part, its in zip(self.blocks, z, inputs, strict=True)]
         totals = exchange_scales(outputs, self.paths)
-        answers = [norm(mix(total)) for norm, mix, total in zip(self.norms, self.mixed, totals, strict=True)]
-        return tuple(answers) if isinstance(z, tuple) else answers[0]
+        return tuple(norm(mix(total)) for norm, mix, total in zip(self.norms, self.mixed, totals, strict=True))
 
 
 class Zeros:
@@ -187,11 +195,15 @@ class MultiscaleHead(nn.Module):
 
 
 def build(in_channels: int, num_classes: int, options: MDEQOptions) -> Parts:
-    """Two convolutions, the equilibrium, and a head that reads all scales."""
-    width = options.hidden[0]
-    stem = [normalised_conv(in_channels if i == 0 else width, width, stride=2) for i in range(options.downsample)]
-    stem = stem or [normalised_conv(in_channels, width)]
-    problem = FixedPoint(MultiscaleStep(options.hidden, options.expansion, options.groups), Zeros(options.hidden))
-    layer = options.layer(problem)
+    """Two convolutions or more, the equilibrium, and a head that reads all scales."""
+    width, halved = options.hidden[0], options.downsample
+    stem = [
+        normalised_conv(width if level else in_channels, width, stride=2 if level < halved else 1)
+        for level in range(max(2, halved))
+    ]
+    if halved or len(options.hidden) > 2:
+        stem.append(normalised_conv(width, width, 1))
+    step = MultiscaleStep(options.hidden, options.expansion, options.groups, options.last_norm_affine)
+    layer = options.layer(FixedPoint(step, Zeros(options.hidden)))
     head = MultiscaleHead(options.hidden, options.heads, options.last, options.dropout, num_classes)
-    return Parts(nn.Sequential(*stem, normalised_conv(width, width, 1)), layer, head)
+    return Parts(nn.Sequential(*stem), layer, head)
