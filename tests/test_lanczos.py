@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from opteq.diagnostics.extremes import extreme_eigenvalues, missing_share
 from opteq.diagnostics.minimum import below
-from opteq.solvers.linear.lanczos import extreme_eigenvalues, largest_magnitude, missing_share, tridiagonal
+from opteq.solvers.linear.lanczos import Lanczos, largest_magnitude, tridiagonal
 
 
 def matrices(count: int, n: int, seed: int = 0) -> torch.Tensor:
@@ -78,7 +79,29 @@ def test_the_share_that_is_missed_follows_the_formula():
 
 def test_pivots_count_eigenvalues_below_a_level():
     matrix = matrices(20, 9, seed=4)
-    diagonal, beside, _ = tridiagonal(product(matrix), torch.zeros(20, 9, dtype=torch.float64), 9, orthogonal=True)
+    diagonal, beside = Lanczos(torch.zeros(20, 9, dtype=torch.float64), kept=9).run(product(matrix), 9)
     least = torch.linalg.eigvalsh(matrix)[:, 0]
     assert below(diagonal, beside, least + 1e-9).all()
     assert not below(diagonal, beside, least - 1e-9).any()
+
+
+@pytest.mark.parametrize("kept", [0, 12])
+def test_steps_can_be_continued_with_fewer_rows(kept):
+    matrix = matrices(3, 12, seed=5)
+    matrix[1] = torch.eye(12)  # ends after one step
+    like = torch.zeros(3, 12, dtype=torch.float64)
+    whole = Lanczos(like, kept=kept).run(product(matrix), 9)
+    stages, rows = Lanczos(like, kept=kept), torch.tensor([False, True, True])
+    stages.run(product(matrix), 4)
+    stages.keep(rows)
+    found = stages.run(product(matrix[rows]), 9)
+    assert found[1].shape == (2, 8)
+    for one, other in zip(found, whole, strict=True):
+        assert torch.allclose(one, other[rows], atol=1e-12)
+    small, mark = tridiagonal(*found)
+    assert not mark.any()
+    spectrum = torch.linalg.eigvalsh(matrix[rows])
+    ritz = torch.linalg.eigvalsh(small)
+    assert (ritz[:, 0] >= spectrum[:, 0] - 1e-9).all()
+    assert (ritz[:, -1] <= spectrum[:, -1] + 1e-9).all()
+    assert torch.allclose(ritz[0], torch.ones(9, dtype=torch.float64))

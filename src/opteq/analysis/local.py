@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from opteq.diagnostics.extremes import extreme_eigenvalues, missing_share
 from opteq.diagnostics.strict import strict_minima
 from opteq.equilibrium import Equilibrium
 from opteq.operators import Operator
@@ -22,7 +23,6 @@ from opteq.penalties import Penalty
 from opteq.problems.base import Problem
 from opteq.problems.branches.branch import Branch
 from opteq.problems.hidden import Hidden, SymmetricLinearisation
-from opteq.solvers.linear.lanczos import extreme_eigenvalues, missing_share
 from opteq.states import Layout, State, blocks, like, map_state
 
 Map = Callable[[State], State]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opteq.diagnostics.extremes import extreme_eigenvalues
 from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.branches.parallel import HiddenParallel
 from opteq.problems.hidden import Hidden
 from opteq.solvers.linear.base import Product
-from opteq.solvers.linear.lanczos import extreme_eigenvalues
 from opteq.states import Layout, State, any_row, blocks, like, row_norms
 
 _REFINEMENTS = 15

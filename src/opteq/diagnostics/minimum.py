@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opteq.diagnostics.extremes import Extremes, extreme_eigenvalues, missing_share
 from opteq.diagnostics.kinks import descends_beside_kink, objective_and_rounding, penalties_of, unit
 from opteq.problems.hidden import BoundMap, Hidden, SymmetricLinearisation
 from opteq.solvers.linear.base import Product
-from opteq.solvers.linear.lanczos import Extremes, extreme_eigenvalues, missing_share, tridiagonal
+from opteq.solvers.linear.lanczos import Lanczos
 from opteq.solvers.status import Status
 from opteq.states import Layout, State, any_row, map_state, row_norms
 
@@ -55,10 +56,11 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
     converged = codes == int(Status.CONVERGED)
     doubtful = (extremes.lower < 0) & ~negative
     # Without a basis that is kept orthogonal, eigenvalues stay within the spectrum, and memory does not grow.
+    lanczos = Lanczos(rows)
     for steps in _MORE if rows.shape[1] > STEPS else ():
         if not any_row(converged & layout.per_sample(doubtful), unseen=True):
             break
-        found = tridiagonal(product, rows, steps)[:2]
+        found = lanczos.run(product, steps)
         negative = negative | below(*found, -tolerance)
         share = missing_share(rows.shape[1], steps, extremes.failure / 2)
         doubtful = doubtful & ~negative & below(*found, share * (extremes.largest - extremes.smallest))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opteq.diagnostics.extremes import outer_bounds
 from opteq.diagnostics.minimum import curvature_at_solution, curvature_product
 from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap, Hidden
-from opteq.solvers.linear.base import Product
-from opteq.solvers.linear.lanczos import missing_share, random_start
-from opteq.states import Layout, State, blocks, map_state, row_norms
+from opteq.solvers.linear.lanczos import Lanczos, tridiagonal
+from opteq.states import Layout, State, blocks, map_state
 
 _STAGES = ((16, 1 / 8), (24, 1 / 8), (36, 1 / 4), (64, 1 / 2))
 """Lanczos steps after which bounds are looked at, and the shares of the probability of a failure. The last stage
@@ -85,16 +85,16 @@ def _decide(problem: Problem, x: State, state: State, width: int, failure: float
     apart = hidden.distance_to_kink(state)
     strict = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     left = torch.arange(len(rows), device=rows.device)
-    lanczos = _Lanczos(rows)
+    lanczos = Lanczos(rows)
     for steps, share in _STAGES:
         product = curvature_product(problem(_at(x, left)), _at(state, left))
         if product is None:
             return None
-        smallest, largest = lanczos.extremes(product, steps)
-        missing = missing_share(width, steps, failure * share / 2)
-        spread = (largest - smallest) / (1 - 2 * missing) if missing < 0.5 else torch.full_like(largest, torch.inf)
+        small, mark = tridiagonal(*lanczos.run(product, steps))
+        values = torch.linalg.eigvalsh(small)
+        smallest, largest = values[:, 0] + mark, values[:, -1] + mark
         rounding = 100 * torch.finfo(rows.dtype).eps * (1 + torch.maximum(largest.abs(), smallest.abs()))
-        above = smallest - missing * spread > rounding
+        above = outer_bounds(smallest, largest, width, steps, failure * share)[0] > rounding
         strict[left[above]] = True
         undecided = ~above & (smallest > 0)  # a Ritz value of 0 or less is a direction along which it is none
         if not bool(undecided.any()):
@@ -106,48 +106,3 @@ def _decide(problem: Problem, x: State, state: State, width: int, failure: float
 
 def _at(state: State, rows: Tensor) -> State:
     return map_state(lambda part: part.detach()[rows], state)
-
-
-class _Lanczos:
-    """Lanczos steps from one random start for all rows, which can be continued with fewer rows."""
-
-    def __init__(self, like: Tensor) -> None:
-        first = random_start(like)
-        self.current = (first / torch.linalg.vector_norm(first)).expand_as(like)
-        self.before = torch.zeros_like(self.current)
-        wide = torch.float32 if like.device.type == "mps" else torch.float64
-        self.diagonal = torch.zeros(len(like), 0, dtype=wide, device=like.device)
-        self.beside = torch.zeros_like(self.diagonal)
-
-    def keep(self, rows: Tensor) -> None:
-        """Only these rows, a mask."""
-        self.current, self.before = self.current[rows], self.before[rows]
-        self.diagonal, self.beside = self.diagonal[rows], self.beside[rows]
-
-    def extremes(self, product: Product, steps: int) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest Ritz value of each row after ``steps`` steps in all; NaN where one is."""
-        tiny = 32 * torch.finfo(self.current.dtype).eps
-        for _ in range(self.diagonal.shape[1], steps):
-            image = product(self.current)
-            quotient = (image * self.current).sum(dim=1, dtype=self.diagonal.dtype)
-            rest = image - quotient.to(image.dtype)[:, None] * self.current
-            if self.beside.shape[1]:
-                rest = rest - self.beside[:, -1:].to(image.dtype) * self.before
-                # An invariant subspace has been found: what follows is filled with a value from inside the spectrum.
-                quotient = torch.where(self.beside[:, -1] == 0, self.diagonal[:, 0], quotient)
-            size = row_norms(rest).to(self.diagonal.dtype)
-            self.diagonal = torch.cat([self.diagonal, quotient[:, None]], dim=1)
-            beside = torch.cat([self.beside, size[:, None]], dim=1)
-            ended = size <= tiny * torch.maximum(self.diagonal.abs().amax(dim=1), beside.amax(dim=1))
-            size = torch.where(ended, 0.0, size)
-            self.beside = torch.cat([self.beside, size[:, None]], dim=1)
-            self.before = self.current
-            self.current = torch.where(
-                ended[:, None], 0.0, rest / torch.where(ended, 1.0, size).to(rest.dtype)[:, None]
-            )
-        off = self.beside[:, :-1]
-        small = torch.diag_embed(self.diagonal) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-        sound = small.isfinite().all(dim=2).all(dim=1)
-        values = torch.linalg.eigvalsh(torch.where(sound[:, None, None], small, 0.0))
-        values = torch.where(sound[:, None], values, torch.nan)
-        return values[:, 0], values[:, -1]
