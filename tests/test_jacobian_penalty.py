@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -125,6 +126,8 @@ def test_it_enters_the_loss_of_training(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     small = {"channels": 4, "hidden": [3, 3], "scales": [1, 2]}
     model = models.create(name, **small, **({"diversity": 0.0} if "mopteq" in name else {}))
+    seen: list[object] = []
+    model.equilibrium.observer = lambda hidden, state: seen.append(state)  # a user's own
     x, labels = torch.randn(3, 3, 8, 8), torch.arange(3)
     with Loss(LossSection(), 0.0, model, jacobian=4.0) as loss:
         torch.manual_seed(1)
@@ -139,7 +142,9 @@ def test_it_enters_the_loss_of_training(name: str, tmp_path: Path) -> None:
         torch.manual_seed(1)
         again = model.train()(x)
         assert float((loss(again, labels) - cross_entropy(again, labels)).detach()) == pytest.approx(extra, rel=1e-2)
-    assert model.equilibrium.observer is None
+    model(x)
+    assert not loss._penalty.found
+    assert len(seen) == 4
     assert models.from_pretrained(tmp_path).config == model.config
 
 
@@ -198,8 +203,32 @@ def test_weights_are_scaled_to_the_limit_of_the_radius(kind: str) -> None:
     layer.eval()(x)  # tests are not looked at
     assert not limit.found[0]
     limit.close()
-    assert layer.observer is None
+    layer(x)
+    assert not limit.found[0]
     torch.testing.assert_close(list(layer.parameters()), kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_limit_and_a_users_own_observer_do_not_replace_each_other(before: bool) -> None:
+    layer = opteq.Equilibrium(unbounded("dense"))
+    x, seen = torch.randn(3, 5), []
+
+    def own(hidden: object, state: torch.Tensor) -> None:
+        seen.append(state.shape)
+
+    if before:
+        layer.observer = own
+    first, second = RadiusLimit(layer, 0.2), RadiusLimit(layer, 0.5)
+    layer.observer = own
+    layer(x)
+    assert (len(seen), len(first.found[0]), len(second.found[0])) == (1, 1, 1)
+    copied = copy.deepcopy(layer)  # observers stay with the layer that they were given to
+    copied(x)
+    assert (len(seen), len(first.found[0])) == (1, 1)
+    first.close()
+    layer(x)
+    assert layer.observer is own
+    assert (len(seen), len(first.found[0]), len(second.found[0])) == (2, 1, 2)
 
 
 def test_batches_without_equilibria_are_skipped_and_weaken_feedback() -> None:

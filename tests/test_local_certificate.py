@@ -181,13 +181,17 @@ def test_the_share_of_certified_samples(options: dict[str, object], share: float
         for branch in model.equilibrium.problem.branch_list():
             branch.W.weight.data.mul_(1.8)
         assert model.equilibrium.problem.certificate().unique is None
+    seen: list[object] = []
+    model.equilibrium.observer = lambda hidden, state: seen.append(state)  # a user's own
     counted = CertifiedShare(model, torch.device("cpu"))
     with counted.counting(), torch.no_grad():
         model(torch.randn(5, 3, 8, 8))
         model(torch.randn(3, 3, 8, 8))
     assert counted.share(make_accelerator("cpu", "no", False, None)) == share
     assert counted.counts[1] == 8
-    assert model.equilibrium.observer is None
+    model(torch.randn(1, 3, 8, 8))
+    assert len(seen) == 3
+    assert not counted.states
 
 
 def test_the_share_is_unknown_without_symmetry_and_without_a_unique_equilibrium() -> None:

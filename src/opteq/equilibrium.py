@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.hooks import RemovableHandle
 
 from opteq.common.dynamo import constant
 from opteq.common.errors import unknown_name
@@ -37,6 +39,7 @@ _PARTS: dict[str, tuple[type, str]] = {
 
 _ON_FAILURE = ("warn", "raise", "ignore")
 
+Observer = Callable[[BoundMap, State], None]
 Function = TypeVar("Function", bound=Callable[..., Any])
 _DISABLED = "_opteq_disabled"
 """Where a function keeps what the compiler makes of it. (Not in a cache of functools, which the compiler warns of.)"""
@@ -90,7 +93,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     ``layer(x)`` returns the features; ``layer.solve(x)`` returns a :class:`Solution` with features, state and report.
     Both are differentiable, in training and in evaluation mode. ``layer.last`` keeps the reports of the latest call. A
-    function in ``layer.observer`` is called with the bound problem and the state of every solve.
+    function in ``layer.observer`` is called with the bound problem and the state of every solve, and so are those of
+    ``layer.register_observer``.
 
     >>> import torch, opteq
     >>> W = opteq.operators.Dense(4, 8, bound=0.9)
@@ -120,7 +124,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         self.on_failure = on_failure
         self.compile_functions = compile
         self.last: tuple[Report, BackwardSlot] | None = None
-        self.observer: Callable[[BoundMap, State], None] | None = None
+        self.observer: Observer | None = None
+        self._observers: OrderedDict[int, Observer] = OrderedDict()
         self._monitor = ConvergenceMonitor()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -209,8 +214,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if self.on_failure != "ignore" and (report.pending or any_row(report.failures())):
             failure = FailureCheck(report, "no equilibrium within the tolerance", "forward", x)
             self._monitor.check(failure, self.on_failure)
-        if self.observer is not None:
-            self.observer(hidden, state)
+        for observer in (self.observer, *self._observers.values()):
+            if observer is not None:
+                observer(hidden, state)
         features = hidden.features(state) if outcome.features is None else outcome.features
         if not isinstance(hidden, Hidden):  # others may have features that are cut off, and lose a NaN on its way back
             features = attach(features, features)
@@ -220,13 +226,20 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         # With an identity as activation and nothing to add, a step may hand on the very input.
         return Solution(copy_if_shared(features, x), copy_if_shared(state, x), report, slot)
 
+    def register_observer(self, observer: Observer) -> RemovableHandle:
+        """Call ``observer(hidden, state)`` after every solve, beside others, until the handle's ``remove()``."""
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
+
     def extra_repr(self) -> str:
         """Solver and gradient."""
         return f"solver={self.solver}, gradient={self.gradient}, on_failure={self.on_failure!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Reports belong to the process that made them: a copy begins without any, and warns for itself.
-        return {**self.__dict__, "last": None, "observer": None, "_monitor": ConvergenceMonitor()}
+        fresh = {"last": None, "observer": None, "_observers": OrderedDict[int, Observer]()}
+        return {**self.__dict__, **fresh, "_monitor": ConvergenceMonitor()}
 
     def _refuse_forward_mode(self, x: State) -> None:
         # The solve takes no tangent along, so forward mode would see a constant where there is none.

@@ -43,14 +43,12 @@ class CertifiedShare:
         for index, layer in enumerate(self.layers):
             hooks.append(layer.register_forward_hook(self._counter(index)))
             if not self.unique[index]:
-                layer.observer = self._observer(index)
+                hooks.append(layer.register_observer(self._observer(index)))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for layer in self.layers:
-                layer.observer = None
 
     def share(self, accelerator: Accelerator) -> float | None:
         """The share over all processes; None where it is not known."""

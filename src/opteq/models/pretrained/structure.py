@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 # Attributes that do not affect what a model computes, or are compared elsewhere.
-_ASIDE = {*vars(nn.Module()), "last", "evaluations", "observer", "on_failure", "config", "forward", "_monitor"}
+_ASIDE = {
+    *vars(nn.Module()),
+    "last",
+    "evaluations",
+    "observer",
+    "on_failure",
+    "config",
+    "forward",
+    "_monitor",
+    "_observers",
+}
 
 
 def replaced_parts(model: nn.Module, described: nn.Module) -> list[str]:

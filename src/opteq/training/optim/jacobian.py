@@ -98,13 +98,12 @@ class JacobianPenalty:
         self.limit = limit
         self.layers = _solved(model, "train.jacobian")
         self.found: list[Tensor] = []
-        for layer in self.layers:
-            layer.observer = self._observe
+        self._handles = [layer.register_observer(self._observe) for layer in self.layers]
 
     def close(self) -> None:
         """Stop looking at the layers."""
-        for layer in self.layers:
-            layer.observer = None
+        for handle in self._handles:
+            handle.remove()
 
     def take(self) -> Tensor:
         """The sum over the batch of the latest forward pass."""
@@ -160,13 +159,12 @@ class RadiusLimit:
             _check_scalable(layer)
         # Of each micro-batch: the largest r^2, how many samples are lost, and how many there are.
         self.found: list[list[Tensor]] = [[] for _ in self.layers]
-        for index, layer in enumerate(self.layers):
-            layer.observer = partial(self._observe, index)
+        self._handles = [layer.register_observer(partial(self._observe, i)) for i, layer in enumerate(self.layers)]
 
     def close(self) -> None:
         """Stop looking at the layers."""
-        for layer in self.layers:
-            layer.observer = None
+        for handle in self._handles:
+            handle.remove()
 
     @torch.no_grad()
     def apply(self, accelerator: Accelerator | None = None) -> Tensor:
