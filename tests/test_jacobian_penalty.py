@@ -390,6 +390,29 @@ def test_bounds_grow_to_the_models_own() -> None:
     assert branches[0].W.bound == 2.0
 
 
+def test_where_a_bound_jumps_the_limit_brings_the_radius_back() -> None:
+    """A weight that the bound scaled down comes to the fore with the next epoch's bound."""
+    torch.manual_seed(0)
+    W = op.Dense(4, 6, bound=3.0)
+    solver = opteq.Anderson(tol=1e-6, max_steps=60)
+    layer = opteq.Equilibrium(opteq.OptEq(W, nn.Linear(3, 6), "leaky_relu"), solver, on_failure="ignore").double()
+    bounds = GrowingBounds(layer, TrainSection(epochs=3, batch_size=4, bound_start=0.5, bound_epochs=1))
+    x = torch.randn(8, 3, dtype=torch.float64)
+    limit, skipped = RadiusLimit(layer, 0.9), []
+    before = W.weight.detach().clone()
+    bounds.set(0)
+    layer(x)
+    assert not bool(limit.apply())
+    assert torch.equal(W.weight, before)
+    bounds.set(1)
+    for _ in range(8):  # r grows by up to 36 times, and one step at most halves it
+        layer(x)
+        skipped.append(bool(limit.apply()))
+    assert skipped[0]
+    assert not any(skipped[-3:])
+    assert max(dense_radii(layer, x)) == pytest.approx(0.9, rel=0.05)
+
+
 def test_bounds_that_can_not_grow_are_refused() -> None:
     options = TrainSection(epochs=9, batch_size=4, bound_start=1.2, bound_epochs=4)
     with pytest.raises(UserError, match="should be at most the bound of the model's operators"):
