@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -68,6 +69,26 @@ def test_golden_values(weight, c, gamma: float, state, objective: float, solver:
         torch.testing.assert_close(solution.state[0], torch.tensor(state, dtype=torch.float64), rtol=0, atol=1e-12)
         assert problem(x).objective(solution.state).item() == pytest.approx(objective, abs=1e-12)
         assert torch.equal(solution.features, solution.state)
+
+
+def test_k_steps_as_printed_take_no_damping_and_others_the_one_with_which_they_converge() -> None:
+    problem = random_geq(2.0)
+    x, gamma = torch.randn(5, 8, dtype=torch.float64), 0.3
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        W, c = problem.W.prepare().weight, problem.U(x)
+        for damping in (1, None):
+            share = 1.0 if damping else 2 / (2 + (1 - 2 * math.exp(-1.5)) * 2.0)
+            y = torch.zeros(5, 12, dtype=torch.float64)
+            for _ in range(7):
+                q = c - y @ W.T
+                e = torch.exp(-gamma * q.square().sum(1, keepdim=True))
+                y = (1 - share) * y + share * (e * q @ W).clamp_min(0)
+            solver = opteq.Picard(tol=0, max_steps=7, damping=damping)
+            solution = opteq.Equilibrium(problem, solver).solve(x)
+            torch.testing.assert_close(solution.state, y, rtol=0, atol=1e-12)
+            assert solution.steps.tolist() == [7] * 5
+            assert set(solution.status) == {Status.FIXED_STEPS}
 
 
 def test_golden_distance() -> None:

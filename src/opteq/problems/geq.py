@@ -22,7 +22,8 @@ class GEQ(Problem):
     """``min sum f(y) + 1/2 |y|^2 - s(y)``, with a kernel's similarity ``s`` of ``W y`` or y and ``U x + b``.
 
     The step is ``y <- sigma(grad s(y))`` and the features are y itself. With the Gaussian kernel that is
-    ``y <- sigma(e W'(U x + b - W y))``, where ``e = exp(-gamma |U x + b - W y|^2)``.
+    ``y <- sigma(e W'(U x + b - W y))``, where ``e = exp(-gamma |U x + b - W y|^2)``. For a large W
+    such steps oscillate, so solvers damp them; K steps as printed are ``Picard(tol=0, max_steps=K, damping=1)``.
 
     Args:
         W: operator from the state to the space in which it is compared.

@@ -16,6 +16,9 @@ from opteq.solvers.loop import Method, Task
 class Picard(DampedSolver):
     """``y <- (1 - damping) y + damping T(y)``: slow, without memory, and guaranteed to converge where T contracts.
 
+    ``Picard(tol=0, max_steps=K, damping=1)`` is T applied K times, as a paper prints it. Without ``damping=1`` the K
+    steps are those that converge: GEQ, and MOptEq with diversity, recommend less than 1.
+
     Args:
         damping: share of the new value; None takes the problem's recommendation, else 1.
 
