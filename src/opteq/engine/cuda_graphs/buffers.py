@@ -104,10 +104,6 @@ class SharedBuffers:
         self._buffers: weakref.WeakValueDictionary[Hashable, Buffer] = weakref.WeakValueDictionary()
         self._age = self._youngest = 0
 
-    def new_set(self) -> BufferSet:
-        """An empty set for a graph."""
-        return BufferSet(self)
-
     def at(self, key: Hashable, like: Tensor) -> Buffer:
         """The buffer of this key, made where there is none."""
         found = self._buffers.get(key)

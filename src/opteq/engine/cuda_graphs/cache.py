@@ -94,7 +94,7 @@ def forget() -> None:
         if mine:  # not in a backward pass while another thread uses them
             _solves.clear()
             _seen.clear()
-            CaptureContext.close_all()
+            CaptureContext.known.clear()
 
 
 def _remember(store: OrderedDict[Hashable, Any], form: Hashable, value: Any) -> None:

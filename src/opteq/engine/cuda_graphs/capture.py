@@ -51,7 +51,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 class CaptureContext:
     """Where graphs of one stream are captured: their memory pool, their buffers, and a side stream."""
 
-    _all: ClassVar[dict[tuple[torch.device, int], CaptureContext]] = {}
+    known: ClassVar[dict[tuple[torch.device, int], CaptureContext]] = {}
 
     def __init__(self, device: torch.device, stream: int) -> None:
         self.key = device, stream
@@ -64,14 +64,9 @@ class CaptureContext:
     def here(cls, device: torch.device) -> CaptureContext:
         """That of the current stream. Graphs of another stream may run at the same time, and have another pool."""
         key = device, raw_stream(device)
-        if key not in cls._all:
-            cls._all[key] = cls(*key)
-        return cls._all[key]
-
-    @classmethod
-    def close_all(cls) -> None:
-        """Forget all contexts; what graphs still hold goes with them."""
-        cls._all.clear()
+        if key not in cls.known:
+            cls.known[key] = cls(*key)
+        return cls.known[key]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -92,7 +87,7 @@ class CaptureContext:
             graph.capture_end()
         except BaseException:
             # The allocator may take the pool for one that is still recorded to: the next capture has another one.
-            self._all.pop(self.key, None)
+            self.known.pop(self.key, None)
             try:
                 graph.capture_end()
             except RuntimeError:

@@ -140,8 +140,7 @@ class ConditionalGraph:
 
     def replay(self) -> None:
         """Run it on the current stream."""
-        (state,) = self._driver.cuGraphLaunch(self._runnable, raw_stream(self.device))
-        _check(state)
+        _done((*self._driver.cuGraphLaunch(self._runnable, raw_stream(self.device)), None))
 
 
 def available(device: torch.device) -> bool:
@@ -196,10 +195,6 @@ def _tools(device: torch.device) -> SimpleNamespace:
 def _done(answer: tuple[Any, ...]) -> Any:
     """The results of a driver call, without its status."""
     state, value = answer
-    _check(state)
-    return value
-
-
-def _check(state: Any) -> None:
     if int(state) != 0:
         raise GraphRefusedError(f"the CUDA driver refused part of a graph: {state.name}")
+    return value

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from opteq.diagnostics.convergence_monitor import AsyncHostCopy
-from opteq.engine.cuda_graphs.buffers import dense, fill
+from opteq.engine.cuda_graphs.buffers import BufferSet, dense, fill
 from opteq.engine.cuda_graphs.capture import CaptureContext
 from opteq.engine.cuda_graphs.conditional_graph import Branch, ConditionalGraph, GraphRefusedError
 from opteq.engine.cuda_graphs.operations import CaptureCheck
@@ -76,7 +76,7 @@ class ConditionalSolve:
     def __init__(self, inputs: Sequence[Tensor], open_solve: OpenSolve) -> None:
         self.device = inputs[0].device
         self.context = CaptureContext.here(self.device)
-        self.buffers = self.context.buffers.new_set()
+        self.buffers = BufferSet(self.context.buffers)
         self.inputs = self.buffers.filled(inputs)
         self.age = self.context.buffers.next_age()
         self.stages: list[_Stage] = []

@@ -123,10 +123,10 @@ class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise UncapturableError(f"it draws random numbers ({func})")
+            raise RuntimeError(f"it draws random numbers ({func})")
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.untyped_storage()._cdata not in self._known:
-                raise UncapturableError(
+                raise RuntimeError(
                     f"it reads a tensor of shape {tuple(leaf.shape)} that is neither a parameter, a buffer nor an "
                     "input; register it with register_buffer"
                 )
@@ -136,7 +136,3 @@ class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._known.add(leaf.untyped_storage()._cdata)
                 self._kept.append(leaf)  # so that no other storage gets the same identity
         return result
-
-
-class UncapturableError(RuntimeError):
-    """A solve that a captured graph would not repeat faithfully."""

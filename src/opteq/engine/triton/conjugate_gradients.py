@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from opteq.engine.triton import kernels
+from opteq.engine.triton import cg_kernels as kernels
 from opteq.engine.triton.launch import is_capturing
 from opteq.engine.triton.row_state import NON_FINITE, WARPS, Blocks, RowState, aligned
 from opteq.solvers.loop import Finish, Rule

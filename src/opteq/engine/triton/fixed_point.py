@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.engine.triton import kernels
+from opteq.engine.triton.anderson_kernels import anderson_mix, anderson_observe
+from opteq.engine.triton.picard_kernels import plain_observe
 from opteq.engine.triton.row_state import NON_FINITE, WARPS, Blocks, RowState, float32_below, power_of_two
+from opteq.engine.triton.step_acceptance import accept_start, accept_step
 from opteq.solvers.loop import Finish, Rule
 from opteq.states import Layout, State, blocks, like
 
@@ -125,7 +127,7 @@ class FusedPlain:
         damped = self.damping is not None and self.memory == 0
         following = self._next() if damped else self.image
         for i, width in enumerate(book.blocks.widths):
-            kernels.plain_observe[book.grid(i)](
+            plain_observe[book.grid(i)](
                 self.point[i], self.image[i], self.before[i], older[i], book.best[i], following[i], self._damping(),
                 book.flags, book.numbers, book.sums, book.trace, book.step, book.blocks.rows, width,
                 book.blocks.firsts[i], book.blocks.parts, book.tol, self.floor, START=start, DAMPED=damped,
@@ -139,7 +141,7 @@ class FusedPlain:
     def _accept_start(self, merit: Tensor | None) -> None:
         book = self.book
         nothing = book.flags
-        kernels.accept_start[(book.blocks.rows,)](
+        accept_start[(book.blocks.rows,)](
             book.sums, book.blocks.parts, nothing if merit is None else merit.contiguous(), book.flags, book.numbers,
             *self._memory(), book.trace, book.blocks.rows, book.tol, self.floor, NON_FINITE=NON_FINITE,
             MERITED=merit is not None, M=self.memory, MP=self.padded, K=self._sums(),
@@ -236,7 +238,7 @@ class FusedAnderson(FusedPlain):
     def _compare(self, older: Sequence[Tensor]) -> None:
         book = self.book
         for i, width in enumerate(book.blocks.widths):
-            kernels.anderson_observe[book.grid(i)](
+            anderson_observe[book.grid(i)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
                 self.residuals[i], self.moves[i], self._damping(), book.flags, self.used, book.sums,
                 book.blocks.rows, width, self._slot(), book.blocks.firsts[i], book.blocks.parts,
@@ -246,7 +248,7 @@ class FusedAnderson(FusedPlain):
 
     def _accept_step(self, merit: Tensor | None) -> None:
         book = self.book
-        kernels.accept_step[(book.blocks.rows,)](
+        accept_step[(book.blocks.rows,)](
             book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
             *self._memory(), book.trace, book.step, book.blocks.rows, self._slot(), book.tol,
             self.floor, self.growth, 64 * self.task.eps, self.ridge, NON_FINITE=NON_FINITE,
@@ -264,7 +266,7 @@ class FusedAnderson(FusedPlain):
         book = self.book
         mixed, mixers = self._mixers()
         for i, width in enumerate(book.blocks.widths):
-            kernels.anderson_mix[(-(-width // mixed), book.blocks.rows)](
+            anderson_mix[(-(-width // mixed), book.blocks.rows)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
                 self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
                 self.moves[i].stride(0), *self._ends(), M=self.memory, MP=self.padded,

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from opteq.engine.triton import kernels
+from opteq.engine.triton import row_state_kernels as kernels
 from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.status import Status
 
