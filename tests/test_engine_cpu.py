@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import opteq
 import written
@@ -97,6 +99,70 @@ class Weighted(opteq.HiddenProblem):
 
     def smooth(self, y: Tensor, x: Tensor) -> Tensor:
         return (self.own + self.of_class + weight()) * y.square().sum(1) - (x * y).sum(1)
+
+
+class Level:
+    """A descriptor with a number of its own."""
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+
+    def __get__(self, owner: object, kind: type) -> float:
+        return self.level
+
+
+LEVEL = Level(0.2)
+
+
+class Levelled(Weighted):
+    level = LEVEL
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return super().smooth(y, x) + self.level * y.sum(1)
+
+
+class Secretive:
+    """Its pickle does not have its number."""
+
+    def __init__(self, weight: float = 0.2) -> None:
+        self.weight = weight
+
+    def __getstate__(self) -> dict[str, float]:
+        return {}
+
+    def __setstate__(self, _: dict[str, float]) -> None:
+        self.weight = 0.2
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.weight * y.sum(1)
+
+
+class ByName(Secretive):
+    def __reduce__(self) -> str:
+        return "BY_NAME"
+
+
+BY_NAME = ByName()
+
+
+class Listed(Weighted):
+    """Reads a buffer as numbers, and how many there are above a level."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.counted = counted
+        self.register_buffer("levels", torch.tensor([0.1, 0.2]))
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        number = len(self.levels[self.levels > 0.15]) if self.counted else sum(self.levels.tolist())
+        return super().smooth(y, x) + number * y.square().sum(1)
+
+
+def with_attribute(y: Tensor) -> Tensor:
+    return with_attribute.weight * y.sum(1)
+
+
+with_attribute.weight = 0.2
 
 
 class With(opteq.HiddenProblem):
@@ -201,6 +267,8 @@ def test_graphs_see_new_weights_and_new_numbers(monkeypatch: pytest.MonkeyPatch)
         (lambda y: 1e-3 * (y if float(y.detach().sum()) > 0 else -y).sum(1), "could not be traced"),
         (lambda y: 1e-9 * (torch.rand_like(y) * y).sum(1), "random numbers"),
         (lambda y: y.clone().add_(1).sum(1), "writes to a tensor"),
+        (lambda y: torch.stack([row[row > 0.9].sub(0.9).square().sum() for row in y]), "depends on values"),
+        (lambda y: 0.1 * (y > 0.9).nonzero().shape[0] ** 0 * y.sum(1), "depends on values"),
     ],
 )
 def test_what_a_graph_would_not_repeat_runs_plainly(more: Callable[[Tensor], Tensor], why: str) -> None:
@@ -289,6 +357,73 @@ def test_code_that_reads_an_object_runs_plainly(name: str) -> None:
     assert (after - before).abs().max() > 0.01
     with opteq.engine.off():
         torch.testing.assert_close(layer(x), after, rtol=0, atol=0)
+
+
+def stronger(self: With, y: Tensor, x: Tensor) -> Tensor:
+    return 0.5 * y.square().sum(1) - (x * y).sum(1)
+
+
+stronger.__name__ = "smooth"
+
+HIDDEN = {
+    "descriptor": (Levelled, lambda _: setattr(LEVEL, "level", 0.6)),
+    "pickle": (lambda: With(Secretive()), lambda problem: setattr(problem.more, "weight", 0.6)),
+    "name": (lambda: With(BY_NAME), lambda problem: setattr(problem.more, "weight", 0.6)),
+    "attribute": (lambda: With(with_attribute), lambda _: setattr(with_attribute, "weight", 0.6)),
+    "method": (
+        lambda: With(lambda y: 0.2 * y.sum(1)),
+        lambda problem: setattr(problem, "smooth", MethodType(stronger, problem)),
+    ),
+    "list": (lambda: Listed(False), lambda problem: problem.levels.add_(0.2)),
+    "mask": (lambda: Listed(True), lambda problem: problem.levels.add_(0.2)),
+    "globals": (lambda: With(lambda y: globals()["WEIGHT"] * y.sum(1)), lambda _: globals().update(WEIGHT=0.6)),
+    "vars": (lambda: With(lambda y: vars(OTHERS)["weight"] * y.sum(1)), lambda _: setattr(OTHERS, "weight", 0.6)),
+    "getattr": (
+        lambda: With(lambda y: getattr(OTHERS, "wei" + "ght") * y.sum(1)),
+        lambda _: setattr(OTHERS, "weight", 0.6),
+    ),
+    "variable": (
+        lambda: With(lambda y: float(os.getenv("OPTEQ_TEST", "0.2")) * y.sum(1)),
+        lambda _: os.environ.__setitem__("OPTEQ_TEST", "0.6"),
+    ),
+    "parametrised": (
+        lambda: With(nn.Sequential(weight_norm(nn.Linear(4, 1)), nn.Flatten(0)).double()),
+        lambda problem: problem.more[0].parametrizations.weight.original0.data.mul_(3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(HIDDEN))
+def test_changes_that_a_pickle_does_not_show_take_effect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LEVEL, "level", 0.2)
+    monkeypatch.setattr(BY_NAME, "weight", 0.2)
+    monkeypatch.setattr(with_attribute, "weight", 0.2)
+    monkeypatch.setattr(OTHERS, "weight", 0.2)
+    monkeypatch.setitem(sys.modules, "others", OTHERS)
+    monkeypatch.setitem(globals(), "WEIGHT", 0.1)
+    monkeypatch.setenv("OPTEQ_TEST", "0.2")
+    made, change = HIDDEN[name]
+    layer, x = opteq.Equilibrium(made()), torch.rand(2, 4, dtype=torch.float64) + 2.0
+    before = both_ways(layer, x)[0]
+    change(layer.problem)
+    after = both_ways(layer, x)
+    assert (after[0] - before).abs().max() > 0.01
+    with opteq.engine.off():
+        torch.testing.assert_close(after, both_ways(layer, x), rtol=1e-8, atol=1e-9)
+
+
+def test_powers_of_weights_are_traced() -> None:
+    """Torch's own functions of such operators wrap what is no Python function."""
+
+    class Powers(With):
+        def __init__(self) -> None:
+            super().__init__(lambda y: 0.1 * y.sum(1))
+            self.w = nn.Parameter(torch.rand(4, dtype=torch.float64))
+
+        def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+            return super().smooth(y, x) + (self.w**2 * (1 - self.w) * y).sum(1)
+
+    check(opteq.Equilibrium(Powers()), torch.rand(2, 4, dtype=torch.float64) + 1.0)
 
 
 def test_class_attributes_and_closures_that_hold_objects_run_plainly() -> None:

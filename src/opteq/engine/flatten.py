@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opteq.engine.values_read import NotFlattenableError, values_read
+from opteq.engine.values_read import NotFlattenableError, pickling_method, values_read
 from opteq.problems.hidden import BoundMap
 
 
@@ -53,18 +53,14 @@ class Structure:
     def __init__(self, pickled: bytes, constants: Sequence[Any]) -> None:
         self.pickled = pickled
         self.constants = tuple(constants)
-        self._hash = hash((pickled, *map(id, self.constants)))
+        self._key = pickled, tuple(map(id, self.constants))
+        self._hash = hash(self._key)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Structure)
-            and self.pickled == other.pickled
-            and len(self.constants) == len(other.constants)
-            and all(a is b for a, b in zip(self.constants, other.constants, strict=True))
-        )
+        return isinstance(other, Structure) and self._key == other._key
 
 
 # A reason is kept as text: an error has a traceback, and that would keep the problem.
@@ -88,7 +84,7 @@ def _try_flatten(hidden: BoundMap) -> Flattened | str:
         flattener.dump(hidden)
     except NotFlattenableError as error:
         return str(error)
-    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+    except Exception as error:  # a parametrised module, a user's code: anything may be raised
         return f"{type(hidden).__name__} can't be taken apart: {error}"
     structure = Structure(stream.getvalue(), flattener.constants)
     return Flattened(structure, [tensor.detach() for tensor in flattener.originals], flattener.originals)
@@ -110,6 +106,10 @@ class _Flattener(pickle.Pickler):
             return NotImplemented if item is _placeholder else self._function(item)
         if isinstance(item, _CONSTANTS):
             return self._constant(item)
+        if isinstance(item, types.MethodType):  # pickle would look it up by its name
+            return types.MethodType, (item.__func__, item.__self__)
+        if (name := pickling_method(type(item))) is not None:  # type: ignore[arg-type]
+            raise NotFlattenableError(f"{type(item).__name__}.{name} may leave out what is read: remove it")
         return NotImplemented
 
     def _constant(self, item: Any) -> Any:
@@ -125,7 +125,8 @@ class _Flattener(pickle.Pickler):
 
     def _function(self, function: types.FunctionType) -> Any:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-        if not cells and not function.__defaults__ and not function.__kwdefaults__:
+        operator = function.__module__ == "torch._tensor"  # of torch, which may refer to itself
+        if operator or not (cells or function.__defaults__ or function.__kwdefaults__):
             return self._constant(function)
         # Made anew with what is in its cells: tensors there are tensors of the problem.
         self.constants.append(function.__globals__)

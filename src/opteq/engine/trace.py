@@ -8,15 +8,39 @@ can be seen: operations without use are dropped, and those that do not depend on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opteq.engine.inductor import CompiledGraph
 from opteq.engine.simplify import simplify
 
 Function = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """A function of fixed and of varying tensors."""
+
+
+class _NoLists(TorchFunctionMode):
+    """Refuses to read numbers without an operation that a trace would see. (torch.func refuses numpy.)"""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist:
+            raise ValueError("it reads values of a tensor on the host (tolist)")
+        return func(*args, **(kwargs or {}))
+
+
+class _FixedShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses results whose shapes depend on values, by a mask for instance: a trace keeps those that it saw."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags:
+            indexed = func is torch.ops.aten.index.Tensor  # by numbers, unless there is a mask
+            if not indexed or any(one is not None and one.dtype == torch.bool for one in args[1]):
+                raise ValueError(f"the shape of a result depends on values ({func})")
+        return func(*args, **(kwargs or {}))
 
 
 class Traced:
@@ -38,7 +62,8 @@ class Traced:
             return list(function(list(tensors[:count]), list(tensors[count:])))
 
         # Copies of the varying ones: a tensor that is an argument twice would be taken for one.
-        traced = make_fx(flat, tracing_mode="real")(*fixed, *(tensor.clone() for tensor in varying))
+        with _NoLists(), _FixedShapes():  # type: ignore[no-untyped-call]
+            traced = make_fx(flat, tracing_mode="real")(*fixed, *(tensor.clone() for tensor in varying))
         simplify(traced.graph)
         self.once, self.each = _split(traced, count)
         self._each: Callable[[Sequence[Tensor]], list[Tensor]] = (

@@ -29,6 +29,7 @@ _CONSTANT = (
 )  # fmt: skip
 _GETTERS = ("__func__", "fget", "func")
 _MOST_ENTRIES = 64
+_UNSEEN = {"getenv", "import_module"}  # functions that read what their callers' code does not show
 _WITHOUT = {"opteq", "torch", "builtins"}  # packages whose code is not searched
 
 
@@ -63,6 +64,13 @@ def values_read(item: Any) -> tuple[tuple[Any, ...], list[Any]]:
     return tuple(plain), constants
 
 
+@lru_cache
+def pickling_method(kind: type) -> str | None:
+    """A method of a user by which objects are pickled: they may have more than that shows."""
+    methods = ((name, getattr(kind, name, None)) for name in ("__getstate__", "__reduce__", "__reduce_ex__"))
+    return next((name for name, one in methods if isinstance(one, FunctionType) and _is_local(_package(one))), None)
+
+
 def _entries(value: Any) -> float:
     """How many plain values it is; infinite for what is none."""
     if isinstance(value, _PLAIN):
@@ -81,8 +89,9 @@ def _is_constant(value: Any) -> bool:
 
 def _undecorated(item: Any, package: str = "") -> Any:
     """A function without the decorators of torch and other installed packages."""
-    foreign = isinstance(item, FunctionType) and hasattr(item, "__wrapped__") and not _is_followed(item, package)
-    return _undecorated(item.__wrapped__, package) if foreign or isinstance(item, _lru_cache_wrapper) else item
+    wrapped = getattr(item, "__wrapped__", None) if isinstance(item, FunctionType | _lru_cache_wrapper) else None
+    known = not isinstance(wrapped, FunctionType) or (isinstance(item, FunctionType) and _is_followed(item, package))
+    return item if known else _undecorated(wrapped, package)
 
 
 def _is_followed(item: Any, package: str) -> bool:
@@ -111,7 +120,11 @@ def _of_class(item: type) -> Iterator[tuple[str, Any]]:
             if name not in {"__init__", "__new__", "__init_subclass__"}:  # it exists already
                 yield f"method {name}", method
         # The bound problem holds its penalty.
-        elif not (bound or name.startswith(("__", "_abc_")) or (name == "penalty" and isinstance(value, Penalty))):
+        elif not (
+            (bound and not isinstance(type(value).__get__, FunctionType))
+            or name.startswith(("__", "_abc_"))
+            or (name == "penalty" and isinstance(value, Penalty))
+        ):
             yield f"class attribute {item.__name__}.{name}", value
     yield from ((f"class {base.__name__}", base) for base in item.__mro__[1:] if _package(base) not in _WITHOUT)
 
@@ -124,6 +137,9 @@ def _of_function(function: FunctionType, cells: bool) -> Iterator[tuple[str, Any
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if cell != CellType():
                 yield f"variable {name}", cell.cell_contents
+    yield from (
+        (f"attribute {function.__name__}.{name}", value) for name, value in vars(function).items() if name[0] != "_"
+    )
     yield from _of_globals(function.__code__, function.__globals__)
 
 
@@ -134,6 +150,10 @@ def _of_globals(code: CodeType, known: dict[str, Any]) -> Iterator[tuple[str, An
     imported = [at for name in imported for at in (name, name.partition(".")[0], package, f"{package}.{name}")]
     modules = [sys.modules[name] for name in imported if name in sys.modules]
     modules += [value for value in found.values() if isinstance(value, ModuleType)]
+    dynamic = any(_is_local(module.__name__.partition(".")[0]) for module in modules) * ["getattr", "vars"]
+    unseen = {"eval", "exec", "globals", *dynamic}.intersection(names) | _UNSEEN.intersection(names + attributes)
+    if unseen:
+        raise NotFlattenableError(f"it calls {min(unseen)}, which may read anything: use an attribute of the module")
     yield from ((f"global {name}", value) for name, value in found.items())
     for module in modules:
         for at in attributes:  # any of them may be the module's
