@@ -49,7 +49,7 @@ class _MinimalResiduals:
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         image = self.product(self.newer)
         diagonal = dots(self.newer, image)
-        image = image - per_row(diagonal, image) * self.newer - per_row(self.link, image) * self.older
+        image = _minus(_minus(image, diagonal, self.newer), self.link, self.older)
         link = row_norms(image)
         # Two earlier rotations act on the new column of the tridiagonal matrix, then one more clears `link`.
         far = self.sin_older * self.link
@@ -62,9 +62,9 @@ class _MinimalResiduals:
         slope = torch.hypot(pivot, self.cos_newer * link)
         stuck = slope <= 4 * torch.finfo(image.dtype).eps ** (2 / 3) * self.size
         cos, sin = ratio(pivot, length), ratio(link, length)
-        path = self.newer - per_row(far, image) * self.path_older - per_row(near, image) * self.path_newer
+        path = _minus(_minus(self.newer, far, self.path_older), near, self.path_newer)
         path = path * per_row(ratio(torch.ones_like(length), length), image)
-        self.point = self.point + per_row(cos * self.rest, image) * path
+        self.point = _minus(self.point, -cos * self.rest, path)
         self.rest = torch.where(length == 0, self.rest, -sin * self.rest)
         self.older, self.newer = self.newer, image * per_row(ratio(torch.ones_like(link), link), image)
         self.path_older, self.path_newer = self.path_newer, path
@@ -78,3 +78,8 @@ class _MinimalResiduals:
 
     def breakdowns(self) -> Tensor | None:
         return self.codes
+
+
+def _minus(a: Tensor, numbers: Tensor, b: Tensor) -> Tensor:
+    """``a - numbers b`` in one pass over memory."""
+    return torch.addcmul(a, per_row(numbers, b), b, value=-1)
