@@ -107,7 +107,7 @@ def test_the_papers_smaller_tables() -> None:
 def test_side_by_side_recipes_differ_in_the_model_alone() -> None:
     """And in the optimiser of networks that SGD at this rate can't train, and in the guard and first epochs of MDEQ."""
     same = [load_recipe(name) for name in recipes() if name.startswith(("cifar10-jpeg-", "tiny100-"))]
-    assert len(same) == 22 + 11
+    assert len(same) == 23 + 11
     rest = []
     for recipe in same:
         assert (recipe.data.name == "folder-superclasses") == ("superclasses" in recipe.name)
