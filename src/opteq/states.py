@@ -240,10 +240,11 @@ class Layout:
     def pack(self, state: State) -> Tensor:
         """The state as a matrix ``(rows, N)``."""
         rows = [
-            (part.movedim(1, -1) if last else part).reshape(self.rows, self._width(shape)).to(self.dtype)
+            (part.movedim(1, -1) if last else part).reshape(self.rows, self._width(shape))
             for part, last, shape in zip(blocks(state), self.channels_last, self.shapes, strict=True)
         ]
-        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+        # Joined in their own dtype, the promoted one of mixed dtypes: half of the memory in half precision.
+        return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).to(self.dtype)
 
     def unpack(self, matrix: Tensor) -> State:
         """The inverse of :meth:`pack`, in the dtypes of the template."""
