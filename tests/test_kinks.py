@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
@@ -133,3 +133,29 @@ def test_a_minimum_below_the_floor_is_one() -> None:
     problem = Quadratic(ReLU(), 0.25 * torch.eye(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
     x = 1e-14 * torch.tensor([[1.0, -1.0]], dtype=torch.float64)
     assert opteq.Equilibrium(problem).solve(x).status == (Status.CONVERGED,)
+
+
+class Tied(opteq.HiddenProblem):
+    """Two blocks that pull on each other, strongly convex with |M| = 0.8."""
+
+    penalty = "elu"
+
+    def __init__(self) -> None:
+        super().__init__()
+        M = torch.randn(5, 5)
+        self.M = nn.Parameter(0.8 * M / torch.linalg.matrix_norm(M, 2))
+
+    def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(x), torch.zeros_like(x)
+
+    def smooth(self, y: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        u, v = y
+        return ((u @ self.M) * v).sum(1) - (u * x).sum(1) - (v * x.flip(1)).sum(1)
+
+
+def test_a_penalty_that_is_rounding_does_not_fall() -> None:
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(Tied(), solver=opteq.FISTA(tol=3e-3, max_steps=400))
+    x = 1e-7 * torch.randn(64, 5)
+    # In float32 the penalty of states of this size has no digit that is right, and seemed to fall without end.
+    assert bool(layer.solve(x).converged.all())

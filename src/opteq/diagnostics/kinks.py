@@ -112,11 +112,25 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def objective_and_rounding(hidden: Hidden, state: State) -> tuple[Tensor, Tensor]:
-    """The objective of each row, and by how much it may be off: relative to the magnitudes of its terms."""
+    """The objective of each row, and by how much it may be off.
+
+    That is relative to the magnitudes of its terms, and what penalties lose by themselves: ``(1 + y) ln(1 + y) - y`` of
+    a small y, for instance, is the rounding of y.
+    """
     terms = torch.stack(list(hidden.terms(state).values()))
-    rows = terms.sum(dim=1, keepdim=True) if hidden.coupled else terms
     eps = max(torch.finfo(dtype).eps for dtype in Layout.of(state).dtypes)
-    return rows.sum(dim=0), _FEW * eps * rows.abs().sum(dim=0)
+    parts = blocks(state)
+    penalties = penalties_of(hidden)
+    pairs = zip(penalties * (len(parts) if len(penalties) == 1 else 1), parts, strict=True)
+    lost = [(penalty.total(part) - penalty.total(part.to(_exact(part)))).abs() for penalty, part in pairs]
+    rounding = _FEW * eps * terms.abs().sum(dim=0) + torch.stack(lost).sum(dim=0)
+    if hidden.coupled:
+        return terms.sum(dim=(0, 1))[None], rounding.sum(dim=0, keepdim=True)
+    return terms.sum(dim=0), rounding
+
+
+def _exact(part: Tensor) -> torch.dtype:
+    return torch.float32 if part.device.type == "mps" else torch.float64
 
 
 def penalties_of(hidden: Hidden) -> list[Penalty]:
