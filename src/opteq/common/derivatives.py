@@ -1,4 +1,4 @@
-"""Derivatives of functions, as :mod:`torch.func` has them, that can be taken inside a checkpoint and in inference mode."""
+"""Derivatives of functions, as :mod:`torch.func` has them, inside a checkpoint and in inference mode, too."""
 
 from __future__ import annotations
 
