@@ -22,7 +22,7 @@ import written
 from cases import Jumps, Smoother, TwoParts
 from objective import FieldOfExperts
 from opteq import operators as op
-from opteq.engine import log
+from opteq.engine import log, values_read
 from opteq.engine.flatten import flatten
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
@@ -468,6 +468,13 @@ def read_decorated(y: Tensor) -> Tensor:
 )
 def test_code_that_reads_plain_values_and_functions_is_traced(more: Callable[[Tensor], Tensor]) -> None:
     check(opteq.Equilibrium(With(more)), torch.rand(2, 4, dtype=torch.float64) + 1.0)
+
+
+def test_torch_may_lie_beside_the_users_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that was built from its sources is in no folder of installed packages."""
+    monkeypatch.setattr(torch, "__file__", "/home/user/pytorch/torch/__init__.py")
+    values_read._is_local.cache_clear()
+    check(opteq.Equilibrium(With(lambda y: read_decorated(y))), torch.rand(2, 4, dtype=torch.float64) + 1.0)
 
 
 def test_written_objectives_of_the_benchmarks_are_traced() -> None:

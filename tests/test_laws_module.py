@@ -51,6 +51,19 @@ def test_copies_are_equal_and_independent(case: Case) -> None:
         torch.testing.assert_close(found.detach(), wanted, rtol=0, atol=0)
 
 
+@pytest.mark.chosen
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_inference_mode_changes_nothing(case: Case) -> None:
+    """Some torch take derivatives for zero there, and steps and judgements of minima are made of derivatives."""
+    layer = opteq.Equilibrium(case.problem(), opteq.Anderson(max_steps=8), on_failure="ignore")
+    with torch.no_grad():
+        expected = layer.solve(case.input())
+    with torch.inference_mode():
+        found = layer.solve(case.input())
+    assert found.status == expected.status
+    torch.testing.assert_close(blocks(found.state), blocks(expected.state), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep written"), ids=lambda case: case.name)
 def test_functional_transforms(case: Case, gradient: Gradient) -> None:

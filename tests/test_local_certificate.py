@@ -57,6 +57,20 @@ def flat(state: opteq.states.State) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", list(cases()))
+def test_inference_mode_changes_nothing(name: str) -> None:
+    """Derivatives are zero there, so that everything was certified: a Lipschitz constant of 0, a radius without end."""
+    layer, x, expected = solved(cases()[name])
+    state = layer.solve(x).state
+    with torch.inference_mode():
+        inside = local_certificate(layer, x.clone(), start=opteq.states.map_state(torch.clone, state))
+    torch.testing.assert_close(inside.lipschitz, expected.lipschitz, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inside.contraction, expected.contraction, rtol=1e-6, atol=0)
+    assert (inside.radius is None) == (expected.radius is None)
+    if expected.radius is not None:
+        torch.testing.assert_close(inside.radius, expected.radius, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", list(cases()))
 def test_bounds_hold_for_dense_eigenvalues_and_jacobians(name: str) -> None:
     problem = cases()[name]
     layer, x, found = solved(problem)

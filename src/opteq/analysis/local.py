@@ -85,15 +85,15 @@ def local_certificate(
     >>> bool(found.strict_minimum), round(float(found.contraction), 3), round(float(found.lipschitz), 3)
     (True, 0.25, 0.667)
     """
-    with torch.no_grad():
-        x = map_state(Tensor.detach, x)
+    with torch.inference_mode(False), torch.no_grad():  # in inference mode, derivatives would be zero
+        x = map_state(Tensor.clone, x)
         hidden = layer.problem(x)
         if hidden.jumps:
             raise ValueError("a local certificate needs a smooth g; give diversity a smoothing above 0")
         if any(isinstance(part, _BatchNorm) and _uses_batch(part) for part in layer.problem.modules()):
             raise ValueError("a local certificate needs independent samples, and batch statistics tie them: use eval()")
         solution = layer.solve(x, start)
-        state = map_state(Tensor.detach, solution.state)
+        state = map_state(Tensor.clone, solution.state)
         minima = strict_minima(hidden, state, steps, failure / 4)
         if minima is None or not isinstance(hidden, Hidden):
             why = "its samples depend on each other" if hidden.coupled else "its Jacobian has no symmetric form"

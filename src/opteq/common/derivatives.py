@@ -1,4 +1,4 @@
-"""Derivatives of functions, as :mod:`torch.func` has them, that can be taken inside a checkpoint."""
+"""Derivatives of functions, as :mod:`torch.func` has them, inside a checkpoint and in inference mode, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def gradient(function: Callable[[Any], Any], at: Any, has_aux: bool = False) -> 
     derivative = torch.func.grad(function, has_aux=has_aux)
     if torch.compiler.is_compiling():  # which saves nothing by itself
         return derivative(at)
-    with without_saved_tensor_hooks():
+    with without_saved_tensor_hooks(), _without_inference_mode():
         return derivative(at)
 
 
@@ -24,10 +24,30 @@ def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[An
     if torch.compiler.is_compiling():
         result = torch.func.vjp(function, at)
     else:
-        with without_saved_tensor_hooks():
+        with without_saved_tensor_hooks(), _without_inference_mode():
             result = torch.func.vjp(function, at)
-    vjp = result[1]
-    return result[0], lambda v: vjp(v)[0]
+    value, vjp = result
+
+    def product(v: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return vjp(v)[0]
+        with _without_inference_mode():
+            return vjp(v)[0]
+
+    return value, product
+
+
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Inside, inference mode is off, and autograd of what is outside as well.
+
+    In inference mode, torch 2.10 and older ones give derivatives of zero without an error (pytorch issue 177318).
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextmanager

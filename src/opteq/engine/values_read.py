@@ -108,7 +108,7 @@ def _is_local(package: str) -> bool:
     """Whether a package is neither Python's, nor this one, nor installed."""
     module = sys.modules.get(package)
     path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    others = package == "opteq" or package in sys.stdlib_module_names
+    others = package in _WITHOUT or package in sys.stdlib_module_names  # torch may be built where its sources lie
     return package == "__main__" or not (others or "site-packages" in path or "dist-packages" in path)
 
 
