@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import opteq
 from opteq import models
 from opteq.cli import app
+from opteq.common.errors import UserError
 from opteq.training import devices
 from opteq.training.feature_size import FeatureSize
 from opteq.training.optim.jacobian import JacobianPenalty
@@ -101,5 +102,11 @@ def test_a_run_with_unrolled_epochs_is_tested_at_the_equilibrium_and_resumed(tmp
 def test_unrolled_epochs_that_can_not_be_are_refused() -> None:
     with pytest.raises(ValueError, match="unrolled_epochs = 3 should be below epochs = 3"):
         TrainSection(epochs=3, batch_size=2, unrolled_epochs=3)
+    options = TrainSection(epochs=3, batch_size=2, unrolled_epochs=1)
+    with pytest.raises(UserError, match=r"train.unrolled_epochs needs a model with an equilibrium; this one has none"):
+        UnrolledEpochs(models.create("resnet18-cifar"), options)
+    fixed = models.create("opteq-digits", in_channels=1, solver="picard", tol=0.0, max_steps=3)
+    with pytest.raises(UserError, match=r"train.unrolled_epochs has no effect on a fixed number of steps"):
+        UnrolledEpochs(fixed, options)
     with pytest.raises(ValueError, match="radius and unrolled_epochs exclude each other"):
         TrainSection(epochs=3, batch_size=2, unrolled_epochs=1, radius=0.9)

@@ -96,7 +96,7 @@ class JacobianPenalty:
 
     def __init__(self, model: nn.Module, limit: float | None = None) -> None:
         self.limit = limit
-        self.layers = _solved(model, "train.jacobian")
+        self.layers = solved_layers(model, "train.jacobian")
         self.found: list[Tensor] = []
         self._handles = [layer.register_observer(self._observe) for layer in self.layers]
 
@@ -154,7 +154,7 @@ class RadiusLimit:
         if not 0 < limit < 1:
             raise UserError(f"the limit of the spectral radius should lie between 0 and 1; got {limit!r}")
         self.limit, self.residual = limit, residual
-        self.layers = _solved(model, "train.radius")
+        self.layers = solved_layers(model, "train.radius")
         for layer in self.layers:
             _check_scalable(layer)
         # Of each micro-batch: the largest r^2, how many samples are lost, and how many there are.
@@ -212,7 +212,7 @@ class RadiusLimit:
             self.found[index].append(torch.stack([largest, lost.float().sum(), torch.ones_like(squares).sum()]))
 
 
-def _solved(model: nn.Module, key: str) -> list[Equilibrium]:
+def solved_layers(model: nn.Module, key: str) -> list[Equilibrium]:
     """The model's equilibria, each of them a solution."""
     layers = [layer for _, layer in equilibria(model)]
     if not layers:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from opteq.gradients import Unrolled
-from opteq.models import equilibria
 from opteq.solvers import Picard
+from opteq.training.optim.jacobian import solved_layers
 from opteq.training.recipe.sections import TrainSection
 
 
@@ -25,8 +25,8 @@ class UnrolledEpochs:
     """
 
     def __init__(self, model: nn.Module, options: TrainSection) -> None:
-        self.layers = [layer for _, layer in equilibria(model)]
         self.epochs, self.steps = options.unrolled_epochs, options.unrolled_steps
+        self.layers = solved_layers(model, "train.unrolled_epochs") if self.epochs else []
 
     @contextmanager
     def training(self, epoch: int) -> Iterator[None]:
