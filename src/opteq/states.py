@@ -65,13 +65,18 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def widest_dtype(tensor: Tensor) -> torch.dtype:
+    """float64, where the tensor's device has it."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
 def row_norms(matrix: Tensor) -> Tensor:
     """Euclidean norm of each row, accumulated in float64 where the device has it.
 
     Squares of float32 numbers overflow at 1e19 and vanish at 1e-23, which is well inside what a diverging or a
     dying network produces; in float64 they do neither.
     """
-    dtype = torch.float32 if matrix.device.type == "mps" else torch.float64
+    dtype = widest_dtype(matrix)
     short: Tensor | None = None
     if matrix.dtype == torch.float32 and may_branch_on_values(matrix):  # float64 would be a copy of the whole matrix
         short = torch.linalg.vector_norm(matrix, dim=1).to(dtype)

@@ -13,7 +13,7 @@ from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.branches.parallel import HiddenParallel
 from opteq.problems.hidden import Hidden
 from opteq.solvers.linear.base import Product
-from opteq.states import Layout, State, any_row, blocks, like, row_norms
+from opteq.states import Layout, State, any_row, blocks, like, row_norms, widest_dtype
 
 _REFINEMENTS = 15
 _FEW = 64
@@ -122,15 +122,11 @@ def objective_and_rounding(hidden: Hidden, state: State) -> tuple[Tensor, Tensor
     parts = blocks(state)
     penalties = penalties_of(hidden)
     pairs = zip(penalties * (len(parts) if len(penalties) == 1 else 1), parts, strict=True)
-    lost = [(penalty.total(part) - penalty.total(part.to(_exact(part)))).abs() for penalty, part in pairs]
+    lost = [(penalty.total(part) - penalty.total(part.to(widest_dtype(part)))).abs() for penalty, part in pairs]
     rounding = _FEW * eps * terms.abs().sum(dim=0) + torch.stack(lost).sum(dim=0)
     if hidden.coupled:
         return terms.sum(dim=(0, 1))[None], rounding.sum(dim=0, keepdim=True)
     return terms.sum(dim=0), rounding
-
-
-def _exact(part: Tensor) -> torch.dtype:
-    return torch.float32 if part.device.type == "mps" else torch.float64
 
 
 def penalties_of(hidden: Hidden) -> list[Penalty]:

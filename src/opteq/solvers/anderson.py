@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.common.validate import whole
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Task
-from opteq.states import choose_rows, row_norms, zeros_per_row
+from opteq.states import choose_rows, row_norms, widest_dtype, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class _AndersonMixing(Method):
         self.damping = damping
         self.residuals = History(start, memory)  # dG / |dG|
         self.moves = History(start, memory)  # (dY + damping dG) / |dG|
-        small = torch.float32 if start.device.type == "mps" else torch.float64
+        small = widest_dtype(start)
         self.gram = zeros_per_row(start, memory, memory, dtype=small)
         self.eye = torch.eye(memory, dtype=small, device=start.device)
         self.used = zeros_per_row(start, memory, dtype=torch.bool)

@@ -12,7 +12,7 @@ from torch import Tensor
 from opteq.common.options import NamedOptions
 from opteq.common.validate import positive, whole
 from opteq.solvers.loop import Finish, Iteration, Loop, Process, Rule, iterate
-from opteq.states import Layout, State, row_norms
+from opteq.states import Layout, State, row_norms, widest_dtype
 
 Product = Callable[[Tensor], Tensor]
 
@@ -101,9 +101,8 @@ def usable_scale(scale: Tensor) -> Tensor:
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
     """Inner product of each pair of rows, in float64 where the device has it."""
-    dtype = torch.float32 if a.device.type == "mps" else torch.float64
     # Added up in pairs, in the dtype that products are rounded to: float64 sums would be a copy of all of them.
-    return (a * b).sum(dim=1).to(dtype)
+    return (a * b).sum(dim=1).to(widest_dtype(a))
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from opteq.common.validate import whole
 from opteq.solvers.linear.base import LinearSolver, Product, lost, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import per_row, row_norms, zeros_per_row
+from opteq.states import per_row, row_norms, widest_dtype, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class _ArnoldiCycle:
         return self.codes
 
     def _begin(self, residual: Tensor) -> None:
-        small = torch.float32 if residual.device.type == "mps" else torch.float64
+        small = widest_dtype(residual)
         self.base = self.point
         self.length = row_norms(residual).to(small)
         self.basis = zeros_per_row(residual, self.restart + 1, residual.shape[1])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.linear.base import Product
-from opteq.states import row_norms
+from opteq.states import row_norms, widest_dtype
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ class Lanczos:
         self.current = (first / norm).expand_as(like)
         self.before = torch.zeros_like(self.current)
         self.basis = like.new_zeros(like.shape[0], kept, like.shape[1])
-        wide = torch.float32 if like.device.type == "mps" else torch.float64
+        wide = widest_dtype(like)
         self.scale = torch.zeros(like.shape[0], dtype=wide, device=like.device)
         self.diagonal: list[Tensor] = []
         self.beside = [torch.ones_like(self.scale)]  # beside[k] lies above diagonal[k]
