@@ -44,6 +44,6 @@ def run(codes: Mapping[str, str]) -> dict[str, str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.stderr == "", done.stderr
     printed: dict[str, str] = json.loads(done.stdout)
     return printed

@@ -229,7 +229,7 @@ def negative_size(archive: bytes, header: int) -> bytes:
         (lambda tar, header: tar[:header] + b"!" + tar[header + 1 :], r"a damaged member, at byte \d+\)"),
         (lambda tar, header: tar[:header], r"its end is missing"),
         (lambda tar, header: tar + tar, r"there is more after its end"),
-        (negative_size, r"has -1024 bytes"),
+        (negative_size, r"(has -1024 bytes|a damaged member, at byte \d+\))"),  # newer tarfiles read no such header
     ],
     ids=["header", "cut", "joined", "size"],
 )
