@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from cli_cases import call, finished, no_page, refused, root, train
 from opteq import models, report
-from opteq.training import load_recipe, recipes
+from opteq.models import Classifier
+from opteq.training import load_recipe, open_run, recipes
 from training_cases import lines
 
 __all__ = ["finished", "no_page", "root"]  # fixtures
@@ -78,6 +81,35 @@ def test_evaluate_to_another_tolerance(finished: Path) -> None:
     assert found["solver_steps"] > lines(finished)[-1]["test_solver_steps"]
     call("evaluate", finished, "--max-steps", "1")
     assert json.loads((finished / "evaluation.json").read_text())["converged"] < 1
+
+
+def test_evaluate_in_smaller_batches(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory then holds a few images; the figures are those of whole batches."""
+    call("evaluate", finished)
+    whole = json.loads((finished / "evaluation.json").read_text())
+    sizes: list[int] = []
+    forward = Classifier.forward
+    monkeypatch.setattr(Classifier, "forward", lambda model, x: sizes.append(len(x)) or forward(model, x))
+    result = call("evaluate", finished, "--batch-size", "3")
+    assert result.exit_code == 0, result.output
+    assert sizes == [3, 3, 3, 1]
+    found = json.loads((finished / "evaluation.json").read_text())
+    assert (found["samples"], found["test_accuracy"]) == (10, whole["test_accuracy"])
+    assert found["test_loss"] == pytest.approx(whole["test_loss"], abs=1e-6)
+    assert call("evaluate", finished, "--batch-size", "0").exit_code == 2
+
+
+def test_an_evaluation_shows_how_far_it_is(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[tuple[str, int, list[int]]] = []
+
+    @contextmanager
+    def bar(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
+        bars.append((what, total, []))
+        yield bars[-1][2].append
+
+    monkeypatch.setattr(open_run, "progress", bar)
+    call("evaluate", finished, "--batch-size", "4")
+    assert bars == [("evaluating", 3, [1, 1, 1])]
 
 
 def test_fewer_steps_of_a_solver_that_ends_with_plain_ones(root: Path, tmp_path: Path) -> None:

@@ -137,6 +137,9 @@ def evaluate(
         Path | None, typer.Option(metavar="DIR", help="Published files of CIFAR-10-C, in place of generated images.")
     ] = None,
     images: Annotated[int | None, typer.Option(help="Test images for corruptions and curves; all by default.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Images at a time, the recipe's by default; fewer take less memory.")
+    ] = None,
 ) -> None:
     """Evaluate a trained model on its test images; writes RUN/evaluation.json, or RUN/robustness.* with its figure."""
     with one_line_errors():
@@ -149,18 +152,22 @@ def evaluate(
                 run, corruptions, curves, _console(), only=only or (), reference=reference, images=images,
                 attack=attack, attack_steps=attack_steps, step_size=attack_step_size, tol=tol, max_steps=max_steps,
                 device=device, precision=precision, root=root,
-                corruption_files=corruption_files, first=_rank() == 0,
+                corruption_files=corruption_files, batch_size=batch_size, first=_rank() == 0,
             )  # fmt: skip
             return
 
         if training.is_denoiser(run):
-            if any(given is not None for given in (precision, attack, attack_steps, attack_step_size)):
-                raise UserError("--precision and --attack are for classifiers, and this run trained a denoiser")
+            if any(given is not None for given in (precision, attack, attack_steps, attack_step_size, batch_size)):
+                raise UserError(
+                    "--precision, --attack and --batch-size are for classifiers, and this run trained a denoiser"
+                )
             from opteq.training.run.tables import denoising_table
 
             _console().print(denoising_table(str(run), training.evaluate_denoiser(run, tol, max_steps, device, root)))
             return
-        result = training.evaluate(run, tol, max_steps, device, precision, root, attack, attack_steps, attack_step_size)
+        result = training.evaluate(
+            run, tol, max_steps, device, precision, root, attack, attack_steps, attack_step_size, batch_size
+        )
     if _rank() == 0:
         from opteq.training.run.tables import evaluation_table
 

@@ -30,6 +30,8 @@ from opteq.data.dataset import ChannelStatistics, Dataset, Pixels, Split
 from opteq.data.progress import progress
 from opteq.data.readers.source import FoundDataset, Source, Stream
 
+SHORT = 5000  # images; fewer are decoded before a bar could be read
+LARGE = 1 << 16  # bytes; above, decoding an image takes longer than opening it
 FORMAT = 2  # part of the fingerprint; incremented when the layout of entries or the decoding changes
 
 
@@ -107,7 +109,8 @@ def write_entry(entry: Path, source: Source) -> None:
         statistics = ChannelStatistics(source.train.shape[0])
         splits = source.splits()
         total, size = sum(len(stream.labels) for stream in splits.values()), math.prod(source.train.shape)
-        with progress("decoding images", total, size) as advance:
+        long = total * max(size / LARGE, 1) >= SHORT
+        with progress("decoding images", total, long) as advance:
             for split, stream in splits.items():
                 pieces = _counted(stream, advance, statistics if split == "train" else None)
                 _write_array(unfinished / f"{split}-images.npy", (len(stream.labels), *stream.shape), pieces)

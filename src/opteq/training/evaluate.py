@@ -29,6 +29,7 @@ def evaluate(
     attack: float | str | None = None,
     attack_steps: int | None = None,
     attack_step_size: float | str | None = None,
+    batch_size: int | None = None,
 ) -> dict[str, Any]:
     """Test the model of a finished run on all test images, and write ``evaluation.json`` beside it.
 
@@ -45,6 +46,7 @@ def evaluate(
             fraction such as ``"8/255"``. By default the recipe's ``[adversary]``; 0 for no attack.
         attack_steps: steps of the attack; the recipe's ``adversary.test_steps`` by default.
         attack_step_size: length of a step; 2.5 attack / attack_steps by default.
+        batch_size: images at a time, the recipe's ``train.test_batch_size`` by default; fewer take less memory.
 
     Returns:
         ``test_accuracy`` and, with more than five classes, ``test_top5`` (0..1), ``test_loss``, ``samples``,
@@ -58,7 +60,7 @@ def evaluate(
         pixels, and ``test_iou`` (mean intersection over union) and ``test_class_accuracy`` (mean over classes) replace
         ``test_top5``.
     """
-    opened = open_run(run, tol, max_steps, device, precision, root)
+    opened = open_run(run, tol, max_steps, device, precision, root, batch_size)
     pgd = _attack(opened.recipe.adversary, attack, attack_steps, attack_step_size)
     if opened.dataset.test.dense and pgd is not None:
         raise UserError("--attack: attacks need a classifier of images, and this data set is for segmentation")

@@ -14,6 +14,7 @@ from opteq import data, models
 from opteq.common.errors import UserError
 from opteq.common.files import draft, plain_errors, write_atomically
 from opteq.data import Batches, Dataset, Split
+from opteq.data.progress import progress
 from opteq.gradients import Unrolled
 from opteq.models import equilibria
 from opteq.solvers import SAM
@@ -72,7 +73,8 @@ class LoadedRun:
         accelerator, dense, batches = self.accelerator, self.dataset.test.dense, self.batches(split)
         classes = batches.num_classes if dense else None
         metrics = RunningMetrics(accelerator.device, self.recipe.guard.residual, with_top5=not dense, classes=classes)
-        validate(self.model, batches, metrics, attack=attack, change=change)
+        with progress("evaluating", len(batches), accelerator.is_main_process) as advance:
+            validate(self.model, batches, metrics, attack=attack, change=change, advance=advance)
         return metrics.compute(accelerator)
 
     def check_writable(self, name: str) -> None:
@@ -100,6 +102,7 @@ def open_run(
     device: str = "auto",
     precision: str | None = None,
     root: str | None = None,
+    batch_size: int | None = None,
 ) -> LoadedRun:
     """The run in a folder; the arguments are those of :func:`~opteq.training.evaluate`."""
     folder = RunFolder(Path(run))
@@ -112,6 +115,11 @@ def open_run(
         )
     if tol is not None and not tol > 0:
         raise UserError(f"tol should be a positive number; got {tol}")
+    if batch_size is not None:
+        if batch_size < 1:
+            raise UserError(f"--batch-size should be at least 1; got {batch_size}")
+        train = recipe.train.model_copy(update={"test_batch_size": batch_size})
+        recipe = recipe.model_copy(update={"train": train})
     exact = tol is not None
     precision = precision or ("no" if exact else recipe.train.precision)
     accelerator = make_accelerator(device, precision, recipe.train.tf32 and not exact, recipe.train.threads)

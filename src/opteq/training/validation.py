@@ -55,12 +55,13 @@ def validate(
     should_stop: Callable[[], bool] = lambda: False,
     attack: Attack | None = None,
     change: Change | None = None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> bool:
     """Update ``metrics`` with loss, accuracy and solves over all ``batches``, in evaluation mode.
 
     The loss is the plain cross-entropy. Images are changed by ``change`` first, then attacked: the metrics are those of
-    the images that result, and solves inside an attack are not counted. Random state and the model's mode stay
-    unchanged. Returns False if ``should_stop`` ended it early.
+    the images that result, and solves inside an attack are not counted. ``advance(1)`` is called after each batch.
+    Random state and the model's mode stay unchanged. Returns False if ``should_stop`` ended it early.
     """
     was_training = model.training
     model.eval()
@@ -79,6 +80,7 @@ def validate(
                     logits = model(images)
                     loss = cross_entropy(logits, labels)
                     metrics.update(loss, logits, labels, solve_reports(layers))
+                advance(1)
     finally:
         model.train(was_training)
     return True

@@ -33,6 +33,7 @@ def command(
     precision: str | None = None,
     root: str | None = None,
     corruption_files: Path | None = None,
+    batch_size: int | None = None,
     first: bool = True,
 ) -> dict[str, Any]:
     """Measure what was asked for; the arguments are those of :func:`~opteq.training.evaluate_robustness`.
@@ -54,6 +55,7 @@ def command(
         precision: of the model.
         root: folder of the images.
         corruption_files: published files of corrupted images.
+        batch_size: images at a time, the recipe's by default.
         first: whether this is the first of several processes, which prints and draws.
     """
     if is_denoiser(run):
@@ -72,7 +74,7 @@ def command(
     record = evaluate_robustness(
         run, corruptions, curves, only=only, reference=reference, images=images, attack=attack,
         attack_steps=attack_steps, say=say, tol=tol, max_steps=max_steps, device=device, precision=precision, root=root,
-        corruption_files=corruption_files,
+        corruption_files=corruption_files, batch_size=batch_size,
     )  # fmt: skip
     if first:
         drawn = draw_record(run)

@@ -45,6 +45,7 @@ def evaluate_robustness(
     precision: str | None = None,
     root: str | None = None,
     corruption_files: str | Path | None = None,
+    batch_size: int | None = None,
 ) -> dict[str, Any]:
     """Measure a finished run on corrupted and attacked images; writes ``robustness.json`` and ``.md`` beside it.
 
@@ -70,11 +71,13 @@ def evaluate_robustness(
         root: folder of the images.
         corruption_files: folder with the published files of CIFAR-10-C or CIFAR-100-C, which are read in place of
             generating corrupted images; classes have to be in the order of its labels.
+        batch_size: images at a time, the recipe's by default.
     """
     belonging = {"only": only or None, "reference": reference, "corruption-files": corruption_files}
     _check_options({} if corruptions else belonging, images, attack_steps)
     epsilon = _radius(attack)
-    opened = _open_classifier(run, tol, max_steps, device, precision, root)
+    opened = open_run(run, tol, max_steps, device, precision, root, batch_size)
+    _check_classifier(opened)
     published = None if corruption_files is None else PublishedCorruptions(corruption_files)
     test = opened.dataset.test
     rows = random_rows(len(test), images)
@@ -101,15 +104,11 @@ def evaluate_robustness(
     return record
 
 
-def _open_classifier(
-    run: str | Path, tol: float | None, max_steps: int | None, device: str, precision: str | None, root: str | None
-) -> LoadedRun:
-    opened = open_run(run, tol, max_steps, device, precision, root)
+def _check_classifier(opened: LoadedRun) -> None:
     if opened.dataset.test.dense:
         raise UserError(
             f"{opened.path} was trained for segmentation: corruptions and attack curves need a classifier of images"
         )
-    return opened
 
 
 def _names_to_measure(
