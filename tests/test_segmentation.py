@@ -24,6 +24,7 @@ from opteq.cli import app
 from opteq.common.errors import UserError
 from opteq.data import Augmentation, Batches, Split
 from opteq.data.augmentation.windows import Windows
+from opteq.data.cache import takes_long
 from opteq.data.progress import progress
 from opteq.data.readers.cityscapes import CLASSES
 from opteq.report.charts.images import class_color
@@ -189,8 +190,8 @@ def test_what_is_wrong_is_said_with_its_path(copy: Path, spoil: Any, message: st
 
 def test_large_images_have_a_bar_sooner(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    for size, drawn_at_all in ((3 * 32 * 32, False), (3 * 1024 * 2048, True)):
-        with progress("decoding streets", 100, size) as advance:
+    for shape, drawn_at_all in (((3, 32, 32), False), ((3, 1024, 2048), True)):
+        with progress("decoding streets", 100, takes_long(100, shape)) as advance:
             advance(100)
         assert bool(capfd.readouterr().err) == drawn_at_all
 

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,8 @@ def write_entry(entry: Path, source: Source) -> None:
     try:
         statistics = ChannelStatistics(source.train.shape[0])
         splits = source.splits()
-        total, size = sum(len(stream.labels) for stream in splits.values()), math.prod(source.train.shape)
-        long = total * max(size / LARGE, 1) >= SHORT
-        with progress("decoding images", total, long) as advance:
+        total = sum(len(stream.labels) for stream in splits.values())
+        with progress("decoding images", total, takes_long(total, source.train.shape)) as advance:
             for split, stream in splits.items():
                 pieces = _counted(stream, advance, statistics if split == "train" else None)
                 _write_array(unfinished / f"{split}-images.npy", (len(stream.labels), *stream.shape), pieces)
@@ -123,6 +122,11 @@ def write_entry(entry: Path, source: Source) -> None:
             os.rename(unfinished, entry)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def takes_long(count: int, shape: Sequence[int]) -> bool:
+    """Whether a person who waits for so many images of that shape to be decoded should see how far it is."""
+    return count * max(math.prod(shape) / LARGE, 1) >= SHORT
 
 
 def _counted(stream: Stream, advance: Callable[[int], None], statistics: ChannelStatistics | None) -> Iterator[Pixels]:
