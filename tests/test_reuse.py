@@ -1,39 +1,14 @@
-"""A user's functions: what depends on the input alone is computed once; second derivatives of convolutions."""
+"""A user's functions: what depends on the input alone is computed once."""
 
 from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
-from opteq.engine.convolution import conv2d, conv_transpose2d
-
-GEOMETRIES = [{"padding": 1}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": 2}, {"groups": 2, "padding": 1}]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own forward mode loads it
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_convolutions_and_their_derivatives(geometry: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    v = torch.randn(1, 2, 4, 3, dtype=torch.double, requires_grad=True)
-    weight = torch.randn(2, 2 // geometry.get("groups", 1), 3, 3, dtype=torch.double, requires_grad=True)
-    u = torch.randn(1, 2, 3, 2, dtype=torch.double, requires_grad=True)
-    for ours, theirs, argument in ((conv2d, torch.conv2d, v), (conv_transpose2d, torch.conv_transpose2d, u)):
-        torch.testing.assert_close(ours(argument, weight, **geometry), theirs(argument, weight, **geometry))
-        pair = (argument, weight)
-        assert torch.autograd.gradcheck(lambda a, w, f=ours: f(a, w, **geometry), pair, check_forward_ad=True)
-        assert torch.autograd.gradgradcheck(lambda a, w, f=ours: f(a, w, **geometry), pair)
-
-
-def test_biases_and_vmap() -> None:
-    v, weight, bias = torch.randn(3, 2, 4, 4), torch.randn(5, 2, 3, 3), torch.randn(5)
-    torch.testing.assert_close(conv2d(v, weight, bias, padding=1), torch.conv2d(v, weight, bias, padding=1))
-    one = torch.func.vmap(lambda a: conv2d(a[None], weight, padding=1)[0])(v)
-    torch.testing.assert_close(one, torch.conv2d(v, weight, padding=1))
 
 
 class Mine(opteq.HiddenProblem):

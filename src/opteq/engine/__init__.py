@@ -1,12 +1,11 @@
 """Fast implementations, behind one interface.
 
-The library can compute everything without this package. At four places it calls it for a faster implementation: to
-solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), to compute the bounded
-weights of a module (:func:`bounded_weights`), and for an operation of a user's function (:func:`substitute`). None
-means that there is no fast path, and the plain path runs. Nothing else in the library imports from here, as a test
-checks.
+The library can compute everything without this package. At three places it calls it for a faster implementation: to
+solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), and to compute the bounded
+weights of a module (:func:`bounded_weights`). None means that there is no fast path, and the plain path runs. Nothing
+else in the library imports from here, as a test checks.
 
-There are two backends, modules with the first three of these functions. Both flatten a problem into its tensors and
+There are two backends, modules with the first two of these functions. Both flatten a problem into its tensors and
 its structure. :mod:`opteq.engine.cuda_graphs` captures solves and backward passes of any problem, built-in or
 user-written, as CUDA graphs, and replays them. :mod:`opteq.engine.cpu` traces user-written objectives, and solves with
 the graphs instead of autograd. Results agree with the plain path to the tolerance of the solve. :func:`report` says
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 _counting = Lock()
 
-__all__ = ["attach", "bounded_weights", "forget", "off", "report", "solve", "substitute"]
+__all__ = ["attach", "bounded_weights", "forget", "off", "report", "solve"]
 
 
 @contextmanager
@@ -81,20 +80,8 @@ def attach(
 
 def bounded_weights(module: nn.Module) -> AbstractContextManager[None]:
     """A context in which bounds of the operators inside ``module`` are computed together, where that is faster."""
-    answers = (backend.bounded_weights(module) for backend in _backends())
-    return next((answer for answer in answers if answer is not None), nullcontext())
-
-
-def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A replacement for a function of torch with cheaper second derivatives; None where there is none.
-
-    The replacement returns None for arguments that it does not support.
-    """
-    if settings.offs:
-        return None
-    from opteq.engine.convolution import SECOND_ORDER
-
-    return SECOND_ORDER.get(function)
+    graphs = _backends()[:-1]  # not on a CPU
+    return (graphs[0].bounded_weights(module) if graphs else None) or nullcontext()
 
 
 def report(layer: Any, x: Any) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +27,7 @@ from opteq.engine.values_read import NotFlattenableError
 from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.base import find
 from opteq.gradients.implicit import attach_system
-from opteq.problems.hidden import BoundMap, Hidden
+from opteq.problems.hidden import BoundMap, FeatureForm, Hidden, SymmetricLinearisation
 from opteq.problems.written import BoundModule
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver
@@ -35,6 +36,7 @@ from opteq.states import Autocast, State, blocks, like
 
 if TYPE_CHECKING:
     from opteq.engine.trace import Function, Traced
+    from opteq.engine.waist import Waist
 
 forms: OrderedDict[Hashable, _Form] = OrderedDict()
 _lock = RLock()
@@ -56,18 +58,15 @@ def attach(
     return attach_system(hidden, state, partial(AdjointSystem, traced, state, linear), record), outcome
 
 
-def bounded_weights(module: nn.Module) -> AbstractContextManager[None] | None:  # noqa: ARG001
-    """None: the plain path computes bounds."""
-    return None
-
-
 class _Form:
     """What was traced of problems of one form, or why nothing can be."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.reason: str | None = None
+        self.contracts: bool | None = None
         self._traced: dict[Hashable, Traced] = {}
+        self._waists: dict[Hashable, Waist] = {}
 
     def bind(self, name: str, function: Function, fixed: list[Tensor]) -> Callable[[State], Sequence[Tensor]]:
         """A function of fixed and varying tensors as one of the varying ones, by a graph for each of their layouts."""
@@ -82,6 +81,19 @@ class _Form:
             return by_layout[layout](parts)
 
         return call
+
+    def waist(self, name: str, function: Function, fixed: list[Tensor], y: State) -> Waist | None:
+        """A function by its waist; None where its argument ``y`` is a tuple, or where it can't be traced."""
+        if isinstance(y, tuple):
+            return None
+        y = torch.zeros_like(y)  # in a dense layout
+        key = name, _looks(fixed), _looks([y])
+        traced = self._trace(key, function, fixed, [y])
+        if traced is not None and key not in self._waists:
+            from opteq.engine.waist import Waist
+
+            self._waists[key] = Waist(traced, [*fixed, y])
+        return self._waists.get(key)
 
     def _trace(self, key: Hashable, function: Function, fixed: Any, varying: Any) -> Traced | None:
         if key not in self._traced and self.reason is None:
@@ -100,8 +112,8 @@ def _traced(hidden: BoundMap, direction: str) -> Hidden | None:
     observed = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     observed = observed or _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active()
     if observed or not isinstance(hidden, Hidden) or not isinstance(getattr(hidden, "bound", None), BoundModule):
-        plain = "on a CPU only objectives that a user has written are traced"
         if blocks(hidden.start())[0].device.type == "cpu":  # elsewhere another backend has noted its reason
+            plain = "on a CPU only objectives that a user has written are traced"
             note(direction, "a transformation or a mode of torch is active" if observed else plain)
         return None
     try:
@@ -134,31 +146,51 @@ def _looks(tensors: Sequence[Tensor]) -> Hashable:
 
 
 def _replaced(flat: Flattened, form: _Form) -> Hidden:
-    """The problem with its gradient, its merit and its curvature products by graphs."""
+    """The problem with its gradient, its merit and its curvature products by graphs, in the variable at their waist."""
     hidden = flat.with_tensors(flat.tensors)
     assert isinstance(hidden, Hidden)
     start, count = hidden.start(), len(flat.tensors)
+    if form.contracts is None:
+        from opteq.engine.waist import known_contraction  # loads a part of torch's compiler
 
-    def graph(name: str, evaluate: Callable[[Any, State, State], Any], at: State = ()) -> Callable[[State], Any]:
+        form.contracts = known_contraction(flat)
+    hidden.contracts = form.contracts
+    # A problem that holds itself would live until the garbage collector comes by.
+    itself, linearise_plainly = proxy(hidden), type(hidden).linearise
+
+    def of_tensors(evaluate: Callable[[Any, State, State], Any]) -> Function:
         def function(fixed: list[Tensor], varying: list[Tensor]) -> list[Tensor]:
             given = like(start, tuple(varying)), like(start, tuple(fixed[count:]) or blocks(start))
             return tree_leaves(evaluate(flat.with_tensors(fixed[:count]), *given))
 
-        return form.bind(name, function, [*flat.tensors, *blocks(at)])
+        return function
 
-    inside = graph("preactivation", lambda problem, y, _: problem.preactivation(y))
-    both = graph("step_and_merit", lambda problem, y, _: problem._step_and_merit(y))
+    step = of_tensors(lambda problem, y, _: problem.step(y))
+    curvature = of_tensors(lambda problem, v, at: problem.curvature_at(at)(v))
+    inside = form.bind("preactivation", of_tensors(lambda problem, y, _: problem.preactivation(y)), flat.tensors)
+    both = form.bind("merit", of_tensors(lambda problem, y, _: problem._step_and_merit(y)), flat.tensors)
 
     def step_and_merit(y: State) -> tuple[State, Tensor]:
         *image, merit = both(y)
         return like(y, tuple(image)), merit
 
     def curvature_at(y: State) -> Callable[[State], State]:
-        products = graph("curvature", lambda problem, v, at: problem.curvature_at(at)(v), y)
+        products = form.bind("curvature", curvature, [*flat.tensors, *blocks(y)])
         return lambda v: like(v, tuple(products(v)))
+
+    def linearise(y: State) -> SymmetricLinearisation:
+        local = linearise_plainly(itself, y)
+        fixed = [*flat.tensors, *blocks(y)]
+        waist = form.waist("curvature", curvature, fixed, y)
+        return local if waist is None or not waist.symmetric else replace(local, reduction=waist.reduce(local, fixed))
+
+    def compact_form() -> FeatureForm | None:
+        waist = form.waist("step", step, flat.tensors, start) if form.contracts else None
+        return None if waist is None or not waist.homogeneous else waist.formulate(start, flat.tensors)
 
     hidden.preactivation = lambda y: like(y, tuple(inside(y)))  # type: ignore[method-assign]
     hidden._step_and_merit, hidden.curvature_at = step_and_merit, curvature_at  # type: ignore[method-assign]
+    hidden.linearise, hidden.compact_form = linearise, compact_form  # type: ignore[method-assign]
     return hidden
 
 

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -149,19 +150,18 @@ def _placeholder(kind: str, *parts: Any) -> Any:  # noqa: ARG001
 class _Unflattener(pickle.Unpickler):
     def __init__(self, structure: Structure, tensors: Sequence[Tensor]) -> None:
         super().__init__(io.BytesIO(structure.pickled))
-        self.constants = structure.constants
-        self.tensors = tensors
+        # Not a method: the unpickler remembers what it returns, and would hold itself and the problem.
+        self._made = partial(_made, structure.constants, tensors)
 
     def find_class(self, module: str, name: str) -> Any:
         ours = module == __name__ and name == _placeholder.__name__
         return self._made if ours else super().find_class(module, name)
 
-    def _made(self, kind: str, *parts: Any) -> Any:
-        if kind != "function":
-            return self.tensors[parts[0]] if kind == "tensor" else self.constants[parts[0]]
-        code, place, name, defaults, keywords, cells, _ = parts
-        made = types.FunctionType(
-            code, self.constants[place], name, defaults, tuple(types.CellType(cell) for cell in cells)
-        )
-        made.__kwdefaults__ = keywords
-        return made
+
+def _made(constants: Sequence[Any], tensors: Sequence[Tensor], kind: str, *parts: Any) -> Any:
+    if kind != "function":
+        return (tensors if kind == "tensor" else constants)[parts[0]]
+    code, place, name, defaults, keywords, cells, _ = parts
+    made = types.FunctionType(code, constants[place], name, defaults, tuple(types.CellType(cell) for cell in cells))
+    made.__kwdefaults__ = keywords
+    return made

@@ -2,10 +2,14 @@
 
 The cotangent of a sum is the same number everywhere. Autograd multiplies by it, entry by entry, and asks the sum for
 its shape, which keeps the sum alive. Here a tensor whose entries are all one known number is that number.
+
+The gradient of a convolution by its input is a convolution that does not depend on the input. Torch's operation for it
+takes the input all the same, and its second derivative also computes a gradient of the weight.
 """
 
 from __future__ import annotations
 
+from operator import getitem
 from typing import Any
 
 import torch
@@ -28,6 +32,10 @@ _LIKE = {aten.ones_like.default: 1.0, aten.zeros_like.default: 0.0}
 
 def simplify(graph: fx.Graph) -> None:
     """Simplify a graph of aten operations in place."""
+    for node in list(graph.nodes):
+        if node.target is getitem and node.args[1] == 0 and node.args[0].target is aten.convolution_backward.default:
+            node.replace_all_uses_with(_gradient_by_input(graph, node))
+    graph.eliminate_dead_code()
     numbers: dict[fx.Node, float] = {}
     for node in list(graph.nodes):
         number = _number(node, numbers)
@@ -85,6 +93,25 @@ def _replacement(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) 
     if node.target is aten._to_copy.default:
         return _round_trip(graph, node)
     return _negated_later(graph, node)
+
+
+def _gradient_by_input(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The gradient of a convolution by its input, as a convolution."""
+    source: Any = node.args[0]
+    incoming, image, weight, _, *geometry, transposed, _, groups, _ = source.args
+    more = [0] * len(geometry[0])
+    if not transposed:  # what a stride does not reach
+        sizes = (each.meta["val"].shape[2:] for each in (image, incoming, weight))
+        more = [
+            n - (m - 1) * stride + 2 * padding - dilation * (k - 1) - 1
+            for n, m, k, stride, padding, dilation in zip(*sizes, *geometry, strict=True)
+        ]
+    with graph.inserting_before(node):
+        made = graph.call_function(
+            aten.convolution.default, (incoming, weight, None, *geometry, not transposed, more, groups)
+        )
+    made.meta["val"] = node.meta["val"]
+    return made
 
 
 def _negated_later(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

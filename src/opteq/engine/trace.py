@@ -78,29 +78,34 @@ class Traced:
 
 def _split(traced: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The graph in two: of its first ``count`` arguments alone, and of what that gives and the other arguments."""
-    nodes = list(traced.graph.nodes)
+    *nodes, output = traced.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
-    varying = set(inputs[count:])
-    for node in nodes:
-        if any(source in varying for source in node.all_input_nodes):
-            varying.add(node)
-    output = next(node for node in nodes if node.op == "output")
-    # What crosses from the first graph to the second.
-    crossing = [
-        node
-        for node in nodes
-        if node not in varying and node is not output and any(user in varying or user is output for user in node.users)
-    ]
-    first, second = fx.Graph(), fx.Graph()
+    varying = {*dependents(traced, inputs[count:]), output}
+    crossing = [node for node in nodes if node not in varying and any(user in varying for user in node.users)]
+    first = extract(traced, inputs[:count], crossing)
+    return first, extract(traced, [*crossing, *inputs[count:]], output.args[0])
+
+
+def dependents(traced: fx.GraphModule, sources: Sequence[fx.Node]) -> list[fx.Node]:
+    """``sources``, and all nodes whose values depend on them, in their order."""
+    found = dict.fromkeys(sources)
+    for node in traced.graph.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def extract(traced: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Any) -> fx.GraphModule:
+    """The part of a graph that computes ``outputs`` from the values of ``inputs``."""
+    graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
-    there: dict[fx.Node, fx.Node] = {node: second.placeholder(f"known_{i}") for i, node in enumerate(crossing)}
-    for node in nodes:
-        if node is output:
-            continue
-        if node in varying:
-            there[node] = second.node_copy(node, there.__getitem__)
-        else:
-            here[node] = first.node_copy(node, here.__getitem__)
-    first.output(tuple(here[node] for node in crossing))
-    second.output(fx.node.map_arg(output.args[0], there.__getitem__))
-    return fx.GraphModule(traced, first), fx.GraphModule(traced, second)
+    for i, node in enumerate(inputs):
+        here[node] = graph.placeholder(f"given_{i}")
+        here[node].meta = dict(node.meta)
+    for node in traced.graph.nodes:
+        made = node.op not in ("placeholder", "output") and node not in here
+        if made and all(source in here for source in node.all_input_nodes):
+            here[node] = graph.node_copy(node, here.__getitem__)
+    graph.output(fx.node.map_arg(outputs, here.__getitem__))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(traced, graph)

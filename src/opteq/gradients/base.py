@@ -91,7 +91,7 @@ class Formulation:
             begin = hidden.start() if start is None else start
             step_and_merit = None if hidden.contracts else hidden.step_and_merit
             return FixedPointTask(hidden.step, begin, step_and_merit, hidden.project, hidden.damping, hidden.coupled)
-        begin = form.start if start is None else hidden.features(start)
+        begin = form.start if start is None else form.of_state(start)
         step_and_merit = None if hidden.contracts else form.step_and_merit
         return FixedPointTask(form.step, begin, step_and_merit, None, hidden.damping, hidden.coupled)
 

@@ -75,11 +75,17 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     def forward(self, v: Tensor) -> Tensor:
         """The product ``A v``."""
-        return v.through(float(self.norm())) if isinstance(v, Bounds) else self._current()(v)
+        return v.through(self._largest_norm()) if isinstance(v, Bounds) else self._current()(v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u``."""
-        return u.through(float(self.norm())) if isinstance(u, Bounds) else self._current().adjoint(u)
+        return u.through(self._largest_norm()) if isinstance(u, Bounds) else self._current().adjoint(u)
+
+    def _largest_norm(self) -> float:
+        """The norm, or on the meta device, where weights have no values, what it can't exceed for any."""
+        if any(weight.is_meta for weight in self.parameters()):
+            return math.inf if self.bound is None else self.bound
+        return float(self.norm())
 
     def _current(self) -> LinearMap:
         return (_prepared.get() or {}).get(self) or self.prepare()

@@ -119,7 +119,10 @@ class HiddenProblem(WrittenProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """From the terms of g, as for :class:`~opteq.Objective`; existence also from an activation of bounded range."""
+        """From the terms of g, as for :class:`~opteq.Objective`; existence also from an activation of bounded range.
+
+        On the meta device, where weights have no values, it holds for all weights within the bounds of operators.
+        """
         plain = type(self).start is WrittenProblem.start, type(self).features is WrittenProblem.features
         activation = self._activation()
         terms, slope = without_memory(self)._terms, activation.lipschitz

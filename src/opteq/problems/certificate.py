@@ -64,7 +64,7 @@ def for_finite_weights(certify: Callable[[M], Certificate]) -> Callable[[M], Cer
     @functools.wraps(certify)
     def certificate(problem: M) -> Certificate:
         for name, weight in itertools.chain(problem.named_parameters(), problem.named_buffers()):
-            if weight.is_floating_point() and not bool(weight.detach().isfinite().all()):
+            if weight.is_floating_point() and not weight.is_meta and not bool(weight.detach().isfinite().all()):
                 return unknown(f"{name} has entries that are not finite")
         overflow = "the weights are so large that bounds of what they do overflow"
         try:

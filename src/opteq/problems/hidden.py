@@ -85,14 +85,16 @@ class SymmetricLinearisation:
 
 @dataclass(frozen=True)
 class FeatureForm:
-    """The same fixed-point problem written for the features instead of the state.
+    """The same fixed-point problem written for another variable than the state, the features for instance.
 
-    ``state`` gives the state of features; ``step_and_merit`` the step with a merit, as :attr:`BoundMap.step_and_merit`.
+    ``state`` gives the state of a variable, ``of_state`` the variable of a state; ``step_and_merit`` is the step with a
+    merit, as :attr:`BoundMap.step_and_merit`.
     """
 
     step: Callable[[State], State]
     start: State
     state: Callable[[State], State]
+    of_state: Callable[[State], State]
     step_and_merit: Callable[[State], tuple[State, Tensor]] | None = None
 
 
@@ -174,10 +176,16 @@ class BoundMap(ABC):
 
     def feature_form(self) -> FeatureForm:
         """The problem written for the features, for solvers that work there."""
-        return FeatureForm(self.step, self.start(), lambda z: z)
+        start = self.start()
+        if self.features(start) is not start:
+            raise ValueError(
+                f"a solver that works on features can't solve {type(self).__name__}, whose features differ from its "
+                "state and do not determine it"
+            )
+        return FeatureForm(self.step, start, lambda z: z, lambda y: y)
 
     def compact_form(self) -> FeatureForm | None:
-        """The feature form where features have no more entries than the state, and the same equilibria."""
+        """The problem written for a variable with no more entries than the state, with the same equilibria."""
         return None
 
 

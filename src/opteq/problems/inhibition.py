@@ -16,7 +16,7 @@ from opteq.problems.base import Problem, check_injection, check_operator, check_
 from opteq.problems.branches.branch import Branch, check_branches, injection_norm, views
 from opteq.problems.branches.common_space import MOST, CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import FeatureForm, Hidden
+from opteq.problems.hidden import Hidden
 from opteq.problems.objective import BoundObjective
 from opteq.solvers.fista import FISTA
 from opteq.states import Autocast, State, blocks, inner, map_state, per_row, sum_over_sample, working_dtype
@@ -161,12 +161,6 @@ class BoundInhibition(BoundObjective):
     def features(self, y: State) -> State:
         """The state, or the features of the other terms."""
         return y if self.rest is None else self.rest.features(y)
-
-    def feature_form(self) -> FeatureForm:
-        """The state itself, where that is the feature."""
-        if self.rest is not None:
-            raise ValueError("a solver that works on features can't solve a problem with inhibition and other terms")
-        return super().feature_form()
 
     def gradient(self, y: State) -> State:
         """``m y + A A'y - c``."""

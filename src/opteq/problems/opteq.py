@@ -245,6 +245,7 @@ class BoundOptEq(Hidden):
             lambda z: self.block(single(z)),
             torch.zeros_like(self.features(self.start())),
             lambda z: self.block.activation(single(z)),
+            self.features,
             self._features_and_merit if self.has_merit else None,
         )
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opteq import engine
-
 _IMPURE = {"dropout", "rand", "randn", "bernoulli", "normal", "multinomial", "manual_seed", "requires_grad_"}
 
 
@@ -19,8 +17,8 @@ class InputOnly(TorchFunctionMode):
 
     Known are the given tensors (input, parameters, buffers) and the results of such operations. An operation is
     recognised by its function and its arguments, tensors by identity: values come out as if nothing were kept.
-    Operations that write to a tensor, draw random numbers or see a state are left alone, but for what the engine has a
-    faster substitute for. A result that is written to is computed every time.
+    Operations that write to a tensor, draw random numbers or see a state are left alone. A result that is written to is
+    computed every time.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -38,9 +36,7 @@ class InputOnly(TorchFunctionMode):
         key = self._key(func, args, kwargs)
         if key is None:
             self._drop(_target(func, args, kwargs))
-            substitute = engine.substitute(func)
-            replacement = None if substitute is None else substitute(*args, **kwargs)
-            return func(*args, **kwargs) if replacement is None else replacement
+            return func(*args, **kwargs)
         if key in self._found:
             return self._found[key]
         result = func(*args, **kwargs)

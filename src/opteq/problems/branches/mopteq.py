@@ -207,7 +207,7 @@ class BoundMOptEq(Hidden):
         def state(z: State) -> State:
             return self._activate(self.coupling.negative_gradient(blocks(z)))
 
-        return FeatureForm(lambda z: self.features(state(z)), start, state)
+        return FeatureForm(lambda z: self.features(state(z)), start, state, self.features)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """``CYCLING`` where signs jump for ever.

@@ -110,7 +110,7 @@ class BoundParallel(BoundMap):
             raise ValueError('a solver that works on features needs those of every branch: use fuse="none"')
         forms = [part.feature_form() for part in self.parts]
         features = BoundParallel([_Form(form) for form in forms])
-        return FeatureForm(features.step, features.start(), features.features)
+        return FeatureForm(features.step, features.start(), features.features, self.features)
 
     def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         pairs = [part.step_and_merit(piece) for part, piece in self._pairs(y) if part.step_and_merit is not None]

@@ -18,7 +18,7 @@ from opteq.problems.base import Problem, check_unhooked, inject, unknown_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.deep.feedforward import by_gram, by_slots, read_network
-from opteq.problems.hidden import BoundMap, FeatureForm, Linearisation
+from opteq.problems.hidden import BoundMap, Linearisation
 from opteq.problems.opteq import Block, half_square
 from opteq.problems.opteq_certificate import check_prior, prior_factors
 from opteq.regularizers import Regularizer
@@ -232,12 +232,6 @@ class BoundDeepOptEq(BoundMap):
             return y
         features: Tensor = self.readout(y)
         return features
-
-    def feature_form(self) -> FeatureForm:
-        """The map itself, where the features are the state."""
-        if self.readout is not None:
-            raise ValueError("a solver that works on features can't invert the read-out of a DeepOptEq")
-        return super().feature_form()
 
     def trajectory(self, z: State) -> list[Tensor]:
         """``z_0, z_1, ..., z_L``: what the first layer is given, and what each layer makes of it.

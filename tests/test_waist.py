@@ -1,0 +1,223 @@
+"""Users' problems solved in the narrowest tensor of their step, on a CPU: the same answers, where that is safe."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opteq
+import written
+from opteq import operators as op
+from opteq.engine import cpu
+from opteq.engine.settings import settings
+from opteq.engine.trace import Traced
+from opteq.engine.waist import Waist
+from opteq.problems.hidden import Hidden
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(settings, "calls_before_tracing", 0)
+    opteq.engine.forget()
+    yield
+    opteq.engine.forget()
+
+
+class Inside(opteq.HiddenProblem):
+    """``-1/2 |s * W'y|^2 - <U x, y>``: between ``W'`` and ``W`` lies a diagonal matrix, the identity at first."""
+
+    penalty = "tanh"
+
+    def __init__(self, bound: float | None = 0.9) -> None:
+        super().__init__()
+        self.W, self.U = op.Dense(3, 6, bound=bound), nn.Linear(4, 6)
+        self.register_buffer("s", torch.ones(3))
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), 6)
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -0.5 * (self.s * self.W.adjoint(y)).square().sum(1) - (self.U(x) * y).sum(1)
+
+
+class Plain(Inside):
+    """The same without it."""
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -0.5 * self.W.adjoint(y).square().sum(1) - (self.U(x) * y).sum(1)
+
+
+class Wide(Plain):
+    """Its features are more than its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = op.Dense(8, 6, bound=0.9)
+
+
+def images() -> opteq.HiddenProblem:
+    return written.Written(op.Conv2d(3, 6, 3, bound=0.9), nn.Conv2d(3, 6, 3, padding=1))
+
+
+def inputs(problem: nn.Module) -> Tensor:
+    return torch.randn(2, 3, 5, 5) if isinstance(problem, written.Written) else torch.randn(2, 4)
+
+
+def traced(problem: opteq.HiddenProblem, x: Tensor) -> Hidden:
+    found = cpu._traced(problem(x), "forward")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "forward", "backward"),
+    [
+        (images, True, True),
+        (Plain, True, True),
+        (lambda: Plain(None), False, True),
+        (Inside, False, False),
+        (Wide, False, False),
+    ],
+)
+def test_where_there_is_a_waist_the_answers_are_the_same(
+    make: Callable[[], opteq.HiddenProblem], forward: bool, backward: bool
+) -> None:
+    torch.manual_seed(0)
+    problem = make().double()
+    x = inputs(problem).double().requires_grad_()
+    hidden = traced(problem, x)
+    assert (hidden.compact_form() is not None) == forward
+    reduction = hidden.linearise(hidden.start()).reduction  # type: ignore[union-attr]
+    assert (reduction is not None) == backward
+
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-13), opteq.Implicit(tol=1e-13))
+
+    def both() -> list[Tensor]:
+        z = layer(x)
+        return [z, *torch.autograd.grad(z.sin().sum(), [x, *problem.parameters()])]
+
+    found = both()
+    with opteq.engine.off():
+        torch.testing.assert_close(found, both(), rtol=1e-9, atol=1e-11)
+    if isinstance(problem, Inside):  # a matrix inside that is the identity no more
+        problem.s.copy_(torch.tensor([0.3, -0.9, 0.5]))
+        found = both()
+        with opteq.engine.off():
+            torch.testing.assert_close(found, both(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("make", [images, Plain])
+def test_the_reported_residual_holds_for_the_state(make: Callable[[], opteq.HiddenProblem]) -> None:
+    torch.manual_seed(0)
+    problem = make().double()
+    x = inputs(problem).double()
+    layer = opteq.Equilibrium(problem, opteq.Picard(tol=1e-2))
+    start = torch.randn_like(layer.solve(x).state)
+    for solution in (layer.solve(x), layer.solve(x, start)):
+        hidden, y = problem(x), solution.state
+        assert isinstance(y, Tensor)
+        image = hidden.step(y)
+        true = (image - y).flatten(1).norm(dim=1) / image.flatten(1).norm(dim=1)
+        assert (solution.steps > 0).all()
+        assert (true <= solution.residual * (1 + 1e-9)).all()
+        assert (solution.residual <= 1e-2).all()
+    good = layer.solve(x, layer.solve(x).state)  # a start that is the answer already
+    assert (good.steps <= 1).all()
+
+
+def test_halves_are_known_by_random_numbers() -> None:
+    torch.manual_seed(0)
+    A, s, mask, y = torch.randn(3, 7), torch.ones(3), torch.ones(3, dtype=torch.bool), torch.randn(2, 7)
+
+    def waist(function: Callable[..., Tensor], *fixed: Tensor, like: Tensor = y) -> Waist:
+        made = Traced(lambda known, v: [function(v[0], *known)], fixed, [like], compile_functions=False)
+        return Waist(made, [*fixed, like])
+
+    square = waist(lambda y, A: 0.5 * (y @ A.T @ A) + 1, A)
+    assert (square.homogeneous, square.symmetric) == (True, False)  # with the 1 it is not linear
+    assert waist(lambda y, A: -0.5 * (y @ A.T @ A), A).symmetric
+    assert not waist(lambda y, A, s: (y @ A.T * s) @ A, A, s).symmetric  # the identity at hand, and none in general
+    assert not waist(lambda y, A, mask: (y @ A.T * mask) @ A, A, mask).symmetric
+    assert not waist(lambda y, A: (y - 1) @ A.T @ A, A).homogeneous
+    for function, A in (
+        (lambda y, A: y @ A.T @ A + y, A),  # y itself goes past it
+        (lambda y, A: y @ A.T @ A, torch.randn(9, 7)),  # it gets wider
+        (lambda y, A: A, torch.randn(2, 7)),  # y has no effect
+        (lambda y, A: (y @ torch.linalg.cholesky(A).T)[:, :3] @ A[:3], torch.eye(7)),  # no random matrix will do
+    ):
+        made = waist(function, A)
+        assert (made.homogeneous, made.symmetric) == (False, False)
+    A = torch.randn(3, 7)
+    for low in (torch.float16, torch.bfloat16):
+        assert waist(lambda y, A: y @ A.T @ A, A.to(low), like=y.to(low)).symmetric
+        assert not waist(lambda y, A, s: (y @ A.T * s) @ A, A.to(low), s.to(low), like=y.to(low)).symmetric
+
+
+def test_no_random_numbers_are_drawn_and_nothing_stays() -> None:
+    torch.manual_seed(0)
+    problem, x = Plain(), torch.randn(2, 4)
+    state = torch.get_rng_state()
+    opteq.Equilibrium(problem)(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    gc.collect()
+    gc.disable()
+    try:
+        hidden = traced(problem, x)
+        hidden.linearise(hidden.start())
+        gone = weakref.ref(hidden)
+        del hidden
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_certificate_without_values_holds_for_all_weights() -> None:
+    problem = Plain(0.7)
+    with torch.no_grad():
+        problem.W.weight.mul_(0.1)
+    assert problem.certificate().contraction == pytest.approx(0.7**2 * (problem.W.norm().item() / 0.7) ** 2)
+    assert problem.to("meta").certificate().contraction == pytest.approx(0.7**2)
+    assert Plain(None).to("meta").certificate().contraction is None
+
+
+GEOMETRIES = [{"padding": 1}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": 2}, {"groups": 2, "padding": 1}]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("name", ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"])
+def test_gradients_of_traced_convolutions_are_convolutions(name: str, geometry: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    function, dims = getattr(torch.nn.functional, name), int(name[-2])
+    more = {"output_padding": 1} if "transpose" in name and "stride" in geometry else {}
+    weight = torch.randn(4, 4 // geometry.get("groups", 1), *[3] * dims, dtype=torch.double)
+    y, v = torch.randn(2, 2, 4, *[6] * dims, dtype=torch.double)
+
+    def slope(fixed: list[Tensor], varying: list[Tensor]) -> list[Tensor]:
+        return [
+            torch.func.grad(lambda y: function(y, fixed[0], **geometry, **more).square().square().sum())(varying[0])
+        ]
+
+    def curved(fixed: list[Tensor], varying: list[Tensor]) -> list[Tensor]:
+        return [torch.func.vjp(lambda y: slope(fixed[:1], [y])[0], fixed[1])[1](varying[0])[0]]
+
+    for derivative, fixed, at in ((slope, [weight], y), (curved, [weight, y], v)):
+        made = Traced(derivative, fixed, [at], compile_functions=False)
+        torch.testing.assert_close(made.bind(fixed)([at]), derivative(fixed, [at]), rtol=1e-12, atol=1e-10)
+        targets = [node.target for node in (*made.once.graph.nodes, *made.each.graph.nodes)]
+        assert torch.ops.aten.convolution_backward.default not in targets
+        assert [node.target for node in made.each.graph.nodes].count(torch.ops.aten.convolution.default) == 2
+
+
+def test_solvers_on_features_need_features_that_give_the_state() -> None:
+    problem, x = images(), torch.randn(2, 3, 5, 5)
+    sam = opteq.Equilibrium(problem, opteq.SAM(regularizer=opteq.regularizers.Ridge()), on_failure="ignore")
+    with pytest.raises(ValueError, match=r"Written.*whose features differ from its state"):
+        sam(x)
+    sam = opteq.Equilibrium(Plain(), sam.solver, on_failure="ignore")
+    state = sam.solve(torch.randn(2, 4)).state
+    assert sam.solve(torch.randn(2, 4), state).state.shape == state.shape
