@@ -176,18 +176,18 @@ def test_the_schedule_follows_the_frozen_points() -> None:
 
 
 def test_errors_fall_as_slowly_as_the_theory_says() -> None:
-    """Like ``b_k + l_k``: 2.9, 1.05 and 0.57 after 100, 1000 and 4000 steps. A few dozen get nowhere near."""
+    """Like ``b_k + l_k``: 2.9, 1.5 and 0.75 after 100, 500 and 2000 steps. A few dozen get nowhere near."""
     T, R, start = corner_problem(1)
     limit = selected_point(T, R)
 
     def error(rho: float, c: float, steps: int) -> float:
         return float((opteq.SAM(regularizer=R, rho=rho, c=c, max_steps=steps).solve(T, start).state - limit).norm())
 
-    errors = [error(0.33, 0.33, steps) for steps in (100, 1000, 4000)]
-    exponents = [np.log(errors[0] / errors[1]) / np.log(10), np.log(errors[1] / errors[2]) / np.log(4)]
+    errors = [error(0.33, 0.33, steps) for steps in (100, 500, 2000)]
+    exponents = [np.log(errors[0] / errors[1]) / np.log(5), np.log(errors[1] / errors[2]) / np.log(4)]
     assert all(0.25 < exponent < 0.55 for exponent in exponents)
     assert errors[2] < 0.1 * float((start - limit).norm())
-    assert error(0.2, 0.35, 1000) < errors[1] < error(0.5, 0.2, 1000)
+    assert error(0.2, 0.35, 500) < errors[1] < error(0.5, 0.2, 500)
 
 
 def test_it_chooses_among_equilibria() -> None:

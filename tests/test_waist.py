@@ -183,6 +183,20 @@ def test_a_certificate_without_values_holds_for_all_weights() -> None:
     assert problem.certificate().contraction == pytest.approx(0.7**2 * (problem.W.norm().item() / 0.7) ** 2)
     assert problem.to("meta").certificate().contraction == pytest.approx(0.7**2)
     assert Plain(None).to("meta").certificate().contraction is None
+    blurred = Blurred()
+    assert blurred.certificate().contraction == pytest.approx(0.25, rel=1e-2)
+    assert blurred.to("meta").certificate().contraction is None  # its kernel is a buffer
+
+
+class Blurred(opteq.HiddenProblem):
+    penalty = "tanh"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A = op.Blur(torch.full((3, 3), 0.5 / 9))
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -0.5 * self.A(y).square().flatten(1).sum(1) - (x * y).flatten(1).sum(1)
 
 
 GEOMETRIES = [{"padding": 1}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": 2}, {"groups": 2, "padding": 1}]

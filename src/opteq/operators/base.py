@@ -83,7 +83,8 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     def _largest_norm(self) -> float:
         """The norm, or on the meta device, where weights have no values, what it can't exceed for any."""
-        if any(weight.is_meta for weight in self.parameters()):
+        kept = (value for value in vars(self).values() if isinstance(value, Tensor))
+        if any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers(), *kept)):
             return math.inf if self.bound is None else self.bound
         return float(self.norm())
 
