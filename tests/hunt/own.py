@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import opteq
-from hunt import oracle
+from hunt import families, oracle
 from hunt.drawing import Draw
 from hunt.oracle import Equations, State, Weights
 from hunt.parts import DrawnProblem, Frame
@@ -67,6 +67,33 @@ def bowl(draw: Draw) -> DrawnProblem:
     )
     name = f"own bowl a={a:.3g} b={b:.3g} s={s:.3g} {frame.activation}"
     return DrawnProblem(name, problem, equations, (frame.inputs,))
+
+
+class WrittenOptEq(opteq.HiddenProblem):
+    """OptEq as a user would write it: ``g = -|W'y|^2 / (2 mu) - <U x, y>``."""
+
+    def __init__(self, built_in: opteq.OptEq) -> None:
+        super().__init__()
+        self.penalty, self.W, self.U, self.mu = built_in.penalty, built_in.W, built_in.U, built_in.mu
+
+    def injected(self, x: Tensor) -> Tensor:
+        return x if self.U is None else self.U(x)
+
+    def start(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(self.injected(x).detach())
+
+    def smooth(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        coupling = -self.features(y).square().flatten(1).sum(1) * (self.mu / 2)
+        return {"coupling": coupling, "input": -(self.injected(x) * y).flatten(1).sum(1)}
+
+    def features(self, y: Tensor) -> Tensor:
+        return self.W.adjoint(y) / self.mu
+
+
+def written_opteq(draw: Draw) -> DrawnProblem:
+    drawn = families.opteq_layer(draw)
+    assert isinstance(drawn.problem, opteq.OptEq)
+    return dataclasses.replace(drawn, name=f"own {drawn.name}", problem=WrittenOptEq(drawn.problem).double())
 
 
 class Pair(opteq.HiddenProblem):
