@@ -174,7 +174,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
         hidden.compile_functions = self.compile_functions
-        layout = Layout.of(hidden.start())
+        begin = hidden.start()
+        layout = Layout.of(begin)
         for part in blocks(x):
             if layout.batch != part.shape[0]:
                 raise ValueError(
@@ -223,8 +224,10 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         # Without a finite step there is no state to speak of: that of the start would pass for an answer.
         lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
         features, state = nan_rows(features, lost), nan_rows(state, lost)
-        # With an identity as activation and nothing to add, a step may hand on the very input.
-        return Solution(copy_if_shared(features, x), copy_if_shared(state, x), report, slot)
+        # With an identity as activation and nothing to add, a step may hand on the very input; a solve without steps
+        # hands on its start.
+        given = *blocks(x), *blocks(begin if start is None else start)
+        return Solution(copy_if_shared(features, given), copy_if_shared(state, given), report, slot)
 
     def register_observer(self, observer: Observer) -> RemovableHandle:
         """Call ``observer(hidden, state)`` after every solve, beside others, until the handle's ``remove()``."""
