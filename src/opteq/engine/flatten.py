@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from opteq.engine.values_read import NotFlattenableError, pickling_method, values_read
 from opteq.problems.hidden import BoundMap
@@ -78,6 +79,8 @@ def flatten(hidden: BoundMap) -> Flattened:
 
 
 def _try_flatten(hidden: BoundMap) -> Flattened | str:
+    if hasattr(hidden, "bound") and _has_any_global_hook():
+        return "hooks on all modules (register_module_forward_hook) are in force"
     stream = io.BytesIO()
     flattener = _Flattener(stream)
     try:
