@@ -79,7 +79,7 @@ def flatten(hidden: BoundMap) -> Flattened:
 
 
 def _try_flatten(hidden: BoundMap) -> Flattened | str:
-    if hasattr(hidden, "bound") and _has_any_global_hook():
+    if hasattr(hidden, "bound") and _has_any_global_hook():  # type: ignore[no-untyped-call]
         return "hooks on all modules (register_module_forward_hook) are in force"
     stream = io.BytesIO()
     flattener = _Flattener(stream)
