@@ -49,7 +49,7 @@ class InputOnly(TorchFunctionMode):
         # has wrapped is of no use after it (``v.to(v.dtype)`` gives v itself outside, and a wrapped one inside).
         wrapped = isinstance(result, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(result)
         kept = type(result) is Tensor and not wrapped and not self._loses_gradient(result)
-        if kept and key not in self._written and not _shares_memory(result, args):
+        if kept and key not in self._written and not any(result is argument for argument in args):
             self.results.append((func, args, kwargs, result))
             self._found[key] = result
             self._known.add(id(result))
@@ -129,8 +129,3 @@ def _mode() -> tuple[object, ...]:
     """Global settings that change the result of an operation."""
     kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
-
-
-def _shares_memory(result: Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether the result is one of the arguments."""
-    return any(result is argument for argument in args)
