@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import gc
 import math
 import os
 import random
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -285,6 +287,25 @@ def test_what_a_graph_would_not_repeat_runs_plainly(more: Callable[[Tensor], Ten
         torch.testing.assert_close(both_ways(layer, x), found, rtol=1e-6, atol=1e-8)
     assert why in opteq.engine.report(layer, x)
     check(layer, x, traced=False)
+
+
+def test_a_batch_is_freed_with_its_answer() -> None:
+    """Not when the garbage collector comes by, which counts objects and does not weigh batches."""
+    layer = opteq.Equilibrium(Jumps().double())
+
+    def call() -> weakref.ref[Tensor]:
+        x = torch.rand(2, 4, dtype=torch.float64)
+        layer(x).sum().backward()
+        assert log.latest("backward").startswith("traced")
+        return weakref.ref(x)
+
+    call()
+    gc.collect()
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
 
 
 def test_hooks_on_all_modules_act() -> None:

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -157,14 +158,14 @@ class _Unflattener(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         ours = module == __name__ and name == _placeholder.__name__
-        return self._made if ours else super().find_class(module, name)
+        # Not a method: what is found is kept, and both would live until the garbage collector comes by.
+        return partial(_made, self.constants, self.tensors) if ours else super().find_class(module, name)
 
-    def _made(self, kind: str, *parts: Any) -> Any:
-        if kind != "function":
-            return self.tensors[parts[0]] if kind == "tensor" else self.constants[parts[0]]
-        code, place, name, defaults, keywords, cells, _ = parts
-        made = types.FunctionType(
-            code, self.constants[place], name, defaults, tuple(types.CellType(cell) for cell in cells)
-        )
-        made.__kwdefaults__ = keywords
-        return made
+
+def _made(constants: Sequence[Any], tensors: Sequence[Tensor], kind: str, *parts: Any) -> Any:
+    if kind != "function":
+        return tensors[parts[0]] if kind == "tensor" else constants[parts[0]]
+    code, place, name, defaults, keywords, cells, _ = parts
+    made = types.FunctionType(code, constants[place], name, defaults, tuple(types.CellType(cell) for cell in cells))
+    made.__kwdefaults__ = keywords
+    return made
