@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 import opteq
 from opteq import operators as op
 from opteq.problems.base import Problem
-from opteq.states import blocks
+from opteq.states import blocks, map_state
 
 
 class Echo(opteq.HiddenProblem):
@@ -49,3 +51,37 @@ def test_an_answer_is_not_the_input(build: Callable[[], Problem], last: bool, dt
                 for part in (*blocks(solution.state), *blocks(solution.features)):
                     part.add_(1)
             assert not x.any()
+
+
+class Started(opteq.Objective):
+    """It begins at its own parameter, which is the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(2, 4, 4, 4))
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.first
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": 0.5 * (y - x).square().flatten(1).sum(1)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", [opteq.engine.off, nullcontext], ids=["plain", "engine"])
+@pytest.mark.parametrize("build", [*PROBLEMS.values(), Started], ids=[*PROBLEMS, "started"])
+def test_an_answer_is_not_the_start(build: Callable[[], Problem], path: Callable[[], Any]) -> None:
+    """A solve that begins at an equilibrium takes no step: it handed on an earlier answer, or a weight."""
+    problem = build()
+    layer, x = opteq.Equilibrium(problem), torch.zeros(2, 4, 4, 4)
+    weights = [parameter.clone() for parameter in problem.parameters()]
+    earlier = layer.solve(x).state
+    kept = map_state(Tensor.clone, earlier)
+    for _ in range(4):
+        for start in (None, earlier):
+            with path():
+                solution = layer.solve(x, start)
+            for part in (*blocks(solution.state), *blocks(solution.features)):
+                part.add_(1)
+    torch.testing.assert_close(earlier, kept, rtol=0, atol=0)
+    torch.testing.assert_close(list(problem.parameters()), weights, rtol=0, atol=0)

@@ -409,3 +409,20 @@ def test_weights_that_are_not_finite_have_no_certificate(case: Case, bad: float)
         if bad != 1e200:
             assert set(known.values()) == {None}
             assert f"{name} has entries that are not finite" in certificate.reasons["exists"]
+
+
+class Sparse(opteq.Objective):
+    """A known map of few entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("map", torch.eye(4).to_sparse())
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": (torch.sparse.mm(self.map, y.T).T - x).square().sum(1)}
+
+
+def test_sparse_weights_are_unknown() -> None:
+    certificate = Sparse().certificate()
+    assert (certificate.exists, certificate.lipschitz) == (None, None)
+    assert "nothing is known about terms" in certificate.reasons["exists"]

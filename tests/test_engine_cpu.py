@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+import gc
 import math
 import os
 import random
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from types import MethodType, ModuleType, SimpleNamespace
 
 import numpy as np
@@ -199,7 +203,7 @@ def both_ways(layer: opteq.Equilibrium, x: Tensor, channels_last: bool = False) 
 
 def check(layer: opteq.Equilibrium, x: Tensor, channels_last: bool = False, traced: bool = True) -> None:
     """Both paths give the same; the engine took the graphs, if it should."""
-    log.clear()
+    log.latest_notes.clear()
     found = both_ways(layer, x, channels_last)
     for direction in ("forward", "backward"):
         assert log.latest(direction).startswith("traced" if traced else "plain"), log.latest(direction)
@@ -274,6 +278,10 @@ def test_graphs_see_new_weights_and_new_numbers(monkeypatch: pytest.MonkeyPatch)
         (lambda y: y.clone().add_(1).sum(1), "writes to a tensor"),
         (lambda y: torch.stack([row[row > 0.9].sub(0.9).square().sum() for row in y]), "depends on values"),
         (lambda y: 0.1 * (y > 0.9).nonzero().shape[0] ** 0 * y.sum(1), "depends on values"),
+        (lambda y: 0.1 * len(repr(y.detach())) ** 0 * y.sum(1), "on the host (__repr__)"),
+        (lambda y: 0.1 * time.time() ** 0 * y.sum(1), "reads the global time.time"),
+        (lambda y: 0.1 * Path("scale").is_absolute() * y.sum(1), "reads the global Path"),
+        (lambda y: 0.1 * (0 if y is None else len(open.__name__)) ** 0 * y.sum(1), "calls open"),
     ],
 )
 def test_what_a_graph_would_not_repeat_runs_plainly(more: Callable[[Tensor], Tensor], why: str) -> None:
@@ -284,6 +292,42 @@ def test_what_a_graph_would_not_repeat_runs_plainly(more: Callable[[Tensor], Ten
         torch.testing.assert_close(both_ways(layer, x), found, rtol=1e-6, atol=1e-8)
     assert why in opteq.engine.report(layer, x)
     check(layer, x, traced=False)
+
+
+def test_a_batch_is_freed_with_its_answer() -> None:
+    """Not when the garbage collector comes by, which counts objects and does not weigh batches."""
+    layer = opteq.Equilibrium(Jumps().double())
+
+    def call() -> weakref.ref[Tensor]:
+        x = torch.rand(2, 4, dtype=torch.float64)
+        layer(x).sum().backward()
+        assert log.latest("backward").startswith("traced")
+        return weakref.ref(x)
+
+    call()
+    gc.collect()
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
+
+
+def test_hooks_on_all_modules_act() -> None:
+    """They are global, so that neither a trace nor a capture that was made without them knows of them."""
+    torch.manual_seed(0)
+    layer, x = exact(convolved()), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    check(layer, x)
+    plain = layer(x)
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, given, found: 0.5 * found if isinstance(module, nn.Conv2d) else None
+    )
+    try:
+        assert not torch.allclose(layer(x), plain, rtol=1e-2)
+        assert "hooks on all modules" in opteq.engine.report(layer, x)
+    finally:
+        hook.remove()
+    check(layer, x)
 
 
 def read_by_default(y: Tensor, config: SimpleNamespace = CONFIG) -> Tensor:

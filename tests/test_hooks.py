@@ -139,6 +139,106 @@ def test_parametrisations_act_and_are_certified(build: Callable[..., Problem]) -
     assert problem.certificate().contraction == pytest.approx(plain.certificate().contraction)
 
 
+class Pulled(opteq.HiddenProblem):
+    """Written by a user, who calls W."""
+
+    penalty = "tanh"
+
+    def __init__(self, W: op.Operator) -> None:
+        super().__init__()
+        self.W = W
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -0.25 * self.W(y).square().sum(1) - (x * y).sum(1)
+
+
+class Matched(opteq.Objective):
+    """Likewise, with the whole objective."""
+
+    def __init__(self, W: op.Operator) -> None:
+        super().__init__()
+        self.W = W
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": (self.W(y) - x).square().sum(1), "ridge": y.square().sum(1)}
+
+
+class Map(nn.Module):
+    """Likewise, without an objective."""
+
+    def __init__(self, W: op.Operator) -> None:
+        super().__init__()
+        self.W = W
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.W(z) + x)
+
+
+WRITTEN: dict[str, Callable[[op.Operator], Problem]] = {
+    "hidden": Pulled,
+    "objective": Matched,
+    "map": lambda W: opteq.FixedPoint(Map(W)),
+}
+each_written = pytest.mark.parametrize("build", WRITTEN.values(), ids=WRITTEN)
+
+
+@pytest.mark.parametrize("hook", list(HOOKS.values())[:3], ids=list(HOOKS)[:3])
+@each_written
+def test_old_reparametrisations_in_own_functions_are_refused(
+    build: Callable[..., Problem], hook: Callable[..., object]
+) -> None:
+    """Their weights were those of an earlier call, and what they train got no gradient."""
+    W = op.Dense(4, 4, bound=0.8)
+    problem = build(W)
+    problem(torch.zeros(2, 4))
+    hook(W)
+    with pytest.raises(ValueError, match=REFUSAL):
+        problem(torch.zeros(2, 4))
+
+
+@each_written
+def test_hooks_after_a_call_act_in_own_functions(build: Callable[..., Problem]) -> None:
+    W = op.Dense(4, 4, bound=0.8)
+    layer = opteq.Equilibrium(build(W), opteq.Anderson(tol=1e-6))
+    x = torch.randn(2, 4)
+    plain = layer(x)
+    W.register_forward_hook(lambda module, given, found: 0.5 * found)
+    assert not torch.allclose(layer(x), plain, rtol=1e-3)
+
+
+class Tripled(op.Dense):
+    """With a forward of its own, and the norm of what it inherits."""
+
+    def forward(self, v: Tensor) -> Tensor:
+        return 3 * super().forward(v)
+
+
+@each_problem
+def test_a_w_with_its_own_forward_is_refused(build: Callable[..., Problem]) -> None:
+    with pytest.raises(ValueError, match=r"(?s)W.* has its own forward, which would have no effect"):
+        build(Tripled(4, 6, bound=0.8), nn.Linear(3, 6))(torch.zeros(2, 3))
+
+
+class Scale(nn.Identity):
+    """A subclass that is not the identity."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 5 * input
+
+
+class Standardised(nn.Conv2d):
+    """It inherits the forward, and not the convolution."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, 50 * weight, bias)
+
+
+@pytest.mark.parametrize("U", [Scale(), Standardised(3, 3, 1), Tripled(4, 4)], ids=lambda U: type(U).__name__)
+def test_the_norm_of_a_subclass_that_computes_something_else_is_unknown(U: nn.Module) -> None:
+    assert op.module_norm(U) is None
+    assert op.module_norm(nn.Sequential(nn.Identity(), U)) is None
+
+
 def test_torchinfo_sums_a_layer_up() -> None:
     """By hooks on every module that read the sizes of tensors and fail on anything else."""
     seen: dict[nn.Module, tuple[int, ...]] = {}

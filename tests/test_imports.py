@@ -179,6 +179,7 @@ def states():
     kind, keys, *rest = numpy.random.get_state()
     return random.getstate(), kind, keys.tolist(), rest, torch.get_rng_state().tolist()
 before = states()
+import opteq.training, opteq.play  # past the attributes of opteq
 print(opteq.data.load.__name__, opteq.solvers.Picard.__name__, opteq.training.__name__, opteq.inference.__name__)
 for name in [*dir(opteq), "training", "inference"]:
     getattr(opteq, name)

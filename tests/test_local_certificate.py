@@ -104,7 +104,7 @@ def test_what_is_not_piecewise_linear_has_no_radius() -> None:
     assert solved(cases()["geq"])[2].radius is None
 
 
-@pytest.mark.parametrize("kind", ["relu", "group", "own"])
+@pytest.mark.parametrize("kind", ["relu", "group", "own", "container"])
 def test_an_injection_that_is_not_affine_leaves_no_radius(kind: str) -> None:
     """Its kinks may be nearer than those of sigma, and between them the equilibrium is not affine."""
 
@@ -112,8 +112,13 @@ def test_an_injection_that_is_not_affine_leaves_no_radius(kind: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).abs()
 
+    class Container(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).abs()
+
     torch.manual_seed(0)
     rest = {"relu": [nn.Linear(3, 9), nn.ReLU()], "group": [nn.Linear(3, 9), nn.GroupNorm(3, 9)], "own": [Own(3, 9)]}
+    rest["container"] = [Container(nn.Linear(3, 9))]
     problem = opteq.OptEq(op.Dense(4, 6, bound=0.9), nn.Sequential(*rest[kind], nn.Linear(9, 6))).double()
     assert solved(problem)[2].radius is None
     two = [opteq.Branch(op.Dense(4, 6, bound=0.9), problem.U) for _ in range(2)]

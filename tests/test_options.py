@@ -243,6 +243,11 @@ def test_on_failure_suggests_the_nearest() -> None:
         layer(on_failure="rase")
     with pytest.raises(ValueError, match=r"unknown on_failure None; .*Known: ignore, raise, warn"):
         layer(on_failure=None)
+    assigned = layer()
+    with pytest.raises(ValueError, match=r"unknown on_failure 'rase'; did you mean 'raise'"):
+        assigned.on_failure = "rase"  # it warned, where it should have raised
+    with pytest.raises(TypeError, match=r"compile_functions should be True or False, as .* compile; got 'max'"):
+        layer(compile="max")
     with pytest.raises(TypeError, match="Equilibrium has no option 'onfailure'; did you mean 'on_failure'"):
         layer(onfailure="raise")
 

@@ -103,3 +103,19 @@ def test_what_is_written_to_is_computed_every_time() -> None:
     assert any(result.equal(x.exp()) for *_, result in hidden.bound.reused.results), "the rest is kept"
     for _ in range(4):  # traced from the third call on, where that is possible
         torch.testing.assert_close(layer(x), x.exp(), rtol=1e-6, atol=1e-6)
+
+
+class Signs(opteq.Objective):
+    """Zeros of both signs, and two draws of random numbers."""
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        above, below = torch.div(x, 0.0), torch.div(x, -0.0)
+        assert torch.equal(above, -below)
+        assert not torch.equal(torch.rand_like(x), torch.rand_like(x))
+        assert not torch.equal(nn.functional.dropout1d(x), nn.functional.dropout1d(x))
+        return {"data": 0.5 * (y - x).square().sum(1)}
+
+
+def test_other_zeros_and_other_draws_are_not_taken_for_the_same() -> None:
+    torch.manual_seed(0)
+    Signs()(1 + torch.rand(16, 8))

@@ -3,7 +3,6 @@
 Names are imported at first use: torch takes seconds to import, and ``opteq --help`` should not wait for it.
 """
 
-import random
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,7 @@ else:  # a type checker would take every name for granted
 
     def __getattr__(name: str) -> Any:
         if name in _SUBPACKAGES or name in _MORE_SUBPACKAGES:
-            state = random.getstate()
-            try:
-                return import_module(f"opteq.{name}")
-            finally:
-                random.setstate(state)  # rich, which training loads, draws numbers
+            return import_module(f"opteq.{name}")
         # The import system looks up modules here as well, and continues with their files after an AttributeError:
         # `from opteq import data` should not import everything else.
         if find_spec(f"opteq.{name}") is None:

@@ -34,6 +34,7 @@ _PARTS: dict[str, tuple[type, str]] = {
     "problem": (Problem, "a hidden problem such as opteq.OptEq"),
     "solver": (Solver, "a solver such as opteq.Anderson()"),
     "gradient": (Gradient, "a gradient such as opteq.Implicit()"),
+    "compile_functions": (bool, "True or False, as the option compile"),
 }
 """The parts of a layer, which are checked whenever they are assigned: their class, and what they should be."""
 
@@ -119,8 +120,6 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         gradient = (Implicit() if steps is None else Implicit(max_steps=steps)) if gradient is None else gradient
         self.solver: Solver = solver
         self.gradient: Gradient = gradient
-        if on_failure not in _ON_FAILURE:
-            raise unknown_name("on_failure", on_failure, _ON_FAILURE)
         self.on_failure = on_failure
         self.compile_functions = compile
         self.last: tuple[Report, BackwardSlot] | None = None
@@ -129,6 +128,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         self._monitor = ConvergenceMonitor()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "on_failure" and value not in _ON_FAILURE:
+            raise unknown_name(name, value, _ON_FAILURE)
         kind, wanted = _PARTS.get(name, (object, ""))
         super().__setattr__(name, _checked(value, kind, name, wanted))
 
@@ -174,7 +175,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
         hidden.compile_functions = self.compile_functions
-        layout = Layout.of(hidden.start())
+        begin = hidden.start()
+        layout = Layout.of(begin)
         for part in blocks(x):
             if layout.batch != part.shape[0]:
                 raise ValueError(
@@ -223,8 +225,9 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         # Without a finite step there is no state to speak of: that of the start would pass for an answer.
         lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
         features, state = nan_rows(features, lost), nan_rows(state, lost)
-        # With an identity as activation and nothing to add, a step may hand on the very input.
-        return Solution(copy_if_shared(features, x), copy_if_shared(state, x), report, slot)
+        # An identity with nothing to add hands on the very input; a solve without steps, its start.
+        given = *blocks(x), *blocks(begin if start is None else start)
+        return Solution(copy_if_shared(features, given), copy_if_shared(state, given), report, slot)
 
     def register_observer(self, observer: Observer) -> RemovableHandle:
         """Call ``observer(hidden, state)`` after every solve, beside others, until the handle's ``remove()``."""

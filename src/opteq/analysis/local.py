@@ -18,9 +18,8 @@ from opteq.diagnostics.extremes import extreme_eigenvalues, missing_share
 from opteq.diagnostics.strict import strict_minima
 from opteq.equilibrium import Equilibrium
 from opteq.operators import Operator
-from opteq.operators.base import is_observer_hook
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem
+from opteq.problems.base import Problem, is_hooked
 from opteq.problems.branches.branch import Branch
 from opteq.problems.hidden import Hidden, SymmetricLinearisation
 from opteq.states import Layout, State, blocks, like, map_state
@@ -132,8 +131,8 @@ def _uses_batch(norm: _BatchNorm) -> bool:
 
 def _affine(module: nn.Module) -> bool:
     """Whether everything that a problem applies to its input is known to be affine."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if not all(map(is_observer_hook, hooks)) or "forward" in vars(module):
+    written = getattr(type(module).forward, "__module__", "").partition(".")[0] not in ("torch", "opteq")
+    if written or is_hooked(module):
         return False
     if isinstance(module, Operator | Penalty):  # linear, and applied to the state
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,12 +38,15 @@ class MissingExtraError(UserError, ImportError):
 def needs_extra(extra: str) -> Iterator[None]:
     """For imports from an extra of this package: where one is missing, the error names the command that installs it.
 
+    Python's random state stays as it was: rich draws numbers when it is loaded.
+
     >>> with needs_extra("train"):
     ...     import no_such_package
     Traceback (most recent call last):
     ...
     opteq.common.errors.MissingExtraError: this needs no_such_package, which is not installed: ...
     """
+    state = None if _DRAWS in sys.modules else random.getstate()
     try:
         yield
     except ModuleNotFoundError as error:
@@ -51,6 +55,12 @@ def needs_extra(extra: str) -> Iterator[None]:
             raise
         message = f"this needs {package}, which is not installed: pip install 'opteq[{extra}]'"
         raise MissingExtraError(message) from error
+    finally:
+        if state is not None and _DRAWS in sys.modules:
+            random.setstate(state)
+
+
+_DRAWS = "rich.style"
 
 
 def format_value(value: object) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from opteq.common.errors import needs_extra
+
 
 @contextmanager
 def progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
@@ -17,8 +19,9 @@ def progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[in
     if not (shown and sys.stderr.isatty() and find_spec("rich") is not None):
         yield lambda _: None
         return
-    from rich.console import Console
-    from rich.progress import Progress
+    with needs_extra("train"):
+        from rich.console import Console
+        from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)

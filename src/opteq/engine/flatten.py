@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from opteq.engine.values_read import NotFlattenableError, pickling_method, values_read
 from opteq.problems.hidden import BoundMap
@@ -79,6 +80,8 @@ def flatten(hidden: BoundMap) -> Flattened:
 
 
 def _try_flatten(hidden: BoundMap) -> Flattened | str:
+    if hasattr(hidden, "bound") and _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "hooks on all modules (register_module_forward_hook) are in force"
     stream = io.BytesIO()
     flattener = _Flattener(stream)
     try:
@@ -160,7 +163,7 @@ class _Unflattener(pickle.Unpickler):
 
 def _made(constants: Sequence[Any], tensors: Sequence[Tensor], kind: str, *parts: Any) -> Any:
     if kind != "function":
-        return (tensors if kind == "tensor" else constants)[parts[0]]
+        return tensors[parts[0]] if kind == "tensor" else constants[parts[0]]
     code, place, name, defaults, keywords, cells, _ = parts
     made = types.FunctionType(code, constants[place], name, defaults, tuple(types.CellType(cell) for cell in cells))
     made.__kwdefaults__ = keywords

@@ -9,29 +9,24 @@ import torch
 from opteq.engine.settings import settings
 from opteq.states import blocks
 
-_latest: dict[str, str] = {}
+latest_notes: dict[str, str] = {}
 
 
 def note(direction: str, reason: str | None, graph: str = "captured CUDA graph") -> None:
     """Remember why the plain path runs in a direction, forward or backward; None where a graph does."""
-    _latest[direction] = graph if reason is None else f"plain path: {reason}"
+    latest_notes[direction] = graph if reason is None else f"plain path: {reason}"
 
 
 def latest(direction: str) -> str:
     """The latest note as a sentence."""
-    return _latest.get(direction, "plain path: the engine was not asked")
-
-
-def clear() -> None:
-    """Forget what was noted."""
-    _latest.clear()
+    return latest_notes.get(direction, "plain path: the engine was not asked")
 
 
 def describe(layer: Any, x: Any) -> str:
     """The text of :func:`opteq.engine.report`."""
     if settings.offs:
         return "forward: plain path: the engine is off\nbackward: plain path: the engine is off"
-    clear()
+    latest_notes.clear()
     for _ in range(settings.calls_before_tracing + 2):  # the last one replays
         features = blocks(layer(x))
         tracked = [part for part in features if part.requires_grad]

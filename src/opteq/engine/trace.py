@@ -27,8 +27,8 @@ class _NoLists(TorchFunctionMode):
     """Refuses to read numbers without an operation that a trace would see. (torch.func refuses numpy.)"""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist:
-            raise ValueError("it reads values of a tensor on the host (tolist)")
+        if func in (Tensor.tolist, Tensor.__repr__):
+            raise ValueError(f"it reads values of a tensor on the host ({func.__name__})")
         return func(*args, **(kwargs or {}))
 
 

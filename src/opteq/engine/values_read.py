@@ -29,7 +29,8 @@ _CONSTANT = (
 )  # fmt: skip
 _GETTERS = ("__func__", "fget", "func")
 _MOST_ENTRIES = 64
-_UNSEEN = {"getenv", "import_module"}  # functions that read what their callers' code does not show
+_UNSEEN = {"getenv", "import_module", "open"}  # functions that read what their callers' code does not show
+_CHANGING = {"datetime", "io", "pathlib", "random", "secrets", "time", "uuid"}  # modules of clocks, files and noise
 _WITHOUT = {"opteq", "torch", "builtins"}  # packages whose code is not searched
 
 
@@ -82,6 +83,8 @@ def _entries(value: Any) -> float:
 
 
 def _is_constant(value: Any) -> bool:
+    if str(getattr(value, "__module__", "")).partition(".")[0].lstrip("_") in _CHANGING:
+        return False
     if isinstance(value, BuiltinFunctionType):  # not the methods of an object, such as random.random
         return value.__self__ is None or isinstance(value.__self__, type | ModuleType)
     return isinstance(value, _CONSTANT) or type(value).__module__ == "typing"

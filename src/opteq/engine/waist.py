@@ -1,11 +1,10 @@
 """A function through its waist: the tensor with fewest entries that all which varies passes through.
 
-``A(B(y))`` with fewer entries between A and B has the fixed points ``y = A(h)`` with ``h = B(A(h))``, and a solver that
-iterates on h combines smaller vectors. OptEq as the papers write it is the step of its objective, ``y <- sigma(W W'y +
-c)``, through its waist ``z = W'y``.
+``A(B(y))`` has the fixed points ``y = A(h)`` with ``h = B(A(h))``, and a solver that iterates on h combines smaller
+vectors. OptEq as the papers write it is ``y <- sigma(W W'y + c)`` through its waist ``z = W'y``.
 
-A traced graph shows where a function has a waist, and not what its two halves are. What is needed of them is tested
-with random numbers in place of weights, input and state: an identity that holds for the actual ones alone fails.
+What is needed of both halves is tested with random numbers in place of weights, input and state: an identity that holds
+for the actual ones alone fails.
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ class HiddenProblem(WrittenProblem):
 
     def bind(self, x: Tensor) -> BoundMap:
         """The problem with ``x`` bound, everything by autograd."""
+        check_called(self)
         return WrittenHidden(self._activation(), self, x, self.start(x))
 
     @for_finite_weights
@@ -152,32 +153,46 @@ def check_operator(W: Any, name: str) -> Operator:
     return check_unhooked(W, name)
 
 
-def check_unhooked(operator: Operator, name: str) -> Operator:
+def check_unhooked(operator: Operator, name: str, called: bool = False) -> Operator:
     """``operator``, unless it has hooks: solvers apply its prepared map, so that a hook would have no effect.
 
     The older utilities of torch (``torch.nn.utils.spectral_norm``, ``weight_norm``, ``prune``) work by such a hook: the
-    weight would stay as it was when they were applied, and what they train would get no gradient.
+    weight would stay as it was when they were applied, and what they train would get no gradient. Where operators are
+    ``called``, in a user's own functions, only hooks that come before a call, as these do, are in vain.
     """
     for part in operator.modules():
-        if isinstance(part, Operator) and is_hooked(part, backward=True):
-            kinds = sorted({type(hook).__name__ for hooks in _hooks(part, backward=True) for hook in hooks})
+        if not isinstance(part, Operator):
+            continue
+        found = _hooks(part, _HOOKS[:1] if called else _HOOKS)
+        if found or (is_hooked(part) and not called):
+            kinds = ", ".join(sorted({type(hook).__name__ for hook in found}))
             raise ValueError(
-                f"{name} has hooks ({', '.join(kinds)}), which would have no effect: its weights are read once per "
-                "batch, not at every call. Reparametrise it by torch.nn.utils.parametrize (for instance "
-                "torch.nn.utils.parametrizations.spectral_norm), and watch values by a hook on U or on the layer"
+                f"{name} has {f'hooks ({kinds})' if found else 'its own forward'}, which would have no effect: its "
+                "weights are read once per batch, not at every call. Reparametrise it by torch.nn.utils.parametrize "
+                "(for instance torch.nn.utils.parametrizations.spectral_norm), and watch values by a hook on U or on "
+                "the layer"
             )
     return operator
 
 
+def check_called(problem: nn.Module) -> None:
+    """Check the operators that a user's own functions call."""
+    for name, part in problem.named_modules():
+        if isinstance(part, Operator):
+            check_unhooked(part, name, called=True)
+
+
 def is_hooked(module: nn.Module, backward: bool = False) -> bool:
     """Whether hooks may change what a call of ``module`` gives, or (``backward``) its gradient."""
-    return any(_hooks(module, backward)) or "forward" in vars(module)
+    replaced = isinstance(module, Operator) and type(module).forward is not Operator.forward
+    return replaced or "forward" in vars(module) or bool(_hooks(module, _HOOKS if backward else _HOOKS[:2]))
 
 
-def _hooks(module: nn.Module, backward: bool) -> list[list[Any]]:
-    names = ["_forward_hooks", "_forward_pre_hooks"]
-    names += ["_backward_hooks", "_backward_pre_hooks"] if backward else []
-    return [[hook for hook in getattr(module, name).values() if not is_observer_hook(hook)] for name in names]
+_HOOKS = ["_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"]
+
+
+def _hooks(module: nn.Module, kinds: list[str]) -> list[Any]:
+    return [hook for kind in kinds for hook in getattr(module, kind).values() if not is_observer_hook(hook)]
 
 
 def check_injection(U: Any) -> nn.Module | None:

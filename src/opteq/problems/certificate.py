@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from opteq.common.symbols import symbols_in
@@ -64,7 +65,8 @@ def for_finite_weights(certify: Callable[[M], Certificate]) -> Callable[[M], Cer
     @functools.wraps(certify)
     def certificate(problem: M) -> Certificate:
         for name, weight in itertools.chain(problem.named_parameters(), problem.named_buffers()):
-            if weight.is_floating_point() and not weight.is_meta and not bool(weight.detach().isfinite().all()):
+            dense = weight.layout == torch.strided and weight.is_floating_point()  # nothing is claimed of sparse ones
+            if dense and not weight.is_meta and not bool(weight.detach().isfinite().all()):
                 return unknown(f"{name} has entries that are not finite")
         overflow = "the weights are so large that bounds of what they do overflow"
         try:

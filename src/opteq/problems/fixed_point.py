@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opteq.problems.base import Problem
+from opteq.problems.base import Problem, check_called
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
 from opteq.problems.written import BoundModule
@@ -59,6 +59,7 @@ class FixedPoint(Problem):
 
     def bind(self, x: State) -> BoundFixedPoint:
         """The map for this input."""
+        check_called(self)
         return BoundFixedPoint(self, x)
 
     @for_finite_weights

@@ -16,7 +16,7 @@ from opteq.common.derivatives import gradient, pullback
 from opteq.common.returns import check_features, check_start, check_terms
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.base import WrittenProblem
+from opteq.problems.base import WrittenProblem, check_called
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
 from opteq.problems.written import BoundModule
@@ -64,6 +64,7 @@ class Objective(WrittenProblem):
 
     def bind(self, x: Any) -> BoundObjective:
         """The objective with ``x`` bound, and a step length per sample."""
+        check_called(self)
         return BoundObjective(self, x)
 
     def default_solver(self) -> FISTA:

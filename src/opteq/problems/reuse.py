@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_IMPURE = {"dropout", "rand", "randn", "bernoulli", "normal", "multinomial", "manual_seed", "requires_grad_"}
+_IMPURE = ("dropout", "rand", "bernoulli", "multinomial", "poisson", "binomial", "gumbel", "rrelu", "attention", "seed")
+"""Parts of the names of operations that draw random numbers, or may do so; ``normal`` itself is another one."""
 
 
 class InputOnly(TorchFunctionMode):
@@ -44,7 +45,7 @@ class InputOnly(TorchFunctionMode):
         # has wrapped is of no use after it (``v.to(v.dtype)`` gives v itself outside, and a wrapped one inside).
         wrapped = isinstance(result, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(result)
         kept = type(result) is Tensor and not wrapped and not self._loses_gradient(result)
-        if kept and key not in self._written and not _shares_memory(result, args):
+        if kept and key not in self._written and not any(result is argument for argument in args):
             self.results.append((func, args, kwargs, result))
             self._found[key] = result
             self._known.add(id(result))
@@ -80,7 +81,7 @@ class InputOnly(TorchFunctionMode):
     def _key(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The key of an operation on known tensors; None for every other operation."""
         name = getattr(func, "__name__", "")
-        if name in _IMPURE or name.endswith("_") or (name.startswith("__") and name not in _PURE_DUNDERS):
+        if name.endswith("_") or name == "normal" or any(part in name for part in _IMPURE):
             return None
         if "out" in kwargs or "generator" in kwargs:
             return None
@@ -100,7 +101,7 @@ class InputOnly(TorchFunctionMode):
             return ("tensor", id(value))
         if isinstance(value, tuple | list):
             return tuple(self._frozen(part, seen) for part in value)
-        return (type(value), value)
+        return (type(value), str(value) if isinstance(value, float) else value)  # 0.0 == -0.0
 
     def _loses_gradient(self, result: Tensor) -> bool:
         return self.tracked and not torch.is_grad_enabled() and not result.requires_grad
@@ -109,11 +110,6 @@ class InputOnly(TorchFunctionMode):
 class _UnknownTensorError(Exception):
     """An argument depends on more than the input and the weights."""
 
-
-_PURE_DUNDERS = {
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
-    "__neg__", "__matmul__", "__rmatmul__", "__getitem__",
-}  # fmt: skip
 
 _WRITING_DUNDERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
 
@@ -129,8 +125,3 @@ def _mode() -> tuple[object, ...]:
     """Global settings that change the result of an operation."""
     kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
-
-
-def _shares_memory(result: Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether the result is one of the arguments."""
-    return any(result is argument for argument in args)

@@ -92,11 +92,11 @@ def module_norm(module: nn.Module) -> Tensor | None:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if not all(map(is_observer_hook, hooks)) or "forward" in vars(module):
         return None
-    if isinstance(module, Operator):
-        return module.norm()
-    if isinstance(module, nn.Identity):
-        return torch.ones(())
     # A subclass may compute something else in its forward; one that inherits it (a parametrised layer, say) does not.
+    if isinstance(module, Operator):
+        return module.norm() if type(module).forward is Operator.forward else None
+    if isinstance(module, nn.Identity) and type(module).forward is nn.Identity.forward:
+        return torch.ones(())
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return kernel_norm(module.weight, fine=True)
     if isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward:
@@ -113,7 +113,9 @@ def module_norm(module: nn.Module) -> Tensor | None:
 
 
 def _only_restricts(conv: nn.Conv2d) -> bool:
-    """Whether the padding keeps the norm below that of the convolution on the infinite grid."""
+    """Whether it is a convolution whose padding keeps the norm below that of the same one on the infinite grid."""
+    if type(conv)._conv_forward is not nn.Conv2d._conv_forward:
+        return False
     if conv.padding_mode == "zeros" or isinstance(conv.padding, str):
         return conv.padding_mode in ("zeros", "circular")
     # Wrapping further than the kernel reaches would repeat rows of the result.
