@@ -158,6 +158,8 @@ def test_cards_say_where_the_parameters_are() -> None:
         if name.endswith("-pyramid"):
             assert opteq.models.describe(name).shares["stem"] > 0.6
             assert opteq.models.describe(name).reproduces == ""
+    for name in ("resnet18-cifar", "plain-199k", "neural-ode-172k"):  # no parameter of theirs is in an equilibrium
+        assert list(opteq.models.describe(name).shares) == ["stem", "body", "head"]
 
 
 @pytest.mark.parametrize("name", EXTRACTED)
