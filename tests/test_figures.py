@@ -14,6 +14,7 @@ import torch
 from cli_cases import call, refused
 from opteq import models
 from opteq.analysis.branches import measure_branches
+from opteq.common.errors import UserError
 from opteq.report.figures import FIGURES, branches, maps, robust, settings, solving, style, write_figures
 from opteq.report.figures.subject import FigureUnavailableError, Subject, open_subject
 from opteq.states import blocks
@@ -173,6 +174,39 @@ def test_the_command(runs: Path, tmp_path: Path) -> None:
         "has no figure attention: only GEQ with a Gaussian kernel weighs patches",
     )
     refused(call("figures", runs / "nothing"), "holds no run")
+
+
+def test_runs_in_folders_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
+    folders = [shutil.copytree(runs / name, tmp_path / name / "run") for name in ("mopteq-193k", "popteq-193k")]
+    write_figures(folders[0], tmp_path / "out", ["heritage-diversity"], folders[1:], device="cpu")
+    caption = (tmp_path / "out/captions.md").read_text()
+    assert all(f"{folder.resolve()}: mean H" in caption for folder in folders)
+    with pytest.raises(UserError, match="a run is named twice"):
+        write_figures(folders[0], tmp_path / "out", beside=folders[:1], device="cpu")
+
+
+def test_runs_measured_in_different_ways_are_not_drawn_together(runs: Path, tmp_path: Path) -> None:
+    both = [shutil.copytree(runs / "mopteq-193k", tmp_path / name) for name in "ab"]
+    other = {
+        "corruptions": {**ACCURACY, "seed": 1},
+        "curves": {**CURVES, "steps": {**CURVES["steps"], "epsilon": 0.2}, "radius": {**CURVES["radius"], "steps": 9}},
+    }
+    (both[1] / "robustness.json").write_text(json.dumps(other))
+    for name, setting in (
+        ("corruptions", "seed 1, this run with 0"),
+        ("attack-steps", "steps.epsilon 0.2, this run with 0.1"),
+        ("attack-radius", "radius.steps 9, this run with 4"),
+    ):
+        with pytest.raises(UserError, match=f"{name}: b was measured with {setting}: measure both alike"):
+            write_figures(both[0], tmp_path / "out", [name], both[1:], device="cpu")
+    assert write_figures(both[0], tmp_path / "out", ["certified"], both[1:], device="cpu")
+
+
+def test_more_runs_than_colors_are_all_drawn() -> None:
+    figure, axes = style.panels(1, 1, (3, 3))
+    robust.draw_corruptions(axes[0, 0], [(str(place), ACCURACY) for place in range(len(style.COLORS) + 2)])
+    assert len(axes[0, 0].patches) == len(style.COLORS) + 2
+    del figure
 
 
 def test_accuracy_against_the_setting_in_which_runs_differ(runs: Path, tmp_path: Path) -> None:

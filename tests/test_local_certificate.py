@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,17 @@ def test_bounds_hold_where_lanczos_sees_little() -> None:
         assert float(found.eigenvalues[1][sample]) >= float(values.max())
         jacobian = torch.autograd.functional.jacobian(lambda v: layer(v)[0], one)[:, 0]
         assert float(torch.linalg.matrix_norm(jacobian.detach(), 2)) <= float(found.lipschitz[sample])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"steps": 0}, "steps should be at least 1"), ({"failure": 2.0}, "failure should lie in"),
+     ({"failure": float("nan")}, "failure should be a positive finite number")],
+)  # fmt: skip
+def test_wrong_options_are_refused(option: dict[str, Any], message: str) -> None:
+    layer = opteq.Equilibrium(opteq.OptEq(op.Dense(3, 4, bound=0.8), nn.Linear(3, 4)))
+    with pytest.raises(ValueError, match=message):
+        local_certificate(layer, torch.randn(2, 3), **option)
 
 
 def test_problems_without_symmetry_are_refused() -> None:

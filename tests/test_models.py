@@ -158,6 +158,8 @@ def test_cards_say_where_the_parameters_are() -> None:
         if name.endswith("-pyramid"):
             assert opteq.models.describe(name).shares["stem"] > 0.6
             assert opteq.models.describe(name).reproduces == ""
+    for name in ("resnet18-cifar", "plain-199k", "neural-ode-172k"):  # no parameter of theirs is in an equilibrium
+        assert list(opteq.models.describe(name).shares) == ["stem", "body", "head"]
 
 
 @pytest.mark.parametrize("name", EXTRACTED)
@@ -262,7 +264,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "extractor_width": 4, "extractor_blocks": [1, 1], "extractor_strides": [1, 2], "channels": 8, "hidden": [6, 8],
         "head_widths": [12],
     },
-    "geq-5m": {"channels": 8, "hidden": [8, 8], "scales": [1, 2], "projection": 6, "injection_norm": "none"},
+    "geq-5m": {"channels": 8, "hidden": [8, 8], "scales": [1, 2], "injection_norm": "none"},
 }  # fmt: skip
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *[("opteq-digits", {"solver": solver}) for solver in ("picard", "broyden")],
@@ -456,6 +458,29 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
             "gradient_tol has no effect with gradient='phantom'; it belongs to gradient='implicit'",
         ),
         ("mopteq-193k", {"regularizer": "l1"}, "has no place in this model's objective"),
+        ("opteq-digits", {"alpha": 0.4}, "alpha has no effect on a single layer"),
+        ("opteq-digits", {"learn_alpha": True}, "learn_alpha has no effect on a single layer"),
+        ("opteq-digits", {"exact_prior": True}, "exact_prior has no effect without a regularizer in the objective"),
+        ("opteq-199k", {"readout": "mean"}, "readout has no effect on a single branch"),
+        ("plain-199k", {"readout": "mean"}, "readout has no effect on a single branch"),
+        ("extractor-199k", {"readout": "mean"}, "readout has no effect on a single branch"),
+        ("popteq-193k", {"fusion": "sum", "readout": "mean"}, "readout has no effect on a single branch"),
+        ("geq-5m", {"readout": "mean"}, "readout has no effect on a single branch"),
+        ("geq-5m", {"degree": 3}, "degree has no effect with kernel='gaussian'; it belongs to kernel='polynomial'"),
+        ("geq-5m", {"kernel": "linear", "patch": 4}, "patch has no effect with kernel='linear'"),
+        ("geq-5m", {"kernel": "sigmoid", "gamma": 0.1}, "gamma has no effect with kernel='sigmoid'"),
+        ("geq-5m", {"patch": None, "split": 4}, "split has no effect with patch=none"),
+        (
+            "geq-5m",
+            {"projection": None, "projection_bound": 0.5},
+            "projection_bound has no effect with projection=none",
+        ),
+        ("mdeq-2.5m", {"activation": "tanh"}, "activation has no effect on MDEQ"),
+        ("mdeq-2.5m", {"weight_kernel": 5}, "weight_kernel has no effect on MDEQ"),
+        ("mdeq-2.5m", {"regularizer": "ridge"}, "has no place in this model's objective"),
+        ("mondeq-172k", {"bound": 2.0}, "bound has no effect on monDEQ"),
+        ("mondeq-1m", {"activation": "tanh"}, "activation has no effect on monDEQ"),
+        ("mondeq-172k", {"regularizer": "ridge"}, "has no place in this model's objective"),
         ("opteq-digits", {"activation": "gelu"}, "unknown activation 'gelu'"),
         ("opteq-digits", {"num_classes": -1}, "num_classes should be a whole number of at least 0; got -1"),
         ("opteq-digits", {"in_channels": True}, "in_channels should be a whole number of at least 1; got True"),

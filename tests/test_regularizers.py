@@ -99,7 +99,7 @@ def naive(R: Regularizer, z: np.ndarray) -> np.ndarray:
         H = np.eye(B) - np.ones((B, B)) / B
 
         def kernel(x: np.ndarray) -> np.ndarray:
-            return np.array([[math.exp(-((p - q) ** 2).sum() / (2 * R.bandwidth**2)) for q in x] for p in x]).reshape(
+            return np.array([[math.exp(-((p - q) ** 2).mean() / (2 * R.bandwidth**2)) for q in x] for p in x]).reshape(
                 B, B
             )
 
@@ -139,10 +139,19 @@ def test_golden_hsic() -> None:
 
 
 def test_hsic_of_images_uses_distances_between_whole_maps() -> None:
-    """A feature that is constant over its pixels is a number with a bandwidth smaller by the root of their number."""
+    """A feature that is constant over its pixels is a number."""
     z = draw(6, 3)
     maps = z[:, :, None, None].expand(6, 3, 2, 2)
-    torch.testing.assert_close(HSIC(bandwidth=2.0).value(maps), HSIC(bandwidth=1.0).value(z))
+    torch.testing.assert_close(HSIC().value(maps), HSIC().value(z))
+
+
+def test_hsic_tells_dependent_images_from_independent_ones() -> None:
+    """Of features of unit variance with 32 x 32 pixels; without their number in the kernel it was a constant."""
+    z = draw(6, 2, 32, 32)
+    alike = torch.stack([z[:, 0], z[:, 0] + 0.1 * z[:, 1]], dim=1)
+    alike[:3] += 3  # two groups of samples, which both features see
+    assert HSIC().value(alike).sum() > 1.2 * HSIC().value(z).sum()
+    assert HSIC().gradient(alike).abs().max() > 1e-6
 
 
 def test_hsic_ignores_a_shift_of_features_even_in_single_precision() -> None:

@@ -42,6 +42,22 @@ def test_rows_of_steps_and_of_thresholds(tmp_path: Path) -> None:
     assert "unrolled-1" in result.output  # of the runs that are there
 
 
+@pytest.mark.parametrize(
+    ("steps", "thresholds", "message"),
+    [
+        ((5, 0), (1e-3,), "--steps should be a positive finite number; got 0"),
+        ((5,), (1e-3, 0.0), "--threshold should be a positive finite number; got 0.0"),
+        ((5,), (1e-3, float("nan")), "--threshold should be a positive finite number; got nan"),
+    ],
+)
+def test_a_wrong_row_is_refused_before_any_is_trained(
+    steps: tuple[int, ...], thresholds: tuple[float, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        unrolling_table("digits", ["train.epochs=1"], tmp_path / "table", steps, thresholds, Console(quiet=True))
+    assert not (tmp_path / "table").exists()
+
+
 def test_the_mean_size_of_features() -> None:
     torch.manual_seed(0)
     model = models.create("popteq-193k", channels=3, hidden=[4, 4], scales=[1, 2]).eval()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from opteq.common.validate import check_share, check_whole
 from opteq.diagnostics.extremes import extreme_eigenvalues, missing_share
 from opteq.diagnostics.strict import strict_minima
 from opteq.equilibrium import Equilibrium
@@ -84,6 +85,8 @@ def local_certificate(
     >>> bool(found.strict_minimum), round(float(found.contraction), 3), round(float(found.lipschitz), 3)
     (True, 0.25, 0.667)
     """
+    check_whole("steps", steps)
+    check_share("failure", failure)
     with torch.inference_mode(False), torch.no_grad():  # in inference mode, derivatives would be zero
         x = map_state(Tensor.clone, x)
         hidden = layer.problem(x)

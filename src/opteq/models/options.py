@@ -102,6 +102,13 @@ class ClassifierOptions(Options):
     pool: int = option(1, whole(), "height and width to which features are averaged before the last linear layer")
     dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
 
+    def read_branches(self) -> int:
+        """How many branches the head reads."""
+        return 1
+
+    def idle(self) -> dict[str, str]:
+        return super().idle() | ({"readout": "on a single branch"} if self.read_branches() == 1 else {})
+
 
 @dataclass(frozen=True, kw_only=True)
 class SolvingOptions(Options):
@@ -166,7 +173,7 @@ class SolvingOptions(Options):
                 raise UserError(f"{name} should be odd, so that an image keeps its size; got {getattr(self, name)}")
 
     def idle(self) -> dict[str, str]:
-        unused = {}
+        unused = super().idle()
         if self.gradient != "implicit":
             unused["gradient_tol"] = f"with gradient={self.gradient!r}; it belongs to gradient='implicit'"
         if self.gradient != "phantom":
@@ -262,8 +269,8 @@ class BranchOptions(EquilibriumOptions):
                 f"hidden and scales should have one value per branch; got {len(self.hidden)} and {len(self.scales)}"
             )
 
-    def idle(self) -> dict[str, str]:
-        return super().idle() | ({"readout": "on a single branch"} if len(self.scales) == 1 else {})
+    def read_branches(self) -> int:
+        return len(self.scales)
 
 
 __all__ = ["BranchOptions", "ClassifierOptions", "EquilibriumOptions", "Options", "SolvingOptions"]

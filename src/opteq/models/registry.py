@@ -16,7 +16,7 @@ from opteq.common.errors import UserError, needs_extra, unknown_name
 from opteq.models import pretrained, segmenter
 from opteq.models.blocks.parts import Parts
 from opteq.models.checks import whole
-from opteq.models.classifier import Classifier, FeatureExtractor
+from opteq.models.classifier import Classifier, FeatureExtractor, equilibria
 from opteq.models.custom import Builder, builder_of, options_of
 from opteq.models.meta_device import on_meta_device
 from opteq.models.table import MODELS, Entry
@@ -39,7 +39,7 @@ class ModelCard:
         reproduces: the published result; empty where there is none.
         options: all options with their defaults.
         explanations: one line about each option.
-        shares: the shares of the parameters in stem, equilibrium and head.
+        shares: the shares of the parameters in stem, equilibrium (``body`` in a model without one) and head.
         weights: names of weights in the package, for :func:`from_pretrained`.
     """
 
@@ -242,7 +242,8 @@ def _check_size(parts: Parts) -> None:
 def _parameters(name: str) -> dict[str, int]:
     with on_meta_device():  # counting costs no memory and draws nothing at random
         model = create(name, _entry(name).classes)
-        parts = {"stem": model.stem, "equilibrium": model.equilibrium, "head": model.head}
+        middle = "equilibrium" if equilibria(model) else "body"
+        parts = {"stem": model.stem, middle: model.equilibrium, "head": model.head}
         return {part: sum(weight.numel() for weight in module.parameters()) for part, module in parts.items()}
 
 

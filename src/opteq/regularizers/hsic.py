@@ -17,20 +17,21 @@ from opteq.states import full_precision
 class HSIC(Regularizer):
     """``R(Z) = sum_{i<j} HSIC(Z_i, Z_j)``: features that are independent, not only uncorrelated.
 
-    ``HSIC(X, Y) = tr(K_X H K_Y H) / (B - 1)^2`` with the Gaussian kernel ``exp(-|x_b - x_c|^2 / (2 s^2))``
+    ``HSIC(X, Y) = tr(K_X H K_Y H) / (B - 1)^2`` with the Gaussian kernel ``exp(-|x_b - x_c|^2 / (2 s^2 P))``
     between samples and ``H = I - 11'/B``. Feature i is ``z[:, i]``: one value per sample, or, for images, a
-    vector of all its pixels. With ``K~_i = H K_i H`` and ``S = sum_i K~_i`` all pairs come at once, in time
-    O(m B^2) instead of O(m^2 B^2)::
+    vector of all its pixels; P is their number. With ``K~_i = H K_i H`` and ``S = sum_i K~_i`` all pairs come at
+    once, in time O(m B^2) instead of O(m^2 B^2)::
 
         R = (|S|_F^2 - sum_i |K~_i|_F^2) / (2 (B - 1)^2)
-        grad R at Z_ib = -2 / ((B - 1)^2 s^2) sum_c [(S - K~_i) * K_i]_bc (Z_ib - Z_ic)
+        grad R at Z_ib = -2 / ((B - 1)^2 s^2 P) sum_c [(S - K~_i) * K_i]_bc (Z_ib - Z_ic)
 
     R is not convex. A batch of one sample shows no dependence: R is then zero. ``gradient`` keeps the kernel matrices
     of a few features at a time; autograd keeps all m of them.
 
     Args:
-        bandwidth: s, in the units of the features. OptEq does not state one; 1 suits features of unit
-            variance. For images distances grow like the root of the number of pixels, and so should s.
+        bandwidth: s, in the units of a pixel's value. OptEq does not state one; 1 suits features of unit
+            variance. (A distance between images grows like the root of P. Without it in the kernel, all images
+            would be infinitely far apart, and R a constant.)
 
     >>> z = torch.tensor([[0.0, 1.0], [1.0, 0.0], [3.0, 2.0]])  # three samples of two features
     >>> print(f"{HSIC().value(z).sum():.6f}")
@@ -67,10 +68,10 @@ class HSIC(Regularizer):
             for part in _chunks(x):
                 kernel = self._kernel(part)
                 answer.append(_laplacian((total - _centre(kernel)) * kernel, part))
-            return _unsamples(torch.cat(answer) * (-2 * self._scale(x) / self.bandwidth**2), z)
+            return _unsamples(torch.cat(answer) * (-2 * self._scale(x) / (self.bandwidth**2 * x.shape[2])), z)
 
     def _kernel(self, x: Tensor) -> Tensor:
-        return torch.exp(_squared_distances(x) / (-2 * self.bandwidth**2))
+        return torch.exp(_squared_distances(x) / (-2 * self.bandwidth**2 * x.shape[2]))
 
     def _scale(self, x: Tensor) -> float:
         return 1 / max(x.shape[1] - 1, 1) ** 2

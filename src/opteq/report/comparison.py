@@ -13,7 +13,7 @@ from opteq.report.charts.curves import Chart, Series, line_chart
 from opteq.report.frame import html_page
 from opteq.report.html.markup import Html, join, scroller, tag
 from opteq.report.html.numbers import count, decimal, duration, percent, plural, scientific
-from opteq.report.run import Run, read_run
+from opteq.report.run import Run, read_run, short_names
 from opteq.report.sections import section
 
 MOST = 8
@@ -31,9 +31,7 @@ def compare(folders: Sequence[str | Path], target: str | Path) -> Path:
     target = Path(target)
     if not 2 <= len(folders) <= MOST:
         raise UserError(f"a comparison takes 2 to {MOST} runs; got {len(folders)}")
-    if len({Path(folder).resolve() for folder in folders}) < len(folders):
-        raise UserError("a run is named twice; name each once")
-    runs = dict(zip(_short_names([Path(folder) for folder in folders]), map(read_run, map(Path, folders)), strict=True))
+    runs = dict(zip(short_names([Path(folder) for folder in folders]), map(read_run, map(Path, folders)), strict=True))
     body = join(_results(runs), _curves(runs), _differences(runs))
     notes = [f"{name}: {note}" for name, run in runs.items() for note in run.notes]
     listed = tag("ul", *(tag("li", note) for note in notes), class_="notes") if notes else None
@@ -44,12 +42,6 @@ def compare(folders: Sequence[str | Path], target: str | Path) -> Path:
     with plain_errors(f"writing {target}", "choose another place with --out"):
         write_atomically(target, page.encode(errors="replace"))
     return target
-
-
-def _short_names(folders: list[Path]) -> list[str]:
-    """The folders' own names, or their whole paths where two are called the same."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder.resolve()) for folder in folders]
 
 
 def _results(runs: dict[str, Run]) -> Html:

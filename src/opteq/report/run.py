@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,15 @@ from opteq.common.errors import UserError
 from opteq.common.files import check_readable
 
 _SIGNS = ("recipe.toml", "metrics.jsonl", "config.json", "model.safetensors")
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, or their whole paths where two are called the same."""
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise UserError("a run is named twice; name each once")
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from opteq.common.errors import UserError
 from opteq.common.files import write_atomically
 from opteq.training.evaluate import evaluate
 from opteq.training.open_run import open_run
@@ -47,6 +49,10 @@ def unrolling_table(
         Per row ``method``, ``test_accuracy``, ``mean_residual`` (relative, over all test images), and
         ``inference_seconds`` and ``backward_seconds`` for one batch of test images, medians of three.
     """
+    for option, values in (("steps", steps), ("threshold", thresholds)):
+        for value in values:  # refused before hours are spent
+            if not 0 < value < math.inf:
+                raise UserError(f"--{option} should be a positive finite number; got {value}")
     rows = []
     chosen = [(f"unrolled-{k}", _unrolled(k)) for k in steps] + [(f"implicit-{t:g}", _implicit(t)) for t in thresholds]
     for name, options in chosen:

@@ -72,6 +72,9 @@ class StemClassifierOptions(ClassifierOptions):
 
     scales: tuple[int, ...] = option((1,), wholes(), "downsampling factors of the pyramid's levels that the head reads")
 
+    def read_branches(self) -> int:
+        return len(self.scales)
+
 
 def build_stem(in_channels: int, num_classes: int, options: StemClassifierOptions) -> Parts:
     """The stem and the head of a model of a redesigned family, with nothing in between."""

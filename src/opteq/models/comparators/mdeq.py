@@ -42,6 +42,10 @@ class MDEQOptions(SolvingOptions):
             if channels % self.groups:
                 raise UserError(f"groups should divide the channels of every scale; got {self.groups} and {channels}")
 
+    def idle(self) -> dict[str, str]:
+        fixed = "activation", "bound", "weight_kernel", "injection_kernel", "injection_norm"
+        return super().idle() | dict.fromkeys(fixed, "on MDEQ, whose steps are as published")
+
 
 class UnitConv2d(nn.Module):
     """A convolution without bias whose filters have a learned length and a learned direction (weight normalisation)."""
@@ -196,6 +200,7 @@ class MultiscaleHead(nn.Module):
 
 def build(in_channels: int, num_classes: int, options: MDEQOptions) -> Parts:
     """Two convolutions or more, the equilibrium, and a head that reads all scales."""
+    options.prior_in_objective(takes_one=False)
     width, halved = options.hidden[0], options.downsample
     stem = [
         normalised_conv(width if level else in_channels, width, stride=2 if level < halved else 1)

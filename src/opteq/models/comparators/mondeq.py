@@ -22,6 +22,10 @@ class MonDEQOptions(SolvingOptions):
     alpha: float = option(1.0, number(), "step length of the splitting")
     cells: int = option(8, whole(), "height and width to which features are averaged before the linear layer")
 
+    def idle(self) -> dict[str, str]:
+        fixed = "activation", "bound", "injection_norm"
+        return super().idle() | dict.fromkeys(fixed, "on monDEQ, whose steps are as published")
+
 
 class CellHead(nn.Module):
     """Means over ``cells x cells`` parts of the image, and a linear layer."""
@@ -44,6 +48,7 @@ class CellHead(nn.Module):
 
 def build(in_channels: int, num_classes: int, options: MonDEQOptions) -> Parts:
     """The image itself is the input of the equilibrium: there is no stem. The head sees the last tier."""
+    options.prior_in_objective(takes_one=False)
     channels, kernel = options.hidden, options.injection_kernel
     injection = nn.Conv2d(in_channels, channels[0], kernel, padding=kernel // 2)
     rest = injection, options.weight_kernel, options.m, options.splitting, options.alpha

@@ -46,6 +46,25 @@ class GEQOptions(BranchOptions):
         None, optional(number()), "norm to which U x + b of each sample is normalised; none for no normalisation"
     )
 
+    def read_branches(self) -> int:
+        return super().read_branches() if self.fusion == "none" else 1
+
+    def idle(self) -> dict[str, str]:
+        unused = super().idle()
+        if self.kernel != "polynomial":
+            unused["degree"] = f"with kernel={self.kernel!r}; it belongs to kernel='polynomial'"
+        if self.kernel != "gaussian":
+            why = f"with kernel={self.kernel!r}; it belongs to kernel='gaussian'"
+            return unused | dict.fromkeys(
+                ("gamma", "learn_gamma", "patch", "split", "projection", "projection_bound"), why
+            )
+        if self.patch is None:
+            why = "with patch=none, which compares whole images"
+            unused |= dict.fromkeys(("split", "projection_bound", *(["projection"] if self.projection else [])), why)
+        elif self.projection is None:
+            unused["projection_bound"] = "with projection=none"
+        return unused
+
 
 class NormalisedInjection(nn.Module):
     """``length * U x / |U x|``, per sample.

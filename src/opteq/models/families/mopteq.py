@@ -83,6 +83,9 @@ class POptEqOptions(BranchOptions):
 
     fusion: str = option("none", one_of(("none", "sum", "conv")), "how the branches are combined before the head")
 
+    def read_branches(self) -> int:
+        return super().read_branches() if self.fusion == "none" else 1
+
 
 def build_mopteq(in_channels: int, num_classes: int, options: MOptEqOptions) -> Parts:
     """Stem, equilibrium and head of an MOptEq."""

@@ -36,6 +36,14 @@ class LayerOptions(SolvingOptions):
         if self.injected is not None and max(self.injected) >= len(self.hidden):
             raise UserError(f"injected should name layers 0 to {len(self.hidden) - 1}; got {list(self.injected)}")
 
+    def idle(self) -> dict[str, str]:
+        unused = super().idle()
+        if len(self.hidden) == 1:
+            unused |= dict.fromkeys(("alpha", "learn_alpha"), "on a single layer, which has no skip connection")
+            if self.regularizer == "none" or self.solver == "sam":
+                unused["exact_prior"] = "without a regularizer in the objective"
+        return unused
+
     def sees_input(self, index: int) -> bool:
         """Whether layer ``index`` has a U."""
         return self.injected is None or index in self.injected

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from functools import reduce
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ Named = Sequence[tuple[str, dict[str, Any]]]
 
 def corruptions(subject: Subject) -> CaptionedFigure:
     """Bars of the mean accuracy over severities, a group for each corruption."""
-    records = _found(subject, "corruptions", "--corruptions")
+    records = _found(subject, "corruptions", "--corruptions", "seed", "source")
     figure, axes = panels(1, 1, (6, 1 + 0.28 * len(records[0][1]["accuracy"])))
     draw_corruptions(axes[0, 0], records)
     own = records[0][1]
@@ -34,7 +36,7 @@ def corruptions(subject: Subject) -> CaptionedFigure:
 
 def attack_radius(subject: Subject) -> CaptionedFigure:
     """Accuracy against the radius of attacks."""
-    records = _found(subject, "curves", "--curves")
+    records = _found(subject, "curves", "--curves", "radius.steps")
     figure, axes = panels(1, 1, (5, 3.8))
     draw_radius(axes[0, 0], records)
     own = records[0][1]["radius"]
@@ -48,7 +50,7 @@ def attack_radius(subject: Subject) -> CaptionedFigure:
 
 def attack_steps(subject: Subject) -> CaptionedFigure:
     """Accuracy against the steps of attacks of one radius."""
-    records = _found(subject, "curves", "--curves")
+    records = _found(subject, "curves", "--curves", "steps.epsilon")
     figure, axes = panels(1, 1, (5, 3.8))
     draw_steps(axes[0, 0], records)
     own = records[0][1]["steps"]
@@ -75,7 +77,7 @@ def draw_corruptions(axes: Any, records: Named) -> None:
     """Horizontal bars, a color for each run."""
     names = list(records[0][1]["accuracy"])
     height = 0.8 / len(records)
-    for place, ((title, one), color) in enumerate(zip(records, COLORS, strict=False)):
+    for place, ((title, one), color) in enumerate(zip(records, cycle(COLORS), strict=False)):
         rows = [(at, one["accuracy"][name]) for at, name in enumerate(names) if name in one["accuracy"]]
         offset = (place - (len(records) - 1) / 2) * height
         axes.barh(
@@ -94,7 +96,7 @@ def draw_corruptions(axes: Any, records: Named) -> None:
 
 def draw_radius(axes: Any, records: Named) -> None:
     """Accuracy against the radius, in steps of 1/255."""
-    for (title, one), color in zip(records, COLORS, strict=False):
+    for (title, one), color in zip(records, cycle(COLORS), strict=False):
         curve = one["radius"]
         _pair(axes, [255 * radius for radius in curve["radii"]], curve, color, title if len(records) > 1 else "")
     axes.set(xlabel="radius, in 1/255 (largest change of a pixel)", ylabel="accuracy, %", ylim=(0, 102))
@@ -103,7 +105,7 @@ def draw_radius(axes: Any, records: Named) -> None:
 
 def draw_steps(axes: Any, records: Named) -> None:
     """Accuracy against the number of steps, on a logarithmic axis."""
-    for (title, one), color in zip(records, COLORS, strict=False):
+    for (title, one), color in zip(records, cycle(COLORS), strict=False):
         curve = one["steps"]
         _pair(axes, curve["steps"], curve, color, title if len(records) > 1 else "")
     ticks = records[0][1]["steps"]["steps"]
@@ -118,7 +120,7 @@ def draw_steps(axes: Any, records: Named) -> None:
 def draw_certified(axes: Any, records: Named) -> None:
     """Certified accuracy against the radius, on a logarithmic axis that ends where nothing is certified."""
     last = max(sum(value > 0 for value in one["certified"]["accuracy"]) for _, one in records)
-    for (title, one), color in zip(records, COLORS, strict=False):
+    for (title, one), color in zip(records, cycle(COLORS), strict=False):
         curve = one["certified"]
         pairs = list(zip(curve["radii"], curve["accuracy"], strict=True))[1 : max(last + 1, 3)]
         axes.plot(
@@ -173,7 +175,8 @@ def _pair(axes: Any, across: Sequence[float], curve: dict[str, Any], color: str,
         axes.plot(across, [100 * v for v in curve[name]], style, marker=marker, markersize=4, color=shade, label=label)
 
 
-def _found(subject: Subject, part: str, option: str) -> Named:
+def _found(subject: Subject, part: str, option: str, *alike: str) -> Named:
+    """The measurements of all runs, which have to agree in the settings ``alike``, such as ``steps.epsilon``."""
     runs: list[tuple[str, dict[str, Any]]] = []
     for one in (subject, *subject.beside):
         record = one.record.get(part)
@@ -182,4 +185,15 @@ def _found(subject: Subject, part: str, option: str) -> Named:
                 f"it was not measured yet: run `opteq evaluate {one.opened.path} {option}` first"
             )
         runs.append((one.title, record))
+    for setting in ("images", *alike):
+        own, *others = (reduce(_value, setting.split("."), record) for _, record in runs)
+        for (title, _), value in zip(runs[1:], others, strict=True):
+            if value != own:
+                raise FigureUnavailableError(
+                    f"{title} was measured with {setting} {value}, this run with {own}: measure both alike"
+                )
     return runs
+
+
+def _value(record: Any, key: str) -> Any:
+    return record.get(key, "generated" if key == "source" else None)  # older records do not say so

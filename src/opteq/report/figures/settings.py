@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from typing import Any
 
 from opteq import models
@@ -34,7 +35,7 @@ def accuracy_settings(subject: Subject) -> CaptionedFigure:
     figure, axes = panels(1, len(lines), (4.2, 3.4))
     for (key, points), one, color in zip(lines.items(), axes.flat, COLORS * len(lines), strict=False):
         one.plot([value for value, _ in points], [100 * reached for _, reached in points], "o-", color=color)
-        for (title, reached), shade in zip(others, reversed(COLORS), strict=False):
+        for (title, reached), shade in zip(others, cycle(reversed(COLORS)), strict=False):
             one.axhline(100 * reached, color=shade, linestyle=":", label=title)
         if others:
             one.legend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from opteq.analysis.terms import equilibrium_inputs
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
+from opteq.report.run import short_names
 from opteq.states import State
 from opteq.training.open_run import LoadedRun, open_run
 from opteq.training.robustness import read_record
@@ -28,16 +30,13 @@ class Subject:
 
     Attributes:
         opened: the run.
+        title: by which it is told from others.
         beside: other runs, drawn in the same figure where that makes sense.
     """
 
     opened: LoadedRun
+    title: str
     beside: tuple[Subject, ...] = field(default=())
-
-    @property
-    def title(self) -> str:
-        """The folder's name."""
-        return self.opened.path.resolve().name
 
     @cached_property
     def model(self) -> Classifier:
@@ -86,5 +85,8 @@ def open_subject(run: Path, beside: tuple[Path, ...] = (), device: str = "auto",
 
     In full precision whatever the run was trained in: residuals are drawn below the rounding of bfloat16.
     """
-    first, *others = (Subject(open_run(one, device=device, precision="no", root=root)) for one in (run, *beside))
-    return Subject(first.opened, tuple(others))
+    folders = (run, *beside)
+    titles = short_names(folders)
+    opened = (open_run(folder, device=device, precision="no", root=root) for folder in folders)
+    first, *others = map(Subject, opened, titles)
+    return dataclasses.replace(first, beside=tuple(others))
