@@ -160,11 +160,10 @@ def check_unhooked(operator: Operator, name: str, called: bool = False) -> Opera
     weight would stay as it was when they were applied, and what they train would get no gradient. Where operators are
     ``called``, in a user's own functions, only hooks that come before a call, as these do, are in vain.
     """
-    for part in operator.modules():
-        if not isinstance(part, Operator):
-            continue
+    for part in filter(lambda module: isinstance(module, Operator), operator.modules()):
         found = _hooks(part, _HOOKS[:1] if called else _HOOKS)
-        if found or (is_hooked(part) and not called):
+        own = "forward" in vars(part) or type(part).forward is not Operator.forward
+        if found or (own and not called):
             kinds = ", ".join(sorted({type(hook).__name__ for hook in found}))
             raise ValueError(
                 f"{name} has {f'hooks ({kinds})' if found else 'its own forward'}, which would have no effect: its "
@@ -184,8 +183,7 @@ def check_called(problem: nn.Module) -> None:
 
 def is_hooked(module: nn.Module, backward: bool = False) -> bool:
     """Whether hooks may change what a call of ``module`` gives, or (``backward``) its gradient."""
-    replaced = isinstance(module, Operator) and type(module).forward is not Operator.forward
-    return replaced or "forward" in vars(module) or bool(_hooks(module, _HOOKS if backward else _HOOKS[:2]))
+    return "forward" in vars(module) or bool(_hooks(module, _HOOKS if backward else _HOOKS[:2]))
 
 
 _HOOKS = ["_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"]

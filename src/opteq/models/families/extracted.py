@@ -90,6 +90,9 @@ class SeparableInjection(SeparableConv2d):
         """``U v + b``."""
         return super().forward(v) + self.bias[:, None, None]
 
+    def norm(self) -> Tensor:
+        return super().norm()  # a bias does not change it
+
 
 class DeepHead(nn.Module):
     """1x1 convolutions, each rectified and max-pooled by 2, then the mean over pixels and a linear layer."""
