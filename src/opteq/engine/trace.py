@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opteq.engine.inductor import CompiledGraph
 from opteq.engine.simplify import simplify
 
+# A factorisation that failed raises by an operation whose result nobody uses: torch 2.10 takes it for dead code.
+fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+
 Function = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """A function of fixed and of varying tensors."""
 
