@@ -555,6 +555,18 @@ def test_graphs_see_changed_values_and_functions(monkeypatch: pytest.MonkeyPatch
     check(layer, x)
 
 
+def test_a_graph_raises_where_a_factorisation_fails() -> None:
+    A, y = torch.eye(3), torch.randn(2, 3)
+
+    def function(known: list[Tensor], varying: list[Tensor]) -> list[Tensor]:
+        return [varying[0] @ torch.linalg.cholesky(known[0])]
+
+    made = Traced(function, [A], [y], compile_functions=False)
+    made.bind([A])
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive"):
+        made.bind([-A])
+
+
 def test_a_number_that_is_made_a_tensor_inside_is_traced() -> None:
     check(opteq.Equilibrium(With(lambda y: (torch.tensor(0.2) * y).sum(1))), torch.rand(2, 4, dtype=torch.float64))
 

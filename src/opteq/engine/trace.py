@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opteq.engine.inductor import CompiledGraph
 from opteq.engine.simplify import simplify
 
+# A factorisation that failed raises by an operation whose result nobody uses: torch 2.10 takes it for dead code.
+fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+
 Function = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """A function of fixed and of varying tensors."""
 
@@ -98,13 +101,10 @@ def dependents(traced: fx.GraphModule, sources: Sequence[fx.Node]) -> list[fx.No
 def extract(traced: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Any) -> fx.GraphModule:
     """The part of a graph that computes ``outputs`` from the values of ``inputs``."""
     graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(inputs):
-        here[node] = graph.placeholder(f"given_{i}")
-        here[node].meta = dict(node.meta)
-    for node in traced.graph.nodes:
-        made = node.op not in ("placeholder", "output") and node not in here
-        if made and all(source in here for source in node.all_input_nodes):
+    here = {node: graph.placeholder(f"given_{i}") for i, node in enumerate(inputs)}
+    *nodes, _ = traced.graph.nodes  # without the output
+    for node in nodes:
+        if node.op != "placeholder" and node not in here and all(source in here for source in node.all_input_nodes):
             here[node] = graph.node_copy(node, here.__getitem__)
     graph.output(fx.node.map_arg(outputs, here.__getitem__))
     graph.eliminate_dead_code()

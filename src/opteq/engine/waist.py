@@ -102,8 +102,7 @@ def _drawn(generator: torch.Generator, like: Tensor) -> Tensor:
 
 def _like(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
     """A tensor in the layout for which a graph was traced."""
-    same = tensor.stride() == strides
-    return tensor if same else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+    return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def known_contraction(flat: Flattened) -> bool:
@@ -113,9 +112,8 @@ def known_contraction(flat: Flattened) -> bool:
     """
     hidden: Any = flat.with_tensors([tensor.to("meta") for tensor in flat.tensors])
     problem = hidden.bound.module
-    if not isinstance(problem, HiddenProblem) or type(problem).certificate is not HiddenProblem.certificate:
-        return False
     with suppress(Exception):  # of a user's code, or of what needs a value
-        contraction = problem.certificate().contraction
+        computed = type(problem).certificate is HiddenProblem.certificate  # and not what a user states
+        contraction = problem.certificate().contraction if computed else None
         return contraction is not None and contraction < 1
     return False
