@@ -51,9 +51,9 @@ class Waist:
         self._once, (result,) = traced.once, output.args[0]
         self._into = extract(traced.each, inputs, found)
         self._out = extract(traced.each, [*inputs[:-1], found], result)
-        self._forms = examples[-1].stride(), found.meta["val"].stride()
         self.homogeneous = self.symmetric = False
         if found is not inputs[-1]:
+            self._forms = examples[-1].stride(), found.meta["val"].stride()
             draw = partial(_drawn, torch.Generator(examples[-1].device).manual_seed(0))
             with suppress(Exception):  # of functions that refuse random numbers
                 into, out = self._bind([draw(tensor) for tensor in examples[:-1]])
