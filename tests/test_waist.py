@@ -52,6 +52,17 @@ class Plain(Inside):
         return -0.5 * self.W.adjoint(y).square().sum(1) - (self.U(x) * y).sum(1)
 
 
+class Turned(Inside):
+    """The same with samples side by side in between: the rows there are none of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A = nn.Parameter(0.2 * torch.randn(3, 6))
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -0.5 * (self.A @ y.T).square().sum(0) - (self.U(x) * y).sum(1)
+
+
 class Wide(Plain):
     """Its features are more than its state."""
 
@@ -109,6 +120,19 @@ def test_where_there_is_a_waist_the_answers_are_the_same(
         found = both()
         with opteq.engine.off():
             torch.testing.assert_close(found, both(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_rows_of_the_waist_are_those_of_samples(batch: int) -> None:
+    """Also where there are as many samples as features."""
+    torch.manual_seed(0)
+    problem, x = Turned().double(), torch.randn(batch, 4, dtype=torch.double)
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12), opteq.Implicit(tol=1e-12), on_failure="raise")
+    weights = [problem.A, problem.U.weight]
+    found = torch.autograd.grad(layer(x).sin().sum(), weights)
+    assert len(layer.last[1].report.codes) == batch  # type: ignore[index, union-attr]
+    with opteq.engine.off():
+        torch.testing.assert_close(found, torch.autograd.grad(layer(x).sin().sum(), weights), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("make", [images, Plain])

@@ -57,8 +57,11 @@ class Waist:
             draw = partial(_drawn, torch.Generator(examples[-1].device).manual_seed(0))
             with suppress(Exception):  # of functions that refuse random numbers
                 into, out = self._bind([draw(tensor) for tensor in examples[:-1]])
-                self.homogeneous = not bool(into(torch.zeros_like(examples[-1])).any())
-                self.symmetric = _transposed(into, out, examples[-1], draw)
+                one, other = draw(examples[-1]), draw(examples[-1])
+                other[1:] = one[1:]  # rows of the waist have to be those of samples
+                if len(into(one)) == len(one) and torch.equal(into(one)[1:], into(other)[1:]):
+                    self.homogeneous = not bool(into(torch.zeros_like(one)).any())
+                    self.symmetric = _transposed(into, out, one, draw)
 
     def formulate(self, start: State, fixed: Sequence[Tensor]) -> FeatureForm:
         """A step in the variable at the waist."""
@@ -82,13 +85,10 @@ class Waist:
 
 def _transposed(into: Callable[..., Tensor], out: Callable[..., Tensor], like: Tensor, draw: Any) -> bool:
     """Whether ``<out(u), v> = c <u, into(v)>`` with one number c, for random u and v."""
-    pairs = []
-    for _ in range(8):
-        v = draw(like)
-        image = into(v)
-        u = draw(image)
-        pairs.append(torch.stack([(out(u) * v).double().sum(), (u * image).double().sum()]))
-    one, other = torch.stack(pairs, dim=1)
+    vs = [draw(like) for _ in range(8)]
+    us = [draw(into(v)) for v in vs]
+    one = torch.stack([(out(u) * v).double().sum() for u, v in zip(us, vs, strict=True)])
+    other = torch.stack([(u * into(v)).double().sum() for u, v in zip(us, vs, strict=True)])
     rest = one - (one @ other) / (other @ other) * other
     return bool(rest.norm() <= min(1e3 * torch.finfo(like.dtype).eps, 0.03) * one.norm())
 
