@@ -35,8 +35,8 @@ from opteq.solvers.linear import LinearSolver
 from opteq.states import Autocast, State, blocks, like
 
 if TYPE_CHECKING:
+    from opteq.engine.bottleneck import Bottleneck
     from opteq.engine.trace import Function, Traced
-    from opteq.engine.waist import Waist
 
 forms: OrderedDict[Hashable, _Form] = OrderedDict()
 _lock = RLock()
@@ -66,7 +66,7 @@ class _Form:
         self.reason: str | None = None
         self.contracts: bool | None = None
         self._traced: dict[Hashable, Traced] = {}
-        self._waists: dict[Hashable, Waist] = {}
+        self._bottlenecks: dict[Hashable, Bottleneck] = {}
 
     def bind(self, name: str, function: Function, fixed: list[Tensor]) -> Callable[[State], Sequence[Tensor]]:
         """A function of fixed and varying tensors as one of the varying ones, by a graph for each of their layouts."""
@@ -82,18 +82,18 @@ class _Form:
 
         return call
 
-    def waist(self, name: str, function: Function, fixed: list[Tensor], y: State) -> Waist | None:
-        """A function by its waist; None where its argument ``y`` is a tuple, or where it can't be traced."""
+    def bottleneck(self, name: str, function: Function, fixed: list[Tensor], y: State) -> Bottleneck | None:
+        """A function by its bottleneck; None where its argument ``y`` is a tuple, or where it can't be traced."""
         if isinstance(y, tuple):
             return None
         y = torch.zeros_like(y)  # in a dense layout
         key = name, _looks(fixed), _looks([y])
         traced = self._trace(key, function, fixed, [y])
-        if traced is not None and key not in self._waists:
-            from opteq.engine.waist import Waist
+        if traced is not None and key not in self._bottlenecks:
+            from opteq.engine.bottleneck import Bottleneck
 
-            self._waists[key] = Waist(traced, [*fixed, y])
-        return self._waists.get(key)
+            self._bottlenecks[key] = Bottleneck(traced, [*fixed, y])
+        return self._bottlenecks.get(key)
 
     def _trace(self, key: Hashable, function: Function, fixed: Any, varying: Any) -> Traced | None:
         if key not in self._traced and self.reason is None:
@@ -146,12 +146,12 @@ def _looks(tensors: Sequence[Tensor]) -> Hashable:
 
 
 def _replaced(flat: Flattened, form: _Form) -> Hidden:
-    """The problem with its gradient, its merit and its curvature products by graphs, in the variable at their waist."""
+    """The problem with its gradient, merit and curvature products by graphs, in the variable of a bottleneck."""
     hidden = flat.with_tensors(flat.tensors)
     assert isinstance(hidden, Hidden)
     start, count = hidden.start(), len(flat.tensors)
     if form.contracts is None:
-        from opteq.engine.waist import known_contraction  # loads a part of torch's compiler
+        from opteq.engine.bottleneck import known_contraction  # loads a part of torch's compiler
 
         form.contracts = known_contraction(flat)
     hidden.contracts = form.contracts
@@ -181,12 +181,12 @@ def _replaced(flat: Flattened, form: _Form) -> Hidden:
     def linearise(y: State) -> SymmetricLinearisation:
         local = linearise_plainly(itself, y)
         fixed = [*flat.tensors, *blocks(y)]
-        waist = form.waist("curvature", curvature, fixed, y)
-        return local if waist is None or not waist.symmetric else replace(local, reduction=waist.reduce(local, fixed))
+        narrow = form.bottleneck("curvature", curvature, fixed, y)
+        return local if not (narrow and narrow.symmetric) else replace(local, reduction=narrow.reduce(local, fixed))
 
     def compact_form() -> FeatureForm | None:
-        waist = form.waist("step", step, flat.tensors, start) if form.contracts else None
-        return None if waist is None or not waist.homogeneous else waist.formulate(start, flat.tensors)
+        narrow = form.bottleneck("step", step, flat.tensors, start) if form.contracts else None
+        return narrow.formulate(start, flat.tensors) if narrow and narrow.homogeneous else None
 
     hidden.preactivation = lambda y: like(y, tuple(inside(y)))  # type: ignore[method-assign]
     hidden._step_and_merit, hidden.curvature_at = step_and_merit, curvature_at  # type: ignore[method-assign]

@@ -14,9 +14,9 @@ import opteq
 import written
 from opteq import operators as op
 from opteq.engine import cpu
+from opteq.engine.bottleneck import Bottleneck
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
-from opteq.engine.waist import Waist
 from opteq.problems.hidden import Hidden
 
 
@@ -95,7 +95,7 @@ def traced(problem: opteq.HiddenProblem, x: Tensor) -> Hidden:
         (Wide, False, False),
     ],
 )
-def test_where_there_is_a_waist_the_answers_are_the_same(
+def test_where_there_is_a_bottleneck_the_answers_are_the_same(
     make: Callable[[], opteq.HiddenProblem], forward: bool, backward: bool
 ) -> None:
     torch.manual_seed(0)
@@ -123,7 +123,7 @@ def test_where_there_is_a_waist_the_answers_are_the_same(
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
-def test_rows_of_the_waist_are_those_of_samples(batch: int) -> None:
+def test_rows_of_the_bottleneck_are_those_of_samples(batch: int) -> None:
     """Also where there are as many samples as features."""
     torch.manual_seed(0)
     problem, x = Turned().double(), torch.randn(batch, 4, dtype=torch.double)
@@ -158,28 +158,30 @@ def test_halves_are_known_by_random_numbers() -> None:
     torch.manual_seed(0)
     A, s, mask, y = torch.randn(3, 7), torch.ones(3), torch.ones(3, dtype=torch.bool), torch.randn(2, 7)
 
-    def waist(function: Callable[..., Tensor], *fixed: Tensor, like: Tensor = y) -> Waist:
+    def bottleneck(function: Callable[..., Tensor], *fixed: Tensor, like: Tensor = y) -> Bottleneck:
         made = Traced(lambda known, v: [function(v[0], *known)], fixed, [like], compile_functions=False)
-        return Waist(made, [*fixed, like])
+        return Bottleneck(made, [*fixed, like])
 
-    square = waist(lambda y, A: 0.5 * (y @ A.T @ A) + 1, A)
+    square = bottleneck(lambda y, A: 0.5 * (y @ A.T @ A) + 1, A)
     assert (square.homogeneous, square.symmetric) == (True, False)  # with the 1 it is not linear
-    assert waist(lambda y, A: -0.5 * (y @ A.T @ A), A).symmetric
-    assert not waist(lambda y, A, s: (y @ A.T * s) @ A, A, s).symmetric  # the identity at hand, and none in general
-    assert not waist(lambda y, A, mask: (y @ A.T * mask) @ A, A, mask).symmetric
-    assert not waist(lambda y, A: (y - 1) @ A.T @ A, A).homogeneous
+    assert bottleneck(lambda y, A: -0.5 * (y @ A.T @ A), A).symmetric
+    assert not bottleneck(
+        lambda y, A, s: (y @ A.T * s) @ A, A, s
+    ).symmetric  # the identity at hand, and none in general
+    assert not bottleneck(lambda y, A, mask: (y @ A.T * mask) @ A, A, mask).symmetric
+    assert not bottleneck(lambda y, A: (y - 1) @ A.T @ A, A).homogeneous
     for function, A in (
         (lambda y, A: y @ A.T @ A + y, A),  # y itself goes past it
         (lambda y, A: y @ A.T @ A, torch.randn(9, 7)),  # it gets wider
         (lambda y, A: A, torch.randn(2, 7)),  # y has no effect
         (lambda y, A: (y @ torch.linalg.cholesky(A).T)[:, :3] @ A[:3], torch.eye(7)),  # no random matrix will do
     ):
-        made = waist(function, A)
+        made = bottleneck(function, A)
         assert (made.homogeneous, made.symmetric) == (False, False)
     A = torch.randn(3, 7)
     for low in (torch.float16, torch.bfloat16):
-        assert waist(lambda y, A: y @ A.T @ A, A.to(low), like=y.to(low)).symmetric
-        assert not waist(lambda y, A, s: (y @ A.T * s) @ A, A.to(low), s.to(low), like=y.to(low)).symmetric
+        assert bottleneck(lambda y, A: y @ A.T @ A, A.to(low), like=y.to(low)).symmetric
+        assert not bottleneck(lambda y, A, s: (y @ A.T * s) @ A, A.to(low), s.to(low), like=y.to(low)).symmetric
 
 
 def test_no_random_numbers_are_drawn_and_nothing_stays() -> None:

@@ -1,7 +1,7 @@
-"""A function through its waist: the tensor with fewest entries that all which varies passes through.
+"""A function through its bottleneck: the tensor with fewest entries that all which varies passes through.
 
 ``A(B(y))`` has the fixed points ``y = A(h)`` with ``h = B(A(h))``, and a solver that iterates on h combines smaller
-vectors. OptEq as the papers write it is ``y <- sigma(W W'y + c)`` through its waist ``z = W'y``.
+vectors. OptEq as the papers write it is ``y <- sigma(W W'y + c)`` through its bottleneck ``z = W'y``.
 
 What is needed of both halves is tested with random numbers in place of weights, input and state: an identity that holds
 for the actual ones alone fails.
@@ -24,7 +24,7 @@ from opteq.problems.hidden import FeatureForm, Reduction, SymmetricLinearisation
 from opteq.states import State
 
 
-class Waist:
+class Bottleneck:
     """Both halves of a traced function of fixed tensors and of one that varies.
 
     Args:
@@ -32,7 +32,7 @@ class Waist:
         examples: of the fixed tensors, and of the one that varies.
 
     Attributes:
-        homogeneous: whether there is a waist, and the first half maps zero to zero.
+        homogeneous: whether there is a bottleneck, and the first half maps zero to zero.
         symmetric: whether there is one, and the second half is a multiple of the first one's transpose.
     """
 
@@ -58,18 +58,18 @@ class Waist:
             with suppress(Exception):  # of functions that refuse random numbers
                 into, out = self._bind([draw(tensor) for tensor in examples[:-1]])
                 one, other = draw(examples[-1]), draw(examples[-1])
-                other[1:] = one[1:]  # rows of the waist have to be those of samples
+                other[1:] = one[1:]  # rows of the bottleneck have to be those of samples
                 if len(into(one)) == len(one) and torch.equal(into(one)[1:], into(other)[1:]):
                     self.homogeneous = not bool(into(torch.zeros_like(one)).any())
                     self.symmetric = _transposed(into, out, one, draw)
 
     def formulate(self, start: State, fixed: Sequence[Tensor]) -> FeatureForm:
-        """A step in the variable at the waist."""
+        """A step in the variable at the bottleneck."""
         into, out = self._bind(fixed)
         return FeatureForm(lambda h: into(out(h)), into(start), out, into)
 
     def reduce(self, local: SymmetricLinearisation, fixed: Sequence[Tensor]) -> Reduction:
-        """The adjoint system of a step with this curvature, in the variable at the waist."""
+        """The adjoint system of a step with this curvature, in the variable at the bottleneck."""
         into, out = self._bind(fixed)
 
         def restrict(g: State) -> Tensor:
