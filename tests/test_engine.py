@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 import opteq
 from opteq import operators as op
 from opteq.common.override import plain
+from opteq.engine.cuda_graphs import backend
+from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
 from opteq.engine.cuda_graphs.capture import capture_lock
 from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
 from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations
@@ -18,10 +23,11 @@ from opteq.engine.flatten import flatten
 from opteq.engine.inductor import call_compiled
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
+from opteq.engine.traced import form_of, with_traced_functions
 from opteq.engine.values_read import NotFlattenableError
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import fista
-from opteq.solvers.loop import Rule
+from opteq.solvers.loop import Rule, iterate
 from opteq.states import blocks
 
 
@@ -158,6 +164,61 @@ def test_fast_operations_agree_with_torch() -> None:
 def test_random_numbers_are_not_captured() -> None:
     with pytest.raises(RuntimeError, match="draws random numbers"), CaptureCheck([]):
         torch.rand(2)
+
+
+class Mixed(nn.Module):
+    """``f(z, x)`` whose Jacobian has no symmetry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.3 * self.conv(z).tanh() + x
+
+
+class Kept(Written):
+    """It writes to a tensor, so it can't be traced; captured without a trace, it must not be written to twice."""
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return super().smooth(y, x) + torch.zeros_like(x[:, 0, 0, 0]).add_(0.1 * y.square().flatten(1).sum(1))
+
+
+@pytest.mark.parametrize("kind", [Written, Kept, "fixed point", "opteq"])
+def test_what_is_captured_solves_and_differentiates_as_the_plain_path(kind: Any) -> None:
+    """All of a captured solve but the capture, which needs a GPU: graphs of steps, products and gradients."""
+    torch.manual_seed(0)
+    made: dict[Any, Callable[[], Any]] = {
+        "fixed point": lambda: opteq.FixedPoint(Mixed()),
+        "opteq": lambda: opteq.OptEq(op.Conv2d(3, 5, 3, bound=0.9), nn.Conv2d(2, 5, 3, padding=1)),
+    }
+    problem = (made.get(kind) or kind)().double()
+    x = torch.randn(2, 2, 6, 6, dtype=torch.double).requires_grad_()
+    hidden, solver = problem(x), opteq.Anderson(tol=1e-12)
+    flat = flatten(hidden)
+    with torch.no_grad():
+        for check in (CaptureCheck(flat.tensors), nullcontext()):  # the first solve is the one that is watched
+            with check:
+                traced = with_traced_functions(flat, flat.tensors, form_of(flat))
+                solve = backend._ForwardSolve(traced, solver, None, False)
+                iterate(solve.iteration)
+        tensors = solve.tensors(solve.iteration.finish())
+    assert (form_of(flat).reason is not None) == (kind is Kept)
+    assert (solve.formulation.form is not None) == (kind in (Written, "opteq"))
+    state = solve.facts.state.read(tensors)  # type: ignore[attr-defined]
+    linear = opteq.Implicit(tol=1e-12)._linear(hidden, state)
+    adjoint = AdjointByGraph(flat, state, linear, False, False, 400)
+    reached, features = attach_adjoint(adjoint, backend.distinct_features(hidden, state), lambda report: None)
+    z = flat_state(reached if features is None else features)
+    found = z.detach(), torch.autograd.grad(z.sin().sum(), [x, *problem.parameters()])
+    with opteq.engine.off():
+        z = opteq.Equilibrium(problem, solver, opteq.Implicit(tol=1e-12))(x)
+        expected = flat_state(z).detach(), torch.autograd.grad(z.sin().sum(), [x, *problem.parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def flat_state(tensors: Any) -> Tensor:
+    return torch.cat([part.flatten() for part in blocks(tensors)])
 
 
 def test_stages_and_predictions() -> None:

@@ -96,9 +96,9 @@ def report(layer: Any, x: Any) -> str:
 
 def forget() -> None:
     """Drop everything that was captured or traced, and the memory that it holds."""
-    from opteq.engine import cpu
+    from opteq.engine import traced
 
-    cpu.forms.clear()
+    traced.forms.clear()
     if len(_backends()) > 1:
         from opteq.engine.cuda_graphs import bounds, cache
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from opteq.engine.flatten import Flattened
-from opteq.engine.trace import Traced, dependents, extract
+from opteq.engine.trace import Traced, dependents, extract, runner
+from opteq.engine.traced import in_layout
 from opteq.problems.base import HiddenProblem
 from opteq.problems.hidden import FeatureForm, Reduction, SymmetricLinearisation
 from opteq.states import State
@@ -48,69 +52,109 @@ class Bottleneck:
             if reached <= place and isinstance(value, Tensor) and value.numel() < entries:
                 found, entries = node, value.numel()
             reached = max([reached, *(places[user] for user in node.users)])
-        self._once, (result,) = traced.once, output.args[0]
-        self._into = extract(traced.each, inputs, found)
-        self._out = extract(traced.each, [*inputs[:-1], found], result)
+        into = extract(traced.each, inputs, [found])
+        out = extract(traced.each, [*inputs[:-1], found], output.args[0])
         self.homogeneous = self.symmetric = False
         if found is not inputs[-1]:
-            self._forms = examples[-1].stride(), found.meta["val"].stride()
-            draw = partial(_drawn, torch.Generator(examples[-1].device).manual_seed(0))
-            with suppress(Exception):  # of functions that refuse random numbers
-                into, out = self._bind([draw(tensor) for tensor in examples[:-1]])
-                one, other = draw(examples[-1]), draw(examples[-1])
-                other[1:] = one[1:]  # rows of the bottleneck have to be those of samples
-                if len(into(one)) == len(one) and torch.equal(into(one)[1:], into(other)[1:]):
-                    self.homogeneous = not bool(into(torch.zeros_like(one)).any())
-                    self.symmetric = _transposed(into, out, one, draw)
+            strides = examples[-1].stride(), found.meta["val"].stride()
+            self._halves = _Halves(traced.once, into, out, strides, traced.compile_functions)
+            # Modes that watch a capture need not see this.
+            with suppress(Exception), _disable_current_modes():  # of functions that refuse random numbers
+                self._try_random_numbers(examples)
 
     def formulate(self, start: State, fixed: Sequence[Tensor]) -> FeatureForm:
         """A step in the variable at the bottleneck."""
-        into, out = self._bind(fixed)
+        into, out = self._halves.bind(fixed)
         return FeatureForm(lambda h: into(out(h)), into(start), out, into)
 
     def reduce(self, local: SymmetricLinearisation, fixed: Sequence[Tensor]) -> Reduction:
         """The adjoint system of a step with this curvature, in the variable at the bottleneck."""
-        into, out = self._bind(fixed)
+        into, out = self._halves.bind(fixed)
 
         def restrict(g: State) -> Tensor:
             return into(local.factor(local.factor_adjoint(g)))
 
         return Reduction(lambda u: restrict(out(u)), restrict, out)
 
-    def _bind(self, fixed: Sequence[Tensor]) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
-        known = self._once(*fixed)
-        into, out = self._forms
-        return lambda y: self._into(*known, _like(into, y)), lambda h: self._out(*known, _like(out, h))
+    def _try_random_numbers(self, examples: Sequence[Tensor]) -> None:
+        """In float64, whatever the precision of the graph: an identity holds to the last digits, or it does not."""
+        draw = partial(_drawn, torch.Generator(examples[-1].device).manual_seed(0))
+        into, out = self._halves.in_float64().bind([draw(tensor) for tensor in examples[:-1]])
+        one, other = draw(examples[-1]), draw(examples[-1])
+        other[1:] = one[1:]  # rows of the bottleneck have to be those of samples
+        if len(into(one)) == len(one) and _near(into(one)[1:], into(other)[1:]):
+            self.homogeneous = not bool(into(torch.zeros_like(one)).any())
+            self.symmetric = _transposed(into, out, one, draw)
+
+
+@dataclass
+class _Halves:
+    """The graphs of what is computed once, of what leads to the bottleneck, and of what follows it."""
+
+    once: fx.GraphModule
+    into: fx.GraphModule
+    out: fx.GraphModule
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    compile_functions: bool
+
+    def __post_init__(self) -> None:
+        self._runs = [runner(graph, self.compile_functions) for graph in (self.into, self.out)]
+
+    def in_float64(self) -> _Halves:
+        """The same in float64."""
+        once, into, out = map(_in_float64, (self.once, self.into, self.out))
+        return _Halves(once, into, out, self.strides, compile_functions=False)
+
+    def bind(self, fixed: Sequence[Tensor]) -> list[Callable[[Any], Tensor]]:
+        """Both halves as functions of one tensor."""
+        known = self.once(*fixed)
+
+        def half(run: Callable[[Sequence[Tensor]], list[Tensor]], strides: tuple[int, ...]) -> Callable[[Any], Tensor]:
+            return lambda given: run([*known, in_layout(strides, given)])[0]
+
+        return [half(run, strides) for run, strides in zip(self._runs, self.strides, strict=True)]
+
+
+def _in_float64(module: fx.GraphModule) -> fx.GraphModule:
+    def widened(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    graph = deepcopy(module.graph)
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), widened)
+    return fx.GraphModule(module, graph)
 
 
 def _transposed(into: Callable[..., Tensor], out: Callable[..., Tensor], like: Tensor, draw: Any) -> bool:
     """Whether ``<out(u), v> = c <u, into(v)>`` with one number c, for random u and v."""
-    vs = [draw(like) for _ in range(8)]
-    us = [draw(into(v)) for v in vs]
-    one = torch.stack([(out(u) * v).double().sum() for u, v in zip(us, vs, strict=True)])
-    other = torch.stack([(u * into(v)).double().sum() for u, v in zip(us, vs, strict=True)])
-    rest = one - (one @ other) / (other @ other) * other
-    return bool(rest.norm() <= min(1e3 * torch.finfo(like.dtype).eps, 0.03) * one.norm())
+    pairs = []
+    for _ in range(4):
+        v = draw(like)
+        carried = into(v)
+        u = draw(carried)
+        pairs.append(torch.stack([(out(u) * v).sum(), (u * carried).sum()]))
+    one, other = torch.stack(pairs, dim=1)
+    return _near(one, (one @ other) / (other @ other) * other)
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of float64 agree up to rounding."""
+    return bool((one - other).norm() <= 1e-9 * one.norm())
 
 
 def _drawn(generator: torch.Generator, like: Tensor) -> Tensor:
-    """Random numbers in the form of a tensor; integers stay, since they may be indices."""
+    """Random numbers of float64 in the form of a tensor; integers stay, since they may be indices."""
     if like.is_floating_point():
-        return torch.empty_like(like).normal_(generator=generator)
+        return torch.empty_like(like, dtype=torch.float64).normal_(generator=generator)
     return torch.empty_like(like).random_(generator=generator) if like.dtype == torch.bool else like
 
 
-def _like(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
-    """A tensor in the layout for which a graph was traced."""
-    return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
-
-
-def known_contraction(flat: Flattened) -> bool:
+def known_contraction(flat: Flattened, tensors: Sequence[Tensor]) -> bool:
     """Whether a step of a user's problem contracts for all weights within their bounds.
 
     A certificate that is computed from weights without values holds for all of them.
     """
-    hidden: Any = flat.with_tensors([tensor.to("meta") for tensor in flat.tensors])
+    hidden: Any = flat.with_tensors([tensor.to("meta") for tensor in tensors])
     problem = hidden.bound.module
     with suppress(Exception):  # of a user's code, or of what needs a value
         computed = type(problem).certificate is HiddenProblem.certificate  # and not what a user states

@@ -68,15 +68,33 @@ class Traced:
         with _NoLists(), _FixedShapes():  # type: ignore[no-untyped-call]
             traced = make_fx(flat, tracing_mode="real")(*fixed, *(tensor.clone() for tensor in varying))
         simplify(traced.graph)
+        _check(traced.graph)
+        self.compile_functions = compile_functions
         self.once, self.each = _split(traced, count)
-        self._each: Callable[[Sequence[Tensor]], list[Tensor]] = (
-            CompiledGraph(self.each) if compile_functions else lambda tensors: list(self.each(*tensors))
-        )
+        self._each = runner(self.each, compile_functions)
 
     def bind(self, fixed: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """The function of the varying tensors alone, with what does not depend on them computed."""
         known = self.once(*fixed)
         return lambda varying: self._each([*known, *varying])
+
+
+def runner(graph: fx.GraphModule, compile_functions: bool) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """A function of a list of tensors that runs a graph, compiled or as it is."""
+    return CompiledGraph(graph) if compile_functions else lambda tensors: list(graph(*tensors))
+
+
+def _check(graph: fx.Graph) -> None:
+    """Raise where a graph would not repeat its function faithfully."""
+    literal = torch.ops.aten.lift_fresh_copy.default  # made by the function, torch.tensor(2.0) for instance
+    for node in graph.nodes:
+        if node.op == "get_attr" and any(user.target is not literal for user in node.users):
+            raise ValueError("it reads a tensor that is neither a parameter, a buffer nor an input")
+        if isinstance(node.target, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                raise ValueError(f"it draws random numbers ({node.target})")
+            if node.target._schema.is_mutable:
+                raise ValueError(f"it writes to a tensor ({node.target})")
 
 
 def _split(traced: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphModule]:

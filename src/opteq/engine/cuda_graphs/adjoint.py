@@ -12,9 +12,9 @@ from torch import Tensor
 from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.buffers import dense
 from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
-from opteq.engine.cuda_graphs.traced import Traces
 from opteq.engine.flatten import Flattened
 from opteq.engine.log import note
+from opteq.engine.traced import form_of, with_traced_functions
 from opteq.engine.triton.solvers import open_linear
 from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
 from opteq.gradients.attach import refuse_hidden_batches, refuse_second_derivative
@@ -59,7 +59,6 @@ class AdjointByGraph:
         self.linear = linear
         self.captured = replace(linear, max_steps=min(linear.max_steps, most))
         self.compile_functions = compile_functions
-        self.traces = Traces(flat, compile_functions)
         self.layout = Layout.of(state, coupled)
         self.autocast = Autocast.current(self.layout.device)
         self.eps = rounding(self.layout, self.autocast)
@@ -127,13 +126,14 @@ class _BackwardSolve:
             gradient, self.direct = self._through_features(cotangents)
             gradient = nan_samples(gradient, adjoint.layout.coupled)
             with adjoint.autocast.entered():
-                local = adjoint.flat.with_tensors(held).linearise(state)
+                form = form_of(adjoint.flat, adjoint.compile_functions)
+                self.problem = with_traced_functions(adjoint.flat, held, form)  # what is traced refers to it
+                local = self.problem.linearise(state)
             check_symmetry(local, linear)
             system = symmetrised(local, gradient, adjoint.apply)
             self.recover = system.recover
             self.layout = Layout.of(system.rhs, adjoint.layout.coupled)
-            with adjoint.autocast.entered():
-                product = adjoint.traces.product(list(held), state, system.product, system.rhs)
+            product = system.product
             self.solve = open_linear(linear, lambda v: adjoint.apply(product, v), system.rhs, self.layout, adjoint.eps)
         self.iteration: Iteration = WithOperations(self.solve.iteration, operations)
 

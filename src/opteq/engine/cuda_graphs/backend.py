@@ -13,9 +13,9 @@ from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
 from opteq.engine.cuda_graphs.bounds import scales_by_graph
 from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
-from opteq.engine.cuda_graphs.traced import Traces
 from opteq.engine.flatten import flatten
 from opteq.engine.log import note
+from opteq.engine.traced import form_of, with_traced_functions
 from opteq.engine.triton.solvers import open_fixed_point
 from opteq.engine.values_read import NotFlattenableError
 from opteq.gradients.base import Formulation, find
@@ -50,13 +50,12 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         return None
     autocast = Autocast.current(inputs[0].device)
 
-    traces = Traces(flat, hidden.compile_functions)
-
     def open_solve(tensors: list[Tensor]) -> _ForwardSolve:
         begin = None if start is None else like(start, tuple(tensors[count:]))
         # In the caller's precision: a capture may happen inside a region without autocast.
         with autocast.entered():
-            return _ForwardSolve(traces.problem(tensors[:count]), solver, begin, same_steps)
+            problem = with_traced_functions(flat, tensors[:count], form_of(flat, hidden.compile_functions))
+            return _ForwardSolve(problem, solver, begin, same_steps)
 
     key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.compile_functions)
     with autocast.off():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,28 +32,23 @@ _FEW_CHANNELS = 8
 
 
 class FastOperations(TorchFunctionMode):
-    """Operations without autograd by faster kernels, where there are any.
+    """Operations without autograd by faster kernels, where there are any. They can't be traced."""
 
-    Args:
-        kernels: whether Triton kernels are among them, which can't be traced.
-    """
-
-    def __init__(self, kernels: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._flipped: dict[int, tuple[Tensor, Tensor]] = {}
         self._table: dict[Callable[..., Any], Callable[..., Any]] = {torch.conv_transpose2d: self._convolve_flipped}
-        if kernels:
-            self._table |= {pool: resample.pooled, spread: resample.spread}
-            self._table |= {weigh: gaussian.weigh, weigh_derivative: gaussian.weigh_derivative}
-            self._table |= {scaled_derivative: spline.scaled_derivative, scaled_second: spline.scaled_second}
-            # What accelerated steps do between two evaluations of the map is some forty operations on a few numbers.
-            self._table |= {function: partial(_compiled, plain(function)) for function in (fista.propose, fista.accept)}
+        self._table |= {pool: resample.pooled, spread: resample.spread}
+        self._table |= {weigh: gaussian.weigh, weigh_derivative: gaussian.weigh_derivative}
+        self._table |= {scaled_derivative: spline.scaled_derivative, scaled_second: spline.scaled_second}
+        # What accelerated steps do between two evaluations of the map is some forty operations on a few numbers.
+        self._table |= {function: partial(_compiled, plain(function)) for function in (fista.propose, fista.accept)}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        fast = self._table.get(func)
-        if fast is not None and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        fast = None if torch.is_grad_enabled() or get_proxy_mode() is not None else self._table.get(func)
+        if fast is not None and not torch._C._are_functorch_transforms_active():
             found = fast(*args, **(kwargs or {}))
             if found is not None:
                 return found

@@ -1,0 +1,226 @@
+"""A bound problem whose functions are traced graphs, in the variable of a bottleneck where there is one.
+
+Autograd derives steps and products from what a user wrote. It also computes values that no solver asks for, terms that
+do not depend on the state, and copies of layouts; on a CPU its overhead is most of the time of a small problem. So both
+backends trace the functions, and solve with the graphs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+from weakref import proxy
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from opteq.engine.flatten import Flattened
+from opteq.problems.hidden import BoundMap, FeatureForm, Hidden, Linearisation, SymmetricLinearisation
+from opteq.problems.written import BoundModule
+from opteq.states import Autocast, State, blocks, like
+
+if TYPE_CHECKING:
+    from opteq.engine.bottleneck import Bottleneck
+    from opteq.engine.trace import Function, Traced
+
+forms: OrderedDict[Hashable, Form] = OrderedDict()
+_MOST_FORMS = 64
+_lock = RLock()
+
+
+class Form:
+    """What was traced of problems of one form, or why nothing can be.
+
+    Args:
+        compile_functions: whether Inductor compiles the graphs.
+
+    Attributes:
+        calls: how many calls of the form there were.
+        reason: why a function could not be traced; None where all could.
+    """
+
+    def __init__(self, compile_functions: bool) -> None:
+        self.compile_functions = compile_functions
+        self.calls = 0
+        self.reason: str | None = None
+        self._contracts: bool | None = None
+        self._traced: dict[Hashable, Traced] = {}
+        self._bottlenecks: dict[Hashable, Bottleneck] = {}
+
+    def contracts(self, flat: Flattened, tensors: Sequence[Tensor]) -> bool:
+        """Whether a step of a user's problem contracts for all weights within their bounds."""
+        if self._contracts is None:
+            from opteq.engine.bottleneck import known_contraction  # loads a part of torch's compiler
+
+            self._contracts = known_contraction(flat, tensors)
+        return self._contracts
+
+    def bind(self, name: str, function: Function, fixed: list[Tensor]) -> Callable[[State], Sequence[Tensor]]:
+        """A function of fixed and varying tensors as one of the varying ones, by a graph for each of their layouts."""
+        by_layout: dict[Hashable, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {}
+
+        def call(varying: State) -> Sequence[Tensor]:
+            parts = blocks(varying)
+            layout = _looks(parts)
+            if layout not in by_layout:
+                by_layout[layout] = self.bind_at(name, function, fixed, varying)
+            return by_layout[layout](parts)
+
+        return call
+
+    def bind_at(
+        self, name: str, function: Function, fixed: list[Tensor], example: State
+    ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """The same by one graph, for varying tensors like ``example``; what can be computed once is, at once."""
+        parts = list(blocks(example))
+        traced = self._trace((name, _looks(fixed), _looks(parts)), function, fixed, parts)
+        return (lambda varying: function(fixed, list(varying))) if traced is None else traced.bind(fixed)
+
+    def bottleneck(self, name: str, function: Function, fixed: list[Tensor], y: State) -> Bottleneck | None:
+        """A function by its bottleneck; None where its argument ``y`` is a tuple, or where it can't be traced."""
+        if isinstance(y, tuple):
+            return None
+        y = torch.zeros_like(y)  # in a dense layout
+        key = name, _looks(fixed), _looks([y])
+        traced = self._trace(key, function, fixed, [y])
+        if traced is not None and key not in self._bottlenecks:
+            from opteq.engine.bottleneck import Bottleneck
+
+            self._bottlenecks[key] = Bottleneck(traced, [*fixed, y])
+        return self._bottlenecks.get(key)
+
+    def _trace(self, key: Hashable, function: Function, fixed: Any, varying: Any) -> Traced | None:
+        if key not in self._traced and self.reason is None:
+            from opteq.engine.trace import Traced  # loads a part of torch's compiler
+
+            try:
+                with _lock:
+                    self._traced[key] = Traced(function, fixed, varying, self.compile_functions)
+            except Exception as error:  # a user's code may raise anything
+                self.reason = f"it could not be traced: {(str(error) or type(error).__name__).splitlines()[0]}"
+        return self._traced.get(key)
+
+
+def form_of(flat: Flattened, compile_functions: bool = False) -> Form:
+    """What was traced of problems like this one, with all modes of torch as they are now."""
+    device = flat.tensors[0].device if flat.tensors else torch.device("cpu")
+    modes = Autocast.current(device), torch.get_default_dtype(), torch.is_inference_mode_enabled()
+    key = flat.structure, _looks(flat.tensors), device, modes, compile_functions
+    with _lock:
+        forms[key] = form = forms.pop(key, None) or Form(compile_functions)
+        if len(forms) > _MOST_FORMS:
+            forms.popitem(last=False)
+    return form
+
+
+def is_written(hidden: BoundMap) -> bool:
+    """Whether a user has written the functions of a problem."""
+    return isinstance(getattr(hidden, "bound", None), BoundModule)
+
+
+def with_traced_functions(flat: Flattened, tensors: Sequence[Tensor], form: Form) -> BoundMap:
+    """The problem with these tensors, its step, its merit and its derivatives by graphs."""
+    hidden = flat.with_tensors(tensors)
+    written = is_written(hidden)
+    if not (written or form.compile_functions):
+        return hidden
+    functions = _Functions(flat, list(tensors), form, hidden)
+    if isinstance(hidden, Hidden) and written:
+        hidden.contracts = functions.contracts = form.contracts(flat, tensors)
+        hidden.preactivation = functions.by_graph("preactivation")  # type: ignore
+        hidden.curvature_at = functions.curvature_at  # type: ignore[method-assign]
+        hidden.linearise, hidden.compact_form = functions.linearise, functions.compact_form  # type: ignore
+    elif written:
+        hidden.linearise = functions.linearise_freely  # type: ignore[method-assign]
+    if form.compile_functions or not isinstance(hidden, Hidden):  # the activation with what it is applied to
+        hidden.step = functions.by_graph("step")  # type: ignore
+    if hidden.has_merit:
+        hidden._step_and_merit = functions.step_and_merit  # type: ignore[method-assign]
+    return hidden
+
+
+class _Functions:
+    """Functions of a bound problem by graphs, to be put in the place of its methods."""
+
+    def __init__(self, flat: Flattened, fixed: list[Tensor], form: Form, hidden: BoundMap) -> None:
+        self.flat, self.fixed, self.form = flat, fixed, form
+        self.start = hidden.start()
+        # A problem that holds itself would live until the garbage collector comes by.
+        self.hidden, self.plain = proxy(hidden), type(hidden)
+        self.contracts = False
+        self.both = form.bind("merit", self.of_tensors("merit"), fixed)
+
+    def by_graph(self, name: str) -> Callable[[State], State]:
+        """A function from states to states."""
+        call = self.form.bind(name, self.of_tensors(name), self.fixed)
+        return lambda y: like(y, tuple(call(y)))
+
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
+        """As the problem's."""
+        *image, merit = self.both(y)
+        return like(y, tuple(image)), merit
+
+    def curvature_at(self, y: State) -> Callable[[State], State]:
+        """As the problem's."""
+        return self.at("curvature", y)
+
+    def linearise(self, y: State) -> SymmetricLinearisation:
+        """As the problem's, in the variable of a bottleneck where the Hessian has one."""
+        local: SymmetricLinearisation = self.plain.linearise(self.hidden, y)  # type: ignore[assignment]
+        fixed = [*self.fixed, *blocks(y)]
+        narrow = self.form.bottleneck("curvature", self.of_tensors("curvature"), fixed, y)
+        return replace(local, reduction=narrow.reduce(local, fixed)) if narrow and narrow.symmetric else local
+
+    def linearise_freely(self, y: State) -> Linearisation:
+        """The same for a map without an objective."""
+        return Linearisation(
+            lambda v: self.flat.with_tensors(self.fixed).linearise(y).product(v), self.at("adjoint", y)
+        )
+
+    def compact_form(self) -> FeatureForm | None:
+        """The problem in the variable of a bottleneck, where its steps contract."""
+        if not self.contracts:
+            return None
+        narrow = self.form.bottleneck("step", self.of_tensors("step"), self.fixed, self.start)
+        return narrow.formulate(self.start, self.fixed) if narrow and narrow.homogeneous else None
+
+    def at(self, name: str, y: State) -> Callable[[State], State]:
+        """A function of a vector, and of the state ``y``."""
+        # At once and in one layout: where a product runs first is not where a captured graph begins.
+        call = self.form.bind_at(name, self.of_tensors(name), [*self.fixed, *blocks(y)], y)
+        strides = [part.stride() for part in blocks(y)]
+        return lambda v: like(v, tuple(call([*map(in_layout, strides, blocks(v))])))
+
+    def of_tensors(self, name: str) -> Function:
+        """A function of the problem and one or two states, as one of tensors."""
+        evaluate, flat, start, count = _FUNCTIONS[name], self.flat, self.start, len(self.fixed)
+
+        def function(fixed: list[Tensor], varying: list[Tensor]) -> list[Tensor]:
+            at = fixed[count:] or blocks(start)
+            return tree_leaves(
+                evaluate(flat.with_tensors(fixed[:count]), like(start, tuple(varying)), like(start, tuple(at)))
+            )
+
+        return function
+
+
+_FUNCTIONS: dict[str, Callable[[Any, State, State], Any]] = {
+    "step": lambda problem, y, _: problem.step(y),
+    "preactivation": lambda problem, y, _: problem.preactivation(y),
+    "merit": lambda problem, y, _: problem._step_and_merit(y),
+    "curvature": lambda problem, v, y: problem.curvature_at(y)(v),
+    "adjoint": lambda problem, v, y: problem.linearise(y).adjoint(v),
+}
+
+
+def in_layout(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
+    """A tensor in the layout for which a graph was traced."""
+    return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+
+
+def _looks(tensors: Sequence[Tensor]) -> Hashable:
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
