@@ -21,8 +21,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opteq.engine.flatten import Flattened
-from opteq.engine.trace import Traced, dependents, extract, runner
-from opteq.engine.traced import in_layout
+from opteq.engine.trace import Traced, dependents, extract, in_layout, runner
 from opteq.problems.base import HiddenProblem
 from opteq.problems.hidden import FeatureForm, Reduction, SymmetricLinearisation
 from opteq.states import State

@@ -65,8 +65,10 @@ class Traced:
             return list(function(list(tensors[:count]), list(tensors[count:])))
 
         # Copies of the varying ones: a tensor that is an argument twice would be taken for one.
+        copies = [tensor.clone() for tensor in varying]
+        self._strides = [tensor.stride() for tensor in copies]
         with _NoLists(), _FixedShapes():  # type: ignore[no-untyped-call]
-            traced = make_fx(flat, tracing_mode="real")(*fixed, *(tensor.clone() for tensor in varying))
+            traced = make_fx(flat, tracing_mode="real")(*fixed, *copies)
         simplify(traced.graph)
         _check(traced.graph)
         self.compile_functions = compile_functions
@@ -76,7 +78,12 @@ class Traced:
     def bind(self, fixed: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """The function of the varying tensors alone, with what does not depend on them computed."""
         known = self.once(*fixed)
-        return lambda varying: self._each([*known, *varying])
+        return lambda varying: self._each([*known, *map(in_layout, self._strides, varying)])
+
+
+def in_layout(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
+    """A tensor in the layout for which a graph was traced."""
+    return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def runner(graph: fx.GraphModule, compile_functions: bool) -> Callable[[Sequence[Tensor]], list[Tensor]]:

@@ -227,10 +227,9 @@ class _Functions:
 
     def at(self, name: str, y: State) -> Callable[[State], State]:
         """A function of a vector, and of the state ``y``."""
-        # At once and in one layout: where a product runs first is not where a captured graph begins.
+        # Bound at once: where a product runs first is not where a captured graph begins.
         call = self.form.bind_at(name, self.of_tensors(name), [*self.fixed, *blocks(y)], y)
-        strides = [part.stride() for part in blocks(y)]
-        return lambda v: like(v, tuple(call([*map(in_layout, strides, blocks(v))])))
+        return lambda v: like(v, tuple(call(blocks(v))))
 
     def of_tensors(self, name: str) -> Function:
         """A function of the problem and one or two states, as one of tensors."""
@@ -272,11 +271,6 @@ def gradients_of(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor
     )
     known = dict(zip(places, found, strict=True))
     return [known.get(place) for place in range(len(leaves))]
-
-
-def in_layout(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
-    """A tensor in the layout for which a graph was traced."""
-    return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def _looks(tensors: Sequence[Tensor]) -> Hashable:

@@ -12,6 +12,19 @@ import triton.language as tl
 from opteq.engine.triton.row_state_kernels import ACTIVE, LATE, entries, save_best
 
 
+@triton.jit
+def measure_start(
+    point, image, sums, width, first, parts, K: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """``|T(y) - y|^2`` and ``|T(y)|^2`` at the start."""
+    part, row, _, inside, at = entries(width, BLOCK)
+    f = tl.load(image + at, mask=inside, other=0.0).to(WIDE)
+    g = f - tl.load(point + at, mask=inside, other=0.0).to(WIDE)
+    out = sums + row * K * parts + first + part
+    tl.store(out, tl.sum(g * g, axis=0))
+    tl.store(out + parts, tl.sum(f * f, axis=0))
+
+
 @triton.jit(do_not_specialize=["slot"])
 def anderson_observe(
     point, image, last_point, last_image, older_point, older_image, residuals, moves, damping, flags, used,

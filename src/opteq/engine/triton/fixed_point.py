@@ -1,4 +1,4 @@
-"""Plain and Anderson-accelerated iteration with fused steps."""
+"""Anderson-accelerated iteration with fused steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.engine.triton.anderson_kernels import anderson_mix, anderson_observe
-from opteq.engine.triton.picard_kernels import plain_observe
+from opteq.engine.triton.anderson_kernels import anderson_mix, anderson_observe, measure_start
 from opteq.engine.triton.row_state import NON_FINITE, WARPS, Blocks, RowState, float32_below, power_of_two
 from opteq.engine.triton.step_acceptance import accept_start, accept_step
 from opteq.solvers.loop import Finish, Rule
@@ -65,95 +64,7 @@ class StateTask:
         return torch.full((self.layout.rows,), float(self.damping), dtype=self.wide, device=self.layout.device)
 
 
-class FusedPlain:
-    """``y <- (1 - damping) y + damping T(y)``: one pass over memory beside the map."""
-
-    memory, padded = 0, 1
-
-    def __init__(self, task: StateTask, layout: Blocks, rule: Rule, floor: float) -> None:
-        self.task = task
-        self.rule = rule
-        self.floor = max(floor, _LEAST_FLOOR)
-        damping = task.damping_by_row()
-        self.damping = None if damping is None else damping.contiguous()
-        self.book = RowState(layout, self._sums(), rule, task.wide)
-        self.point = layout.arranged(blocks(task.start))
-        self.image = layout.arranged(blocks(task.known[0]))
-        self.before = self.point
-        self.book.best = [torch.empty_like(part) for part in self.point]
-        # Points in turn. Rows that have finished leave them as they are; what the map makes of those is not looked at.
-        self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(self._buffers())]
-
-    def begin(self) -> None:
-        """Measure the start."""
-        self._observe(self.before, start=True)
-        self._accept_start(None)
-
-    def advance(self) -> None:
-        """A step and its decision."""
-        older, self.before, self.point = self.before, self.point, self._next()
-        self.image, _ = self._evaluate(self.point)
-        self.book.step += 1
-        self._observe(older)
-
-    def unfinished(self) -> Tensor:
-        """Rows that go on."""
-        return self.book.unfinished()
-
-    def finish(self) -> Finish:
-        """The best points, and how they were reached."""
-        return self.book.summary(self.book.settle(self.point, self.before))
-
-    def _sums(self) -> int:
-        return 2
-
-    def _evaluate(self, point: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        image, merit = self.task.evaluate(like(self.task.start, tuple(point)))
-        return self.book.blocks.arranged(blocks(image)), merit
-
-    def _buffers(self) -> int:
-        # A pass may copy both of the last two points while it reads one and writes the next.
-        return 0 if self.damping is None else 4
-
-    def _next(self) -> list[Tensor]:
-        """Where the next point is; before the observation of this one, where it will be."""
-        if self.ring:
-            return self.ring[(self.book.step + 1) % len(self.ring)]
-        return [part.to(own.dtype) for part, own in zip(self.image, self.point, strict=True)]
-
-    def _observe(self, older: Sequence[Tensor], start: bool = False) -> None:
-        # The decision before this one may have asked for copies: of the point before, or of one older.
-        book = self.book
-        damped = self.damping is not None and self.memory == 0
-        following = self._next() if damped else self.image
-        for i, width in enumerate(book.blocks.widths):
-            plain_observe[book.grid(i)](
-                self.point[i], self.image[i], self.before[i], older[i], book.best[i], following[i], self._damping(),
-                book.flags, book.numbers, book.sums, book.trace, book.step, book.blocks.rows, width,
-                book.blocks.firsts[i], book.blocks.parts, book.tol, self.floor, START=start, DAMPED=damped,
-                NON_FINITE=NON_FINITE, K=self._sums(), P=book.width_of_sums, WIDE=book.wide_type,
-                BLOCK=book.blocks.piece, num_warps=WARPS,
-            )  # fmt: skip
-
-    def _damping(self) -> Tensor:
-        return self.book.numbers if self.damping is None else self.damping
-
-    def _accept_start(self, merit: Tensor | None) -> None:
-        book = self.book
-        nothing = book.flags
-        accept_start[(book.blocks.rows,)](
-            book.sums, book.blocks.parts, nothing if merit is None else merit.contiguous(), book.flags, book.numbers,
-            *self._memory(), book.trace, book.blocks.rows, book.tol, self.floor, NON_FINITE=NON_FINITE,
-            MERITED=merit is not None, M=self.memory, MP=self.padded, K=self._sums(),
-            P=book.width_of_sums, num_warps=book.acceptance_warps,
-        )  # fmt: skip
-
-    def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the columns of every row: which of them count, their cosines, their lengths, their weights."""
-        return (self.book.flags,) * 4
-
-
-class FusedAnderson(FusedPlain):
+class FusedAnderson:
     """Anderson acceleration in two passes over memory beside the map, and one small program a row between them.
 
     The first reads the new point and its image, those before, and every stored change of the residual; it writes the
@@ -168,11 +79,22 @@ class FusedAnderson(FusedPlain):
     def __init__(
         self, task: StateTask, layout: Blocks, rule: Rule, floor: float, memory: int, growth: float, ridge: float
     ) -> None:
+        self.task = task
+        self.rule = rule
+        self.floor = max(floor, _LEAST_FLOOR)
         self.memory = memory
-        super().__init__(task, layout, rule, floor)
+        self.padded = power_of_two(memory)
         self.growth = growth
         self.ridge = ridge
-        self.padded = power_of_two(memory)
+        damping = task.damping_by_row()
+        self.damping = None if damping is None else damping.contiguous()
+        self.book = RowState(layout, 4 + 2 * memory, rule, task.wide)
+        self.point = self.before = layout.arranged(blocks(task.start))
+        self.image = self.image_before = self.older_image = layout.arranged(blocks(task.known[0]))
+        self.book.best = [torch.empty_like(part) for part in self.point]
+        # Points in turn: a refused proposal leaves the point before it in force while the next one is tried. Rows that
+        # have finished leave them as they are; what the map makes of those is not looked at.
+        self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(3)]
         rows, device = layout.rows, layout.like[0].device
         # Kernels take numbers as float32. An end that is none would let states of float64 out of the domain.
         ends = task.interval or ()
@@ -181,24 +103,34 @@ class FusedAnderson(FusedPlain):
         self.used = torch.empty(rows, self.padded, dtype=torch.int32, device=device)
         self.gram = torch.empty(rows, self.padded, self.padded, dtype=torch.float64, device=device)
         self.scale = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
-        self._remember(layout)
+        self.weights = torch.empty_like(self.scale)
+        self.residuals = layout.new(task.wide, memory)
+        self.moves = layout.new(task.wide, memory)
+
+    def unfinished(self) -> Tensor:
+        """Rows that go on."""
+        return self.book.unfinished()
 
     def finish(self) -> Finish:
         """The best points, and how they were reached."""
         # The second pass of a step has made all copies that its decision asked for.
-        return self.book.summary(self.book.settle(self.point, self.before, saved=True))
-
-    def _remember(self, layout: Blocks) -> None:
-        self.residuals = layout.new(self.task.wide, self.memory)
-        self.moves = layout.new(self.task.wide, self.memory)
-        self.weights = torch.empty_like(self.scale)
-        self.image_before = self.older_image = self.image
+        return self.book.summary(self.book.settle(self.point))
 
     def begin(self) -> None:
         """Measure the start, and propose the first step, which is plain."""
-        self._observe(self.before, start=True)
-        self._accept_start(self.task.known[1])
-        self._open(self.ring[1])
+        book, merit = self.book, self.task.known[1]
+        for i, width in enumerate(book.blocks.widths):
+            measure_start[book.grid(i)](
+                self.point[i], self.image[i], book.sums, width, book.blocks.firsts[i], book.blocks.parts,
+                K=4 + 2 * self.memory, WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
+            )  # fmt: skip
+        accept_start[(book.blocks.rows,)](
+            book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
+            *self._columns(), book.trace, book.blocks.rows, book.tol, self.floor, NON_FINITE=NON_FINITE,
+            MERITED=merit is not None, MP=self.padded, K=4 + 2 * self.memory, P=book.width_of_sums,
+            num_warps=book.acceptance_warps,
+        )  # fmt: skip
+        self._mix(self.ring[1])
         self._project(self.ring[1])
 
     def advance(self) -> None:
@@ -207,22 +139,20 @@ class FusedAnderson(FusedPlain):
         book.step += 1
         older, self.before, self.point = self.before, self.point, self.ring[book.step % 3]
         self.older_image, self.image_before = self.image_before, self.image
-        self.image, merit = self._evaluate(self.point)
+        image, merit = self.task.evaluate(like(self.task.start, tuple(self.point)))
+        self.image = book.blocks.arranged(blocks(image))
         self._compare(older)
         self._accept_step(merit)
         following = self.ring[(book.step + 1) % 3]
         self._mix(following)
         self._project(following)
 
-    def _sums(self) -> int:
-        return 4 + 2 * self.memory
-
-    def _buffers(self) -> int:
-        # A refused proposal leaves the point before it in force while the next one is tried.
-        return 3
-
-    def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the columns of every row: which of them count, their cosines, their lengths, their weights."""
         return self.used, self.gram, self.scale, self.weights
+
+    def _damping(self) -> Tensor:
+        return self.book.numbers if self.damping is None else self.damping
 
     def _slot(self) -> int:
         """Where the newest difference is."""
@@ -231,9 +161,6 @@ class FusedAnderson(FusedPlain):
     def _at_a_time(self) -> int:
         layout = self.book.blocks
         return min(layout.piece, 256 if layout.parts * layout.rows >= MANY_PROGRAMS else 512)
-
-    def _open(self, following: Sequence[Tensor]) -> None:
-        self._mix(following)
 
     def _compare(self, older: Sequence[Tensor]) -> None:
         book = self.book
@@ -250,7 +177,7 @@ class FusedAnderson(FusedPlain):
         book = self.book
         accept_step[(book.blocks.rows,)](
             book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
-            *self._memory(), book.trace, book.step, book.blocks.rows, self._slot(), book.tol,
+            *self._columns(), book.trace, book.step, book.blocks.rows, self._slot(), book.tol,
             self.floor, self.growth, 64 * self.task.eps, self.ridge, NON_FINITE=NON_FINITE,
             MERITED=merit is not None, M=self.memory, MP=self.padded,
             P=book.width_of_sums, num_warps=book.acceptance_warps,

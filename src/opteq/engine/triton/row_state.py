@@ -111,7 +111,7 @@ class RowState:
         self.tol = float32_below(rule.tol)  # the kernels and the status of a row agree on it to the last digit
         self.wide = wide
         # The decision of the start writes all of these that a later step reads: a launch each would be most of it.
-        self.flags = torch.empty(8, blocks.rows, dtype=torch.int32, device=device)
+        self.flags = torch.empty(7, blocks.rows, dtype=torch.int32, device=device)
         self.numbers = torch.empty(7, blocks.rows, dtype=torch.float64, device=device)
         self.sums = torch.empty(blocks.rows, sums, blocks.parts, dtype=wide, device=device)
         self.trace = torch.empty(rule.max_steps + 1, blocks.rows, dtype=torch.float64, device=device)
@@ -132,13 +132,12 @@ class RowState:
         """Programs over part ``index``: pieces of a row, rows."""
         return self.blocks.counts[index], self.blocks.rows
 
-    def settle(self, newest: Sequence[Tensor], before: Sequence[Tensor], saved: bool = False) -> list[Tensor]:
-        """The best points, after those that were not copied yet have been; ``saved``: those before the newest were."""
+    def settle(self, newest: Sequence[Tensor]) -> list[Tensor]:
+        """The best points, once the newest ones that are among them are copied."""
         for i, width in enumerate(self.blocks.widths):
             kernels.keep[self.grid(i)](
-                newest[i], before[i], self.best[i], self.flags, self.blocks.rows, width, SAVED=saved,
-                BLOCK=self.blocks.piece, num_warps=WARPS,
-            )  # fmt: skip
+                newest[i], self.best[i], self.flags, self.blocks.rows, width, BLOCK=self.blocks.piece, num_warps=WARPS
+            )
         return self.best
 
     def summary(self, best: Sequence[Tensor]) -> Finish:

@@ -1,13 +1,12 @@
 """The row state: the memory layout of its flags and numbers, and their updates in the kernels of all methods.
 
-``flags (8, rows)`` are int32, ``numbers (7, rows)`` float64, by the indices below.
+``flags (7, rows)`` are int32, ``numbers (7, rows)`` float64, by the indices below.
 
 * ACTIVE, DEAD (a status code), STEPS;
 * LATE: the last proposal was refused, so the point that counts is the one before it;
 * PENDING: the best point so far is the newest one, which is still in its own buffer;
 * SAVE: what has to be copied to ``best`` before its buffer is used again: 1 the newest point, 2 the one before it;
 * PLAIN: the last proposal was a plain step;
-* COUNT: programs that have finished their part of a step, where the last of them decides on it;
 * BEST_STEP, of conjugate gradients, which copy no answers and have no use for LATE: the step of the best one.
 
 The best point is thus copied only when a worse one follows it, or at the end: a row that converges monotonically is
@@ -31,7 +30,6 @@ LATE = tl.constexpr(3)
 PENDING = tl.constexpr(4)
 SAVE = tl.constexpr(5)
 PLAIN = tl.constexpr(6)
-COUNT = tl.constexpr(7)
 BEST_STEP = tl.constexpr(3)
 
 BEST = tl.constexpr(0)
@@ -62,7 +60,6 @@ def open_flags(flags, rows, row, still, dead):
     tl.store(flags + PENDING * rows + row, still.to(tl.int32))
     tl.store(flags + SAVE * rows + row, tl.where(still, 0, 1))
     tl.store(flags + PLAIN * rows + row, 1)
-    tl.store(flags + COUNT * rows + row, 0)
 
 
 @triton.jit
@@ -114,11 +111,9 @@ def save_best(newest, before, best, flags, rows, row, at, inside):
 
 
 @triton.jit
-def keep(newest, before, best, flags, rows, width, SAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """At the end: bring what is pending or to be saved to ``best``; or what is pending, where the rest is ``SAVED``."""
+def keep(newest, best, flags, rows, width, BLOCK: tl.constexpr):
+    """At the end: bring what is pending to ``best``."""
     _, row, _, inside, at = entries(width, BLOCK)
-    if not SAVED:
-        save_best(newest, before, best, flags, rows, row, at, inside)
     if tl.load(flags + PENDING * rows + row) != 0:
         tl.store(best + at, tl.load(newest + at, mask=inside), mask=inside)
 

@@ -10,7 +10,7 @@ from opteq.engine.triton.launch import may_launch
 from opteq.gradients.base import Formulation
 from opteq.penalties import ElementwisePenalty
 from opteq.problems.hidden import BoundMap
-from opteq.solvers import Anderson, Picard, Solver
+from opteq.solvers import Anderson, Solver
 from opteq.solvers.anderson import ridge
 from opteq.solvers.base import Evaluation, Solve
 from opteq.solvers.linear import CG, LinearSolver
@@ -27,24 +27,22 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
     task = formulation.task(start)
     if not _has_kernels(solver) or solver.tol == 0 or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
         return solver.open(task)
-    from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson, FusedPlain, StateTask
+    from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson, StateTask
     from opteq.engine.triton.row_state import Blocks
 
-    assert isinstance(solver, Anderson | Picard)
+    assert isinstance(solver, Anderson)
     layout = Layout.of(task.start, task.coupled)
     caller = Autocast.current(layout.device)
-    evaluate = Evaluation(task.step, None if solver.takes_every_step else task.step_and_merit, layout, caller)
+    evaluate = Evaluation(task.step, task.step_and_merit, layout, caller)
     with caller.off():
         image = evaluate.state(task.start)
-        memory = Blocks(blocks(image[0]), layout.rows, many=MANY_PROGRAMS if isinstance(solver, Anderson) else 0)
+        memory = Blocks(blocks(image[0]), layout.rows, many=MANY_PROGRAMS)
         if not memory.fits:
             return solver.open(task)
         damping = task.damping if solver.damping is None else solver.damping
         interval = _interval(hidden) if formulation.form is None else None
         in_place = StateTask(evaluate.state, task.project, interval, task.start, image, layout, damping, evaluate.eps)
         rule = solver.rule(layout.device, evaluate.eps)
-        if isinstance(solver, Picard):
-            return Solve(FusedPlain(in_place, memory, rule, solver.floor), layout, rule.tol, caller)
         lift = ridge(layout.dtype, evaluate.eps)
         anderson = FusedAnderson(in_place, memory, rule, solver.floor, solver.memory, Method.growth, lift)
         return Solve(anderson, layout, rule.tol, caller)
@@ -52,10 +50,8 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
 
 def _has_kernels(solver: Solver) -> bool:
     """Whether a solver is one of those that have kernels; a subclass may change when it stops, not what it does."""
-    own = type(solver)._method
-    if own is Anderson._method and isinstance(solver, Anderson):
-        return solver.memory <= _MOST_COLUMNS
-    return own is Picard._method
+    own = type(solver)._method is Anderson._method
+    return own and isinstance(solver, Anderson) and solver.memory <= _MOST_COLUMNS
 
 
 def open_linear(

@@ -28,13 +28,9 @@ from opteq.engine.triton.row_state_kernels import (
 @triton.jit
 def accept_start(
     sums, parts, merits, flags, numbers, used, gram, scale, weights, trace, rows, tol, floor,
-    NON_FINITE: tl.constexpr, MERITED: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr,
+    NON_FINITE: tl.constexpr, MERITED: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Initialise a row: its first point is the best one so far; write all that later steps read.
-
-    ``M`` is the size of the memory, 0 for plain iteration.
-    """
+    """Initialise a row: its first point is the best one so far; write all that later steps read."""
     row = tl.program_id(0)
     mine = sums + row * K * parts
     gap = tl.sqrt(total(mine, parts, P))
@@ -49,13 +45,11 @@ def accept_start(
     tl.store(trace + row, residual)
     if MERITED:
         tl.store(numbers + MERIT * rows + row, tl.load(merits + row).to(tl.float64))
-    if M > 0:
-        line = tl.arange(0, MP)
-        store_columns(
-            used, scale, gram, row, tl.zeros((MP,), tl.int32), tl.full((MP,), 1.0, tl.float64),
-            tl.zeros((MP, MP), tl.float64), MP,
-        )  # fmt: skip
-        tl.store(weights + row * MP + line, tl.zeros((MP,), tl.float64))
+    store_columns(
+        used, scale, gram, row, tl.zeros((MP,), tl.int32), tl.full((MP,), 1.0, tl.float64),
+        tl.zeros((MP, MP), tl.float64), MP,
+    )  # fmt: skip
+    tl.store(weights + row * MP + tl.arange(0, MP), tl.zeros((MP,), tl.float64))
 
 
 @triton.jit
