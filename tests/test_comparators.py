@@ -244,11 +244,13 @@ def test_mdeq_learns_by_each_of_its_gradients(gradient: str) -> None:
     assert model.equilibrium.problem.certificate().unique is None
 
 
-def test_a_neural_ode_against_small_steps_of_runge_kutta() -> None:
+@pytest.mark.parametrize("gradient", ["adjoint", "direct"])
+def test_a_neural_ode_against_small_steps_of_runge_kutta(gradient: str) -> None:
     torch.manual_seed(0)
-    model = models.create("augmented-neural-ode-172k", num_classes=3, filters=5, augment=2, cells=2, tol=1e-5).double()
+    options = {"filters": 5, "augment": 2, "cells": 2, "tol": 1e-5, "gradient": gradient}
+    model = models.create("augmented-neural-ode-172k", num_classes=3, **options).double()
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
-    field, steps = model.equilibrium.field, 20
+    field, steps = model.equilibrium.field, 50
     h = torch.cat([x, torch.zeros(2, 2, 4, 4, dtype=torch.float64)], dim=1)
     for step in range(steps):
         t, dt = torch.tensor(step / steps, dtype=torch.float64), 1 / steps

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from opteq.common.errors import UserError, needs_extra
 from opteq.models.blocks.parts import Parts
-from opteq.models.checks import number, option, whole
+from opteq.models.checks import number, one_of, option, whole
 from opteq.models.comparators.mondeq import CellHead
 from opteq.models.options import Options
 from opteq.solution import BackwardSlot, Report
@@ -25,6 +25,11 @@ class NeuralODEOptions(Options):
     filters: int = option(125, whole(), "channels inside the vector field")
     augment: int = option(0, whole(0), "channels of zeros beside those of the image")
     tol: float = option(1e-3, number(), "absolute and relative error of a step of the adaptive solver (dopri5)")
+    gradient: str = option(
+        "adjoint",
+        one_of(["adjoint", "direct"]),
+        "adjoint solves an ODE backwards, in memory that does not grow with the steps; direct differentiates the steps",
+    )
     cells: int = option(32, whole(), "height and width to which features are averaged before the linear layer")
 
 
@@ -49,7 +54,7 @@ class VectorField(nn.Module):
 
 
 class NeuralODE(nn.Module):
-    """``h(1)`` with ``h' = f(t, h)`` and ``h(0)`` the image and channels of zeros; gradients by the adjoint ODE.
+    """``h(1)`` with ``h' = f(t, h)`` and ``h(0)`` the image and channels of zeros.
 
     It is solved in the precision of the image, also under autocast: the rounding of bfloat16 is above the tolerance of
     a step, so that steps would become shorter and shorter. ``last`` has the report of the latest call, as that of an
@@ -58,20 +63,21 @@ class NeuralODE(nn.Module):
 
     def __init__(self, in_channels: int, options: NeuralODEOptions) -> None:
         super().__init__()
-        self.augment, self.tol = options.augment, options.tol
+        self.augment, self.tol, self.gradient = options.augment, options.tol, options.gradient
         self.field = VectorField(in_channels + options.augment, options.filters)
         self.last: tuple[Report, BackwardSlot] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, c, h, w) -> (B, c + augment, h, w)``."""
         with needs_extra("comparators"):
-            from torchdiffeq import odeint_adjoint
+            from torchdiffeq import odeint, odeint_adjoint
+        solve = odeint_adjoint if self.gradient == "adjoint" else odeint
         start = F.pad(x, (0, 0, 0, 0, 0, self.augment))
         times = torch.linspace(0, 1, 2, device=x.device, dtype=x.dtype)
         before = self.field.evaluations
         try:
             with Autocast.current(x.device).off():
-                path: Tensor = odeint_adjoint(self.field, start, times, rtol=self.tol, atol=self.tol, method="dopri5")
+                path: Tensor = solve(self.field, start, times, rtol=self.tol, atol=self.tol, method="dopri5")
         except AssertionError as error:  # torchdiffeq's own, such as "underflow in dt"
             raise UserError(
                 f"the ODE was not solved ({error}): its steps became too short, or a value was not finite. Try a lower "
@@ -104,4 +110,4 @@ def convolve_with_time(conv: nn.Conv2d, t: Tensor, h: Tensor, multiple: int = 1)
     weight, bias = F.pad(conv.weight, (0, 0, 0, 0, 0, 0, 0, more)), F.pad(conv.bias, (0, more))
     of_state = F.pad(weight[:, :-1], (0, 0, 0, 0, 0, h.shape[1] + 1 - conv.in_channels))
     of_time = F.conv2d(h.new_ones(1, 1, *h.shape[2:]), weight[:, -1:], padding=conv.padding)
-    return F.conv2d(h, of_state, bias, padding=conv.padding) + t.to(h.dtype) * of_time
+    return F.conv2d(h, of_state, padding=conv.padding) + (bias[:, None, None] + t.to(h.dtype) * of_time)
