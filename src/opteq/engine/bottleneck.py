@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opteq.engine.flatten import Flattened
-from opteq.engine.trace import Traced, dependents, extract, in_layout, runner
+from opteq.engine.trace import Traced, dependents, extract, in_layout
 from opteq.problems.base import HiddenProblem
 from opteq.problems.hidden import FeatureForm, Reduction, SymmetricLinearisation
 from opteq.states import State
@@ -51,12 +51,12 @@ class Bottleneck:
             if reached <= place and isinstance(value, Tensor) and value.numel() < entries:
                 found, entries = node, value.numel()
             reached = max([reached, *(places[user] for user in node.users)])
-        into = extract(traced.each, inputs, [found])
-        out = extract(traced.each, [*inputs[:-1], found], output.args[0])
+        into = extract(traced.each, inputs, found)
+        out = extract(traced.each, [*inputs[:-1], found], output.args[0][0])
         self.homogeneous = self.symmetric = False
         if found is not inputs[-1]:
             strides = examples[-1].stride(), found.meta["val"].stride()
-            self._halves = _Halves(traced.once, into, out, strides, traced.compile_functions)
+            self._halves = _Halves(traced.once, into, out, strides)
             # Modes that watch a capture need not see this.
             with suppress(Exception), _disable_current_modes():  # of functions that refuse random numbers
                 self._try_random_numbers(examples)
@@ -86,7 +86,7 @@ class Bottleneck:
             self.symmetric = _transposed(into, out, one, draw)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Halves:
     """The graphs of what is computed once, of what leads to the bottleneck, and of what follows it."""
 
@@ -94,24 +94,16 @@ class _Halves:
     into: fx.GraphModule
     out: fx.GraphModule
     strides: tuple[tuple[int, ...], tuple[int, ...]]
-    compile_functions: bool
-
-    def __post_init__(self) -> None:
-        self._runs = [runner(graph, self.compile_functions) for graph in (self.into, self.out)]
 
     def in_float64(self) -> _Halves:
         """The same in float64."""
         once, into, out = map(_in_float64, (self.once, self.into, self.out))
-        return _Halves(once, into, out, self.strides, compile_functions=False)
+        return _Halves(once, into, out, self.strides)
 
-    def bind(self, fixed: Sequence[Tensor]) -> list[Callable[[Any], Tensor]]:
+    def bind(self, fixed: Sequence[Tensor]) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
         """Both halves as functions of one tensor."""
-        known = self.once(*fixed)
-
-        def half(run: Callable[[Sequence[Tensor]], list[Tensor]], strides: tuple[int, ...]) -> Callable[[Any], Tensor]:
-            return lambda given: run([*known, in_layout(strides, given)])[0]
-
-        return [half(run, strides) for run, strides in zip(self._runs, self.strides, strict=True)]
+        known, (before, behind) = self.once(*fixed), self.strides
+        return lambda y: self.into(*known, in_layout(before, y)), lambda h: self.out(*known, in_layout(behind, h))
 
 
 def _in_float64(module: fx.GraphModule) -> fx.GraphModule:

@@ -71,9 +71,10 @@ class Traced:
             traced = make_fx(flat, tracing_mode="real")(*fixed, *copies)
         simplify(traced.graph)
         _check(traced.graph)
-        self.compile_functions = compile_functions
         self.once, self.each = _split(traced, count)
-        self._each = runner(self.each, compile_functions)
+        self._each: Callable[[Sequence[Tensor]], list[Tensor]] = (
+            CompiledGraph(self.each) if compile_functions else lambda tensors: list(self.each(*tensors))
+        )
 
     def bind(self, fixed: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """The function of the varying tensors alone, with what does not depend on them computed."""
@@ -84,11 +85,6 @@ class Traced:
 def in_layout(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
     """A tensor in the layout for which a graph was traced."""
     return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
-
-
-def runner(graph: fx.GraphModule, compile_functions: bool) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """A function of a list of tensors that runs a graph, compiled or as it is."""
-    return CompiledGraph(graph) if compile_functions else lambda tensors: list(graph(*tensors))
 
 
 def _check(graph: fx.Graph) -> None:

@@ -98,13 +98,13 @@ class Form:
             self._bottlenecks[key] = Bottleneck(traced, [*fixed, y])
         return self._bottlenecks.get(key)
 
-    def _trace(self, key: Hashable, function: Function, fixed: Any, varying: Any) -> Traced | None:
+    def _trace(self, key: tuple[Any, ...], function: Function, fixed: Any, varying: Any) -> Traced | None:
         if key not in self._traced and self.reason is None:
             from opteq.engine.trace import Traced  # loads a part of torch's compiler
 
             try:
                 with _lock:
-                    self._traced[key] = Traced(function, fixed, varying, self.compile_functions)
+                    self._traced[key] = Traced(function, fixed, varying, self.compile_functions and key[0] not in _ONCE)
             except Exception as error:  # a user's code may raise anything
                 self.reason = f"it could not be traced: {(str(error) or type(error).__name__).splitlines()[0]}"
         return self._traced.get(key)
@@ -243,6 +243,9 @@ class _Functions:
 
         return function
 
+
+_ONCE = {"preactivation"}
+"""Functions that a solve evaluates once: these are not worth compiling."""
 
 _FUNCTIONS: dict[str, Callable[[Any, State, State], Any]] = {
     "step": lambda problem, y, _: problem.step(y),
