@@ -205,9 +205,9 @@ class _Functions:
         """As the problem's."""
         return self.at("curvature", y)
 
-    def linearise(self, y: State) -> SymmetricLinearisation:
+    def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """As the problem's, in the variable of a bottleneck where the Hessian has one."""
-        local: SymmetricLinearisation = self.plain.linearise(self.hidden, y)  # type: ignore[assignment]
+        local: SymmetricLinearisation = self.plain.linearise(self.hidden, y, inside)  # type: ignore
         fixed = [*self.fixed, *blocks(y)]
         narrow = self.form.bottleneck("curvature", self.of_tensors("curvature"), fixed, y)
         return replace(local, reduction=narrow.reduce(local, fixed)) if narrow and narrow.symmetric else local

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from opteq.common.validate import positive, whole
 from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.attach import attach, refuse_hidden_batches
 from opteq.gradients.base import Gradient, Record, find_no_grad, wants_gradient
-from opteq.problems.hidden import BoundMap, Structure
+from opteq.problems.hidden import BoundMap, Hidden, Structure
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.linear import CG, GMRES, MINRES, LinearSolver
-from opteq.states import Layout, State, blocks, like
+from opteq.states import Layout, State, blocks, like, map_state
 
 _BY_STRUCTURE: dict[Structure, type[LinearSolver]] = {
     Structure.POSITIVE: CG,
@@ -62,7 +63,7 @@ class Implicit(Gradient):
         attached = engine.attach(hidden, state, outcome, linear, record)
         if attached is not None:
             return attached
-        return attach_system(hidden, state, lambda: AdjointSystem(hidden, state, linear), record), outcome
+        return attach_system(hidden, state, partial(AdjointSystem, hidden, state, linear), record), outcome
 
     def _linear(self, hidden: BoundMap, state: State) -> LinearSolver:
         if self.linear is not None:
@@ -71,12 +72,18 @@ class Implicit(Gradient):
         return _BY_STRUCTURE[hidden.structure](tol=tol, max_steps=self.max_steps)
 
 
-def attach_system(hidden: BoundMap, state: State, system_at: Callable[[], AdjointSystem], record: Record) -> State:
-    """``state`` with the gradient of one step, by way of the adjoint system; a constant where nothing wants one."""
-    carrier = hidden.step(state)
+def attach_system(
+    hidden: BoundMap, state: State, system_at: Callable[[State | None], AdjointSystem], record: Record
+) -> State:
+    """``state`` with the gradient of one step, by way of the adjoint system; a constant where nothing wants one.
+
+    ``system_at`` makes the adjoint system from the pre-activation, None for a map that has none.
+    """
+    inside = hidden.preactivation(state) if isinstance(hidden, Hidden) else None
+    carrier = hidden.activate(inside) if isinstance(hidden, Hidden) and inside is not None else hidden.step(state)
     if not wants_gradient(carrier):
         return state
-    system = system_at()
+    system = system_at(None if inside is None else map_state(Tensor.detach, inside))
 
     def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         refuse_hidden_batches(gradients)

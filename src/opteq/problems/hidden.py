@@ -218,7 +218,11 @@ class Hidden(BoundMap):
 
     def step(self, y: State) -> State:
         """``sigma(-grad g(y))``."""
-        return map_state(self.penalty.prox, self.preactivation(y))
+        return self.activate(self.preactivation(y))
+
+    def activate(self, inside: State) -> State:
+        """``sigma`` of a pre-activation."""
+        return map_state(self.penalty.prox, inside)
 
     def project(self, y: State) -> State:
         """The nearest point of the penalty's domain."""
@@ -252,9 +256,9 @@ class Hidden(BoundMap):
         """``v -> M v`` with ``M = -hess g(y)``; what can be computed once for all products is."""
         return pullback(self.preactivation, y)[1]  # M is symmetric, so its transpose will do
 
-    def linearise(self, y: State) -> SymmetricLinearisation:
-        """``J = F F' M``."""
-        local = [self.penalty.linearise(block) for block in blocks(self.preactivation(y))]
+    def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
+        """``J = F F' M``; ``inside`` is the pre-activation at ``y``, where it is known."""
+        local = [self.penalty.linearise(block) for block in blocks(self.preactivation(y) if inside is None else inside)]
 
         def each(name: str) -> Callable[[State], State]:
             parts = [getattr(one, name) for one in local]

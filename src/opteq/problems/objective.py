@@ -168,9 +168,9 @@ class BoundObjective(Hidden):
         """``y - t grad F(y)``."""
         return self._forward_step(y, self.gradient(y))
 
-    def step(self, y: State) -> State:
-        """The proximal gradient step."""
-        return self._prox(self.preactivation(y))
+    def activate(self, inside: State) -> State:
+        """The prox of the penalty, which makes a gradient step a proximal one."""
+        return super().activate(inside) if self.penalised else inside
 
     def project(self, y: State) -> State:
         return map_state(self.penalty.project, y) if self.penalised else y
@@ -184,23 +184,20 @@ class BoundObjective(Hidden):
         """``v -> H v`` with H the Hessian of F at y."""
         return pullback(self.gradient, y)[1]  # H is symmetric, so its transpose will do
 
-    def linearise(self, y: State) -> SymmetricLinearisation:
+    def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""
         if not self.penalised:
             return SymmetricLinearisation(self.curvature_at(y), lambda w: w, lambda v: v)
-        return super().linearise(y)
+        return super().linearise(y, inside)
 
     def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         values, slope = self.value_and_gradient(y)
         merit = values + self._penalty_of(y) if self.penalised else values
-        return self._prox(self._forward_step(y, slope)), merit
+        return self.activate(self._forward_step(y, slope)), merit
 
     def _smooth_parts(self, y: State) -> dict[str, Tensor]:
         terms = self.bound.call("terms", y, self.bound.x)
         return check_terms(terms, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
-
-    def _prox(self, u: State) -> State:
-        return map_state(self.penalty.prox, u) if self.penalised else u
 
     def _forward_step(self, y: State, slope: State) -> State:
         def one(part: Tensor, its_slope: Tensor) -> Tensor:

@@ -186,10 +186,6 @@ class BoundOptEq(Hidden):
             terms["regularizer"] = self.mu * self.gamma * self.regularizer.value(z)
         return terms
 
-    def step(self, y: State) -> State:
-        """``sigma(W z + c)``."""
-        return self.block.activation(self.features(y)) if self.regularizer is None else super().step(y)
-
     def preactivation(self, y: State) -> Tensor:
         """``W (z - gamma grad R(z)) + c``."""
         z = self.features(y)
@@ -210,12 +206,12 @@ class BoundOptEq(Hidden):
 
         return product
 
-    def linearise(self, y: State) -> SymmetricLinearisation:
+    def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """As for every hidden problem; where features are not larger than the state, by way of them."""
-        z = self.features(y)
-        if self.regularizer is not None or z.numel() > single(y).numel():
-            return super().linearise(y)
-        local = self.penalty.linearise(self.block.preactivation(z))
+        one = single(y)[:1]
+        if self.regularizer is not None or self.features(one).numel() > one.numel():
+            return super().linearise(y, inside)
+        local = self.penalty.linearise(self.preactivation(y) if inside is None else single(inside))
         return SymmetricLinearisation(
             self.curvature_at(y),
             lambda w: local.factor(single(w)),

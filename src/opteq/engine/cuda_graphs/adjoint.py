@@ -126,8 +126,9 @@ class _BackwardSolve:
             with adjoint.autocast.entered():
                 self.form = form_of(adjoint.flat, adjoint.compile_functions)
                 self.problem = with_traced_functions(adjoint.flat, held, self.form)  # what is traced refers to it
-                local = self.problem.linearise(state)
                 self.inside = self.problem.preactivation(state) if _is_own_objective(self.problem) else None
+                known = () if self.inside is None else (self.inside,)
+                local = self.problem.linearise(state, *known)
             check_symmetry(local, linear)
             system = symmetrised(local, gradient, adjoint.apply)
             self.recover = system.recover

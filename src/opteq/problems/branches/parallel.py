@@ -86,7 +86,11 @@ class BoundParallel(BoundMap):
 
     def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
         """Block by block, symmetric if every block is."""
-        local = [part.linearise(piece) for part, piece in self._pairs(y)]
+        return self._side_by_side([part.linearise(piece) for part, piece in self._pairs(y)])
+
+    def _side_by_side(
+        self, local: Sequence[Linearisation | SymmetricLinearisation]
+    ) -> Linearisation | SymmetricLinearisation:
         symmetric = [one for one in local if isinstance(one, SymmetricLinearisation)]
         if len(symmetric) == len(local):
             return SymmetricLinearisation(
@@ -155,11 +159,17 @@ class HiddenParallel(BoundParallel, Hidden):
             raise ValueError("the parts have different penalties; use hidden.parts[i].penalty")
         return first
 
-    def linearise(self, y: State) -> SymmetricLinearisation:
+    def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """Block by block."""
-        local = super().linearise(y)
+        known = [None] * len(self.hidden) if inside is None else self._pieces(inside)
+        pairs = zip(self._hidden_pairs(y), known, strict=True)
+        local = self._side_by_side([part.linearise(piece, within) for (part, piece), within in pairs])
         assert isinstance(local, SymmetricLinearisation)
         return local
+
+    def activate(self, inside: State) -> State:
+        """Every part by itself."""
+        return self._join(part.activate(piece) for part, piece in self._hidden_pairs(inside))
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The terms of g, with the part's number before the name."""
