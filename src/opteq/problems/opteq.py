@@ -237,9 +237,12 @@ class BoundOptEq(Hidden):
         """``z <- W' sigma(W z + c) / mu``, begun at zero features."""
         if self.regularizer is not None:
             raise ValueError("a solver that works on features needs OptEq without a regulariser of its own")
+        return self._for_features(torch.zeros_like(self.features(self.start())))
+
+    def _for_features(self, start: Tensor) -> FeatureForm:
         return FeatureForm(
             lambda z: self.block(single(z)),
-            torch.zeros_like(self.features(self.start())),
+            start,
             lambda z: self.block.activation(single(z)),
             self.features,
             self._features_and_merit if self.has_merit else None,
@@ -248,14 +251,14 @@ class BoundOptEq(Hidden):
     def compact_form(self) -> FeatureForm | None:
         """The paper's variable, where it is not the larger one.
 
-        It begins with half a step less, and its state is half a step further. Only where a step contracts:
+        It begins with the step from zero, and its state is half a step further. Only where a step contracts:
         ``y = sigma(W z + c)`` then moves by at most ``L |W| |T(z) - z|`` in a step, and ``|z| <= |W| |y| / mu``. So
         the relative residual of y is at most ``L |W|^2 / mu < 1`` times that of z, which is reported.
         """
         if not self.contracts:
             return None
-        form = self.feature_form()
-        return form if single(form.start).numel() <= self.block.c.numel() else None
+        start = self.block.back(self.penalty.prox(self.block.c))
+        return self._for_features(start) if start.numel() <= self.block.c.numel() else None
 
     def _features_and_merit(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""
