@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 # The tensors here are tiny and the tests run in several processes: more threads would only get in each other's way.
 # Libraries of linear algebra read this when they are loaded, those of programs that tests start as well.
@@ -35,6 +35,17 @@ _THINNED = ("test_laws_", "test_regularizers", "test_penalties", "test_solvers",
 def _nothing_loaded_is_garbage() -> None:
     """Modules stay: torch and its compiler are most objects, and each collection would go through all of them."""
     gc.freeze()
+
+
+@pytest.fixture
+def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Users' objectives are traced at their first call."""
+    from opteq import engine
+
+    monkeypatch.setattr(engine.settings, "calls_before_tracing", 0)
+    engine.forget()
+    yield
+    engine.forget()
 
 
 # Frozen objects are passed over when Python ends, too, and Triton would call its own leaked. Not sooner: pytest

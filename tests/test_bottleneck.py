@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,17 +15,10 @@ import written
 from opteq import operators as op
 from opteq.engine import cpu
 from opteq.engine.bottleneck import Bottleneck
-from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
 from opteq.problems.hidden import Hidden
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(settings, "calls_before_tracing", 0)
-    opteq.engine.forget()
-    yield
-    opteq.engine.forget()
+pytestmark = pytest.mark.usefixtures("traced_at_once")
 
 
 class Inside(opteq.HiddenProblem):

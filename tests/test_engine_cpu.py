@@ -48,13 +48,7 @@ OTHERS.inner.options = SimpleNamespace(weight=0.2)
 DTYPE, DEVICE, SIZE, FORMAT = torch.float64, torch.device("cpu"), torch.Size([4]), torch.contiguous_format
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Objectives are traced at their first call."""
-    monkeypatch.setattr(settings, "calls_before_tracing", 0)
-    opteq.engine.forget()
-    yield
-    opteq.engine.forget()
+pytestmark = pytest.mark.usefixtures("traced_at_once")
 
 
 def weight() -> float:
