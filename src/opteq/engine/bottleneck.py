@@ -76,7 +76,13 @@ class Bottleneck:
         return Reduction(lambda u: restrict(out(u)), restrict, out)
 
     def _try_random_numbers(self, examples: Sequence[Tensor]) -> None:
-        """In float64, whatever the precision of the graph: an identity holds to the last digits, or it does not."""
+        """In float64, whatever the precision of the graph: an identity holds to the last digits, or it does not.
+
+        Integers may be indices, for which random ones will not do. Where some are used, nothing is known of others.
+        """
+        given = [node for node in self._halves.once.graph.nodes if node.op == "placeholder"]
+        if any(node.users and not _is_drawn(tensor) for node, tensor in zip(given, examples[:-1], strict=True)):
+            return
         draw = partial(_drawn, torch.Generator(examples[-1].device).manual_seed(0))
         into, out = self._halves.in_float64().bind([draw(tensor) for tensor in examples[:-1]])
         one, other = draw(examples[-1]), draw(examples[-1])
@@ -133,8 +139,13 @@ def _near(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= 1e-9 * one.norm())
 
 
+def _is_drawn(tensor: Tensor) -> bool:
+    """Whether random numbers can take the place of a tensor's."""
+    return tensor.is_floating_point() or tensor.dtype == torch.bool
+
+
 def _drawn(generator: torch.Generator, like: Tensor) -> Tensor:
-    """Random numbers of float64 in the form of a tensor; integers stay, since they may be indices."""
+    """Random numbers of float64 in the form of a tensor; integers stay."""
     if like.is_floating_point():
         return torch.empty_like(like, dtype=torch.float64).normal_(generator=generator)
     return torch.empty_like(like).random_(generator=generator) if like.dtype == torch.bool else like

@@ -38,7 +38,8 @@ def simplify(graph: fx.Graph) -> None:
     """Simplify a graph of aten operations in place."""
     for node in list(graph.nodes):
         if node.target is getitem and node.args[1] == 0 and node.args[0].target is aten.convolution_backward.default:
-            node.replace_all_uses_with(_gradient_by_input(graph, node))
+            made = _gradient_by_input(graph, node)
+            node.replace_all_uses_with(node if made is None else made)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.target is aten.convolution.default and node.args[6]:
@@ -89,7 +90,7 @@ def _number(node: fx.Node, numbers: dict[fx.Node, float]) -> float | None:
 
 def _replacement(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) -> fx.Node | None:
     """A node with the same value that takes less to compute; None where there is none."""
-    if node.op != "call_function":
+    if node.op != "call_function" or not _is_real(node):
         return None
     if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and isinstance(node.args[0], fx.Node):
         return node.args[0]
@@ -102,17 +103,18 @@ def _replacement(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) 
     return _negated_later(graph, node)
 
 
-def _gradient_by_input(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The gradient of a convolution by its input, as a convolution."""
+def _gradient_by_input(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """The gradient of a convolution by its input, as a convolution; None where none has its size."""
     source: Any = node.args[0]
     incoming, image, weight, _, *geometry, transposed, _, groups, _ = source.args
+    sizes = [each.meta["val"].shape[2:] for each in (image, incoming, weight)]
     more = [0] * len(geometry[0])
-    if not transposed:  # what a stride does not reach
-        sizes = (each.meta["val"].shape[2:] for each in (image, incoming, weight))
-        more = [
-            n - (m - 1) * stride + 2 * padding - dilation * (k - 1) - 1
-            for n, m, k, stride, padding, dilation in zip(*sizes, *geometry, strict=True)
-        ]
+    for i, (n, m, k, stride, padding, dilation) in enumerate(zip(*sizes, *geometry, strict=True)):
+        reach = dilation * (k - 1) + 1 - 2 * padding
+        if not transposed:  # what a stride does not reach
+            more[i] = n - (m - 1) * stride - reach
+        elif (m - reach) // stride + 1 != n:  # an output padding of a stride or more
+            return None
     with graph.inserting_before(node):
         made = graph.call_function(
             aten.convolution.default, (incoming, weight, None, *geometry, not transposed, more, groups)
@@ -129,7 +131,9 @@ def _flip(graph: fx.Graph, node: fx.Node) -> None:
     rest = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]  # type: ignore[arg-type]
     if {*stride} != {1} or any(more) or groups != 1 or min(rest) < 0 or value.shape[1] < _FEW_CHANNELS:  # type: ignore
         return
-    form: dict[str, Any] = {"memory_format": torch.channels_last if value.ndim == 4 else torch.contiguous_format}
+    result: Any = node.meta["val"]  # whose layout stays: views of it are recorded
+    wide = value.ndim == 4 and not result.is_contiguous()
+    form: dict[str, Any] = {"memory_format": torch.channels_last if wide else torch.contiguous_format}
     with graph.inserting_before(node):
         flipped = graph.call_function(aten.flip.default, (weight, dims))
         flipped = graph.call_function(aten.transpose.int, (flipped, 0, 1))
@@ -200,6 +204,12 @@ def _scaled(graph: fx.Graph, node: fx.Node, tensor: fx.Node, number: float) -> f
         made = graph.call_function(aten.mul.Scalar, (source, factor))
     made.meta["val"] = node.meta.get("val")
     return made
+
+
+def _is_real(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor of floating-point numbers."""
+    value: Any = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _same_form(tensor: fx.Node, node: fx.Node) -> bool:

@@ -72,6 +72,9 @@ class Traced:
         simplify(traced.graph)
         _check(traced.graph)
         self.once, self.each = _split(traced, count)
+        _check_values(
+            flat, [*fixed, *map(_filled, copies)], lambda given: self.each(*self.once(*given[:count]), *given[count:])
+        )
         self._each: Callable[[Sequence[Tensor]], list[Tensor]] = (
             CompiledGraph(self.each) if compile_functions else lambda tensors: list(self.each(*tensors))
         )
@@ -85,6 +88,22 @@ class Traced:
 def in_layout(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
     """A tensor in the layout for which a graph was traced."""
     return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+
+
+def _filled(like: Tensor) -> Tensor:
+    """Numbers from -1 to 1 in the form of a tensor."""
+    return torch.empty_like(like).copy_(torch.linspace(-1, 1, like.numel(), device=like.device).reshape(like.shape))
+
+
+def _check_values(function: Callable[..., Any], given: list[Tensor], graph: Callable[[list[Tensor]], Any]) -> None:
+    """Raise where a graph does not give what its function gives."""
+    for found, expected in zip(graph(given), function(*given), strict=True):
+        known = torch.isfinite(expected) & torch.isfinite(found)
+        apart = torch.where(known, found - expected, 0.0).double().norm()
+        size = torch.where(torch.isfinite(expected), expected, 0.0).double().norm() + given[-1].double().norm()
+        eps = 1e-5 if expected.is_cuda else torch.finfo(expected.dtype).eps  # TF32 may be in force
+        if found.shape != expected.shape or apart > min(0.1, 1e4 * max(eps, torch.finfo(expected.dtype).eps)) * size:
+            raise ValueError("the graph of its operations gives something else")
 
 
 def _check(graph: fx.Graph) -> None:

@@ -7,7 +7,6 @@ backends trace the functions, and solve with the graphs.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -22,13 +21,11 @@ from torch.utils._pytree import tree_leaves
 from opteq.engine.flatten import Flattened
 from opteq.problems.hidden import BoundMap, FeatureForm, Hidden, Linearisation, SymmetricLinearisation
 from opteq.problems.written import BoundModule
-from opteq.states import Autocast, State, blocks, like, map_state
+from opteq.states import Autocast, State, blocks, like
 
 if TYPE_CHECKING:
     from opteq.engine.bottleneck import Bottleneck
     from opteq.engine.trace import Function, Traced
-
-Gradients = list[Tensor | None]
 
 forms: OrderedDict[Hashable, Form] = OrderedDict()
 _MOST_FORMS = 64
@@ -43,14 +40,12 @@ class Form:
 
     Attributes:
         calls: how many calls of the form there were.
-        forward_mode: whether torch has forward-mode derivatives of the user's functions, as far as is known.
         reason: why a function could not be traced; None where all could.
     """
 
     def __init__(self, compile_functions: bool) -> None:
         self.compile_functions = compile_functions
         self.calls = 0
-        self.forward_mode = True
         self.reason: str | None = None
         self._contracts: bool | None = None
         self._traced: dict[Hashable, Traced] = {}
@@ -147,39 +142,6 @@ def with_traced_functions(flat: Flattened, tensors: Sequence[Tensor], form: Form
     return hidden
 
 
-def step_gradients(
-    flat: Flattened, tensors: Sequence[Tensor], form: Form, state: State, vector: State, inside: State | None
-) -> Gradients:
-    """The gradients of ``<vector, step(state)>`` by those of ``tensors`` that want one.
-
-    With ``w`` the cotangent of the pre-activation that of a user's problem is minus the gradient of ``dg/dy w``, the
-    derivative of g along w: one pass forward and one backward, in place of a second derivative. ``inside`` is the
-    pre-activation.
-    """
-    problem = flat.with_tensors(tensors)
-    if inside is None or not form.forward_mode:
-        reached = blocks(problem.step(state))
-        return gradients_of(list(zip(reached, blocks(vector), strict=True)), tensors)
-    assert isinstance(problem, Hidden)
-    known = map_state(lambda part: part.detach().requires_grad_(), inside)
-    problem.preactivation = lambda y: known  # type: ignore  # noqa: ARG005
-    reached, count = blocks(problem.step(state)), len(blocks(state))
-    found = gradients_of(list(zip(reached, blocks(vector), strict=True)), [*blocks(known), *tensors])
-    along = [
-        torch.zeros_like(part) if w is None else w.to(part.dtype)
-        for w, part in zip(found[:count], blocks(state), strict=True)
-    ]
-    try:
-        with warnings.catch_warnings():  # of torch's own code, loaded by its first use
-            warnings.simplefilter("ignore", DeprecationWarning)
-            slope = torch.func.jvp(lambda y: problem.smooth(y).sum(), (state,), (like(state, tuple(along)),))[1]
-    except (NotImplementedError, RuntimeError):
-        form.forward_mode = False
-        return step_gradients(flat, tensors, form, state, vector, inside)
-    through = gradients_of([(slope, -torch.ones_like(slope))], tensors)
-    return [add(one, other) for one, other in zip(found[count:], through, strict=True)]
-
-
 class _Functions:
     """Functions of a bound problem by graphs, to be put in the place of its methods."""
 
@@ -254,26 +216,6 @@ _FUNCTIONS: dict[str, Callable[[Any, State, State], Any]] = {
     "curvature": lambda problem, v, y: problem.curvature_at(y)(v),
     "adjoint": lambda problem, v, y: problem.linearise(y).adjoint(v),
 }
-
-
-def add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of what is there."""
-    return other if one is None else one if other is None else one + other
-
-
-def gradients_of(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
-    """The gradient of every leaf for the cotangents of the outputs; None where there is none."""
-    pairs = [(output, cotangent.to(output.dtype)) for output, cotangent in pairs if output.requires_grad]
-    places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
-    if not pairs or not places:
-        return [None] * len(leaves)
-    outputs, cotangents = zip(*pairs, strict=True)
-    # The graph is retained: this is captured before the steps are, which would be given the memory that it leaves.
-    found = torch.autograd.grad(
-        outputs, [leaves[place] for place in places], cotangents, retain_graph=True, allow_unused=True
-    )
-    known = dict(zip(places, found, strict=True))
-    return [known.get(place) for place in range(len(leaves))]
 
 
 def _looks(tensors: Sequence[Tensor]) -> Hashable:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.buffers import dense
-from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
+from opteq.engine.cuda_graphs.operations import FastOperations, WeightGradients, WithOperations
 from opteq.engine.flatten import Flattened
 from opteq.engine.log import note
-from opteq.engine.traced import Gradients, add, form_of, gradients_of, is_written, step_gradients, with_traced_functions
+from opteq.engine.traced import form_of, with_traced_functions
 from opteq.engine.triton.solvers import open_linear
 from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
 from opteq.gradients.attach import refuse_hidden_batches, refuse_second_derivative
-from opteq.problems.hidden import BoundMap, Hidden, Product
+from opteq.problems.hidden import Product
 from opteq.solution import Report
 from opteq.solvers import Status
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import Finish, Iteration, iterate
 from opteq.states import Autocast, Layout, State, any_row, blocks, like, map_state, nan_samples
+
+Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,9 @@ class _BackwardSolve:
             gradient, self.direct = self._through_features(cotangents)
             gradient = nan_samples(gradient, adjoint.layout.coupled)
             with adjoint.autocast.entered():
-                self.form = form_of(adjoint.flat, adjoint.compile_functions)
-                self.problem = with_traced_functions(adjoint.flat, held, self.form)  # what is traced refers to it
-                self.inside = self.problem.preactivation(state) if _is_own_objective(self.problem) else None
-                known = () if self.inside is None else (self.inside,)
-                local = self.problem.linearise(state, *known)
+                form = form_of(adjoint.flat, adjoint.compile_functions)
+                self.problem = with_traced_functions(adjoint.flat, held, form)  # what is traced refers to it
+                local = self.problem.linearise(state)
             check_symmetry(local, linear)
             system = symmetrised(local, gradient, adjoint.apply)
             self.recover = system.recover
@@ -144,9 +144,10 @@ class _BackwardSolve:
         with FastOperations():
             vector = self.recover(layout.restore(finish.point))
             with torch.enable_grad(), self.adjoint.autocast.entered():
-                flat, form = self.adjoint.flat, self.form
-                through = step_gradients(flat, self.leaves, form, self.state, vector, self.inside)
-        total = [add(one, other) for one, other in zip(through, self.direct, strict=True)]
+                reached = blocks(self.adjoint.flat.with_tensors(self.leaves).step(self.state))
+            with WeightGradients():  # type: ignore[no-untyped-call]
+                through = gradients_of(list(zip(reached, blocks(vector), strict=True)), self.leaves)
+        total = [_sum(one, other) for one, other in zip(through, self.direct, strict=True)]
         self.facts = tuple(place for place, gradient in enumerate(total) if gradient is not None)
         statistics = [layout.per_sample(each) for each in (finish.residual, finish.steps, finish.codes)]
         return [*(gradient for gradient in total if gradient is not None), *statistics, finish.trace]
@@ -170,8 +171,24 @@ class _BackwardSolve:
         return total if at_state is None else map_state(torch.add, at_state, total), found[count:]
 
 
-def _is_own_objective(problem: BoundMap) -> TypeGuard[Hidden]:
-    return isinstance(problem, Hidden) and is_written(problem)
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of what is there."""
+    return other if one is None else one if other is None else one + other
+
+
+def gradients_of(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
+    """The gradient of every leaf for the cotangents of the outputs; None where there is none."""
+    pairs = [(output, cotangent.to(output.dtype)) for output, cotangent in pairs if output.requires_grad]
+    places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+    if not pairs or not places:
+        return [None] * len(leaves)
+    outputs, cotangents = zip(*pairs, strict=True)
+    # The graph is retained: this is captured before the steps are, which would be given the memory that it leaves.
+    found = torch.autograd.grad(
+        outputs, [leaves[place] for place in places], cotangents, retain_graph=True, allow_unused=True
+    )
+    known = dict(zip(places, found, strict=True))
+    return [known.get(place) for place in range(len(leaves))]
 
 
 def attach_adjoint(
