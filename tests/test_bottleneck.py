@@ -56,6 +56,17 @@ class Turned(Inside):
         return -0.5 * (self.A @ y.T).square().sum(0) - (self.U(x) * y).sum(1)
 
 
+class Signed(Inside):
+    """What lies between ``W'`` and ``W`` is made of integers, whose values may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("signs", torch.ones(3, dtype=torch.long))
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -0.25 * (self.W.adjoint(y).square() * self.signs).sum(1) - (self.U(x) * y).sum(1)
+
+
 class Wide(Plain):
     """Its features are more than its state."""
 
@@ -86,6 +97,7 @@ def traced(problem: opteq.HiddenProblem, x: Tensor) -> Hidden:
         (lambda: Plain(None), False, True),
         (Inside, False, False),
         (Wide, False, False),
+        (Signed, False, False),
     ],
 )
 def test_where_there_is_a_bottleneck_the_answers_are_the_same(

@@ -68,7 +68,8 @@ class Traced:
         copies = [tensor.clone() for tensor in varying]
         self._strides = [tensor.stride() for tensor in copies]
         with _NoLists(), _FixedShapes():  # type: ignore[no-untyped-call]
-            traced = make_fx(flat, tracing_mode="real")(*fixed, *copies)
+            # Autograd's formulas write to tensors of their own, as users may do: each write becomes a new tensor.
+            traced = make_fx(torch.func.functionalize(flat), tracing_mode="real")(*fixed, *copies)
         simplify(traced.graph)
         _check(traced.graph)
         self.once, self.each = _split(traced, count)
