@@ -174,7 +174,7 @@ class _Functions:
         narrow = self.form.bottleneck("curvature", self.of_tensors("curvature"), fixed, y)
         return replace(local, reduction=narrow.reduce(local, fixed)) if narrow and narrow.symmetric else local
 
-    def linearise_freely(self, y: State) -> Linearisation:
+    def linearise_freely(self, y: State, inside: State | None = None) -> Linearisation:  # noqa: ARG002
         """The same for a map without an objective."""
         return Linearisation(
             lambda v: self.flat.with_tensors(self.fixed).linearise(y).product(v), self.at("adjoint", y)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opteq.problems.hidden import BoundMap, Hidden, Linearisation, Product, SymmetricLinearisation
+from opteq.problems.hidden import BoundMap, Linearisation, Product, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers.linear import CG, MINRES, LinearSolver
 from opteq.states import Autocast, Layout, State, map_state, nan_samples
@@ -18,12 +18,7 @@ class AdjointSystem:
 
     The problem is linearised at once: by the time of the backward pass a user's module may hold other weights
     (``torch.func.functional_call`` puts them in for the forward pass only).
-
-    Args:
-        hidden: the problem with its input bound.
-        state: its equilibrium.
-        linear: solves the system.
-        inside: the pre-activation at the state, where it is known.
+    ``inside`` is the pre-activation at the state, where it is known.
     """
 
     def __init__(self, hidden: BoundMap, state: State, linear: LinearSolver, inside: State | None = None) -> None:
@@ -32,7 +27,7 @@ class AdjointSystem:
         self.autocast = Autocast.current(self.layout.device)
         self.eps = rounding(self.layout, self.autocast)
         with torch.no_grad():
-            self.local = hidden.linearise(state, inside) if isinstance(hidden, Hidden) else hidden.linearise(state)
+            self.local = hidden.linearise(state, inside)
         check_symmetry(self.local, linear)
 
     def solve(self, gradient: State) -> tuple[State, Report]:

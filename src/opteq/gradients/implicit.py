@@ -75,10 +75,7 @@ class Implicit(Gradient):
 def attach_system(
     hidden: BoundMap, state: State, system_at: Callable[[State | None], AdjointSystem], record: Record
 ) -> State:
-    """``state`` with the gradient of one step, by way of the adjoint system; a constant where nothing wants one.
-
-    ``system_at`` makes the adjoint system from the pre-activation, None for a map that has none.
-    """
+    """``state`` with the gradient of a step, by the adjoint system at a pre-activation; a constant if none is due."""
     inside = hidden.preactivation(state) if isinstance(hidden, Hidden) else None
     carrier = hidden.activate(inside) if isinstance(hidden, Hidden) and inside is not None else hidden.step(state)
     if not wants_gradient(carrier):

@@ -155,8 +155,8 @@ class BoundMap(ABC):
         """The nearest state at which the objective is finite; extrapolating solvers may step outside."""
         return y
 
-    def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
-        """The Jacobian of :meth:`step` at ``y``."""
+    def linearise(self, y: State, inside: State | None = None) -> Linearisation | SymmetricLinearisation:  # noqa: ARG002
+        """The Jacobian of :meth:`step` at ``y``; ``inside`` is the pre-activation there, where one is known."""
         vjp = pullback(self.step, y)[1]
 
         def product(v: State) -> State:

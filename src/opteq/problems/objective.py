@@ -168,12 +168,8 @@ class BoundObjective(Hidden):
         """``y - t grad F(y)``."""
         return self._forward_step(y, self.gradient(y))
 
-    def activate(self, inside: State) -> State:
-        """The prox of the penalty, which makes a gradient step a proximal one."""
-        return super().activate(inside) if self.penalised else inside
-
     def project(self, y: State) -> State:
-        return map_state(self.penalty.project, y) if self.penalised else y
+        return map_state(self.penalty.project, y)
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> v - t H v`` with H the Hessian of F."""

@@ -84,13 +84,11 @@ class BoundParallel(BoundMap):
         """The sum of the parts' objectives, one value per sample; an error where a part has none."""
         return torch.stack(list(self.terms(y).values())).sum(dim=0)
 
-    def linearise(self, y: State) -> Linearisation | SymmetricLinearisation:
+    def linearise(self, y: State, inside: State | None = None) -> Linearisation | SymmetricLinearisation:
         """Block by block, symmetric if every block is."""
-        return self._side_by_side([part.linearise(piece) for part, piece in self._pairs(y)])
-
-    def _side_by_side(
-        self, local: Sequence[Linearisation | SymmetricLinearisation]
-    ) -> Linearisation | SymmetricLinearisation:
+        known = [None] * len(self.parts) if inside is None else self._pieces(inside)
+        pairs = zip(self._pairs(y), known, strict=True)
+        local = [part.linearise(piece, within) for (part, piece), within in pairs]
         symmetric = [one for one in local if isinstance(one, SymmetricLinearisation)]
         if len(symmetric) == len(local):
             return SymmetricLinearisation(
@@ -137,7 +135,7 @@ class BoundParallel(BoundMap):
         return lambda v: self._join(one(piece) for one, piece in zip(kept, self._pieces(v), strict=True))
 
 
-class HiddenParallel(BoundParallel, Hidden):
+class HiddenParallel(BoundParallel, Hidden):  # type: ignore[misc]
     """Parts that all have the form ``sum f(y) + 1/2 |y|^2 + g(y)``: so has their sum."""
 
     def __init__(self, parts: Sequence[Hidden]) -> None:
@@ -158,14 +156,6 @@ class HiddenParallel(BoundParallel, Hidden):
         if any(other is not first and other != first for other in others):
             raise ValueError("the parts have different penalties; use hidden.parts[i].penalty")
         return first
-
-    def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
-        """Block by block."""
-        known = [None] * len(self.hidden) if inside is None else self._pieces(inside)
-        pairs = zip(self._hidden_pairs(y), known, strict=True)
-        local = self._side_by_side([part.linearise(piece, within) for (part, piece), within in pairs])
-        assert isinstance(local, SymmetricLinearisation)
-        return local
 
     def activate(self, inside: State) -> State:
         """Every part by itself."""

@@ -247,7 +247,7 @@ class BoundDeepOptEq(BoundMap):
         """All layers once."""
         return self.trajectory(y)[-1]
 
-    def linearise(self, y: State) -> Linearisation:
+    def linearise(self, y: State, inside: State | None = None) -> Linearisation:  # noqa: ARG002
         """``J`` is the product of the layers' symmetric Jacobians ``(1 - alpha) I + alpha W' D W / mu``."""
         parts = [
             (block.jacobian_at(point), alpha)
