@@ -246,6 +246,8 @@ def test_on_failure_suggests_the_nearest() -> None:
     assigned = layer()
     with pytest.raises(ValueError, match=r"unknown on_failure 'rase'; did you mean 'raise'"):
         assigned.on_failure = "rase"  # it warned, where it should have raised
+    with pytest.raises(ValueError, match="compile=True compiles functions that you have written; OptEq has none"):
+        opteq.Equilibrium(opteq.OptEq(opteq.operators.Dense(2, 3)), compile=True)
     with pytest.raises(TypeError, match=r"compile_functions should be True or False, as .* compile; got 'max'"):
         layer(compile="max")
     with pytest.raises(TypeError, match="Equilibrium has no option 'onfailure'; did you mean 'on_failure'"):

@@ -24,7 +24,7 @@ from opteq.diagnostics.minimum import mark_non_minima
 from opteq.diagnostics.objective_trace import trace_terms
 from opteq.gradients import Gradient, Implicit
 from opteq.gradients.attach import attach
-from opteq.problems.base import Problem
+from opteq.problems.base import Problem, WrittenProblem
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solution import BackwardSlot, Report, Solution
 from opteq.solvers import Anderson, Solver, Status
@@ -121,6 +121,10 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         self.solver: Solver = solver
         self.gradient: Gradient = gradient
         self.on_failure = on_failure
+        if compile is True and not isinstance(problem, WrittenProblem):
+            raise ValueError(
+                f"compile=True compiles functions that you have written; {type(problem).__name__} has none"
+            )
         self.compile_functions = compile
         self.last: tuple[Report, BackwardSlot] | None = None
         self.observer: Observer | None = None

@@ -63,13 +63,6 @@ class Symmetrised:
     recover: Callable[[State], State]
 
 
-def adjoint_product(local: Linearisation | SymmetricLinearisation) -> Product:
-    """The product of the symmetrised adjoint system: S of :func:`symmetrised`."""
-    if isinstance(local, Linearisation):
-        return local.adjoint
-    return local.scaled if local.reduction is None else local.reduction.product
-
-
 def symmetrised(
     local: Linearisation | SymmetricLinearisation, gradient: State, apply: Callable[[Product, State], State]
 ) -> Symmetrised:
@@ -78,17 +71,17 @@ def symmetrised(
     ``apply`` applies a product in the precision of the forward pass.
     """
     if isinstance(local, Linearisation):
-        return Symmetrised(adjoint_product(local), gradient, lambda v: v)
+        return Symmetrised(local.adjoint, gradient, lambda v: v)
     reduction = local.reduction
     if reduction is not None:
         expand = reduction.expand
         return Symmetrised(
-            adjoint_product(local),
+            reduction.product,
             apply(reduction.restrict, gradient),
             lambda u: map_state(torch.add, gradient, apply(expand, u)),
         )
     return Symmetrised(
-        adjoint_product(local),
+        local.scaled,
         apply(local.factor_adjoint, gradient),
         lambda w: map_state(torch.add, gradient, apply(lambda w: local.curvature(local.factor(w)), w)),
     )

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from opteq.problems.base import Problem, check_called
+from opteq.problems.base import WrittenProblem, check_called
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
 from opteq.problems.written import BoundModule
 from opteq.states import State, blocks
 
 
-class FixedPoint(Problem):
+class FixedPoint(WrittenProblem):
     """The state z with ``z = f(z, x)``, for any f: a general deep equilibrium model.
 
     f only has to keep the shape of z. So there are no guarantees: there is no objective, the Jacobian is not symmetric
