@@ -110,6 +110,7 @@ def test_where_there_is_a_bottleneck_the_answers_are_the_same(
     assert (hidden.compact_form() is not None) == forward
     reduction = hidden.linearise(hidden.start()).reduction  # type: ignore[union-attr]
     assert (reduction is not None) == backward
+    assert (reduction is not None and reduction.features == 1) == isinstance(problem, written.Written)
 
     layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-13), opteq.Implicit(tol=1e-13))
 
@@ -125,6 +126,31 @@ def test_where_there_is_a_bottleneck_the_answers_are_the_same(
         found = both()
         with opteq.engine.off():
             torch.testing.assert_close(found, both(), rtol=1e-9, atol=1e-11)
+
+
+class Scaled(written.Written):
+    """Its features are a multiple of what is at the bottleneck."""
+
+    def features(self, y: Tensor) -> Tensor:
+        return -3 * self.W.adjoint(y)
+
+
+@pytest.mark.parametrize("kind", [opteq.OptEq, written.Written, Scaled])
+def test_gradients_of_features_and_of_the_state_add_up(kind: type[opteq.Problem]) -> None:
+    torch.manual_seed(0)
+    problem = kind(op.Conv2d(3, 6, 3, bound=0.9), nn.Conv2d(3, 6, 3, padding=1)).double()
+    x = torch.randn(2, 3, 5, 5).double().requires_grad_()
+    implicit = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-13), opteq.Implicit(tol=1e-13))
+    unrolled = opteq.Equilibrium(problem, opteq.Picard(tol=1e-14, max_steps=300), opteq.Unrolled(300))
+
+    for weights in ((1.0, 0.0), (0.0, 1.0), (1.0, -2.0)):
+        found = []
+        for layer in (implicit, unrolled):
+            solution = layer.solve(x)
+            parts = (solution.features.sin().sum(), solution.state.square().sum())  # type: ignore[union-attr]
+            loss = sum(weight * part for weight, part in zip(weights, parts, strict=True) if weight)
+            found.append(torch.autograd.grad(loss, [x, *problem.parameters()]))
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
@@ -261,7 +287,7 @@ def test_gradients_of_traced_convolutions_are_convolutions(name: str, geometry: 
 def test_solvers_on_features_need_features_that_give_the_state() -> None:
     problem, x = images(), torch.randn(2, 3, 5, 5)
     sam = opteq.Equilibrium(problem, opteq.SAM(regularizer=opteq.regularizers.Ridge()), on_failure="ignore")
-    with pytest.raises(ValueError, match=r"Written.*whose features differ from its state"):
+    with pytest.raises(ValueError, match=r"Written.*whose features do not determine its state"):
         sam(x)
     sam = opteq.Equilibrium(Plain(), sam.solver, on_failure="ignore")
     state = sam.solve(torch.randn(2, 4)).state

@@ -85,11 +85,11 @@ def test_memory_grows_with_unrolled_steps_and_with_no_others() -> None:
 
 
 def test_memory_counts_what_the_adjoint_solve_keeps() -> None:
-    """At least the state and the slopes of its activation, beyond what one step keeps."""
+    """At least the slopes of its activation and their roots, beyond what one step keeps."""
     one, implicit = measure(small_layer(), [opteq.OneStep(), opteq.Implicit()], batch(256))
     state = 256 * 16 * 8
     assert one.kept_bytes >= state
-    assert implicit.kept_bytes >= one.kept_bytes + state
+    assert implicit.kept_bytes >= one.kept_bytes + state // 2
 
 
 def test_all_kinds_by_default_and_a_table() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import opteq
+import written
 from opteq import operators as op
 from opteq.states import blocks
 from test_engine import Written
@@ -87,6 +88,7 @@ def test_both_paths_agree_and_see_new_weights(kind: str) -> None:
     report = opteq.engine.report(layer, x)
     assert "forward: captured CUDA graph" in report
     assert "backward: captured CUDA graph" in report
+    assert "functions" not in report
     with torch.no_grad():
         for weight in problem.parameters():
             weight.mul_(1.02)
@@ -98,6 +100,18 @@ def test_both_paths_agree_and_see_new_weights(kind: str) -> None:
     with torch.no_grad():
         for _ in range(3):
             assert (flat(layer(x)) - moved[0]).norm() < 1e-5 * moved[0].norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("low", [False, True])
+def test_functions_are_traced_where_there_are_many_channels(low: bool, compiled: bool) -> None:
+    """Transposed convolutions become others there, also while a capture is watched."""
+    torch.manual_seed(0)
+    problem = written.Written(op.Conv2d(16, 16, 3, bound=0.9), nn.Conv2d(16, 16, 3, padding=1)).cuda()
+    x = torch.randn(4, 16, 8, 8, device="cuda", requires_grad=True)
+    layer = opteq.Equilibrium(problem, compile=compiled)
+    with torch.autocast("cuda", torch.bfloat16, enabled=low):
+        assert opteq.engine.report(layer, x) == "forward: captured CUDA graph\nbackward: captured CUDA graph"
 
 
 class Rough(opteq.Objective):

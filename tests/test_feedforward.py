@@ -259,7 +259,7 @@ def test_options_that_are_refused() -> None:
 
 def test_a_solver_on_features_cannot_look_through_the_read_out() -> None:
     problem = opteq.DeepOptEq.from_feedforward(mlp(1))
-    with pytest.raises(ValueError, match="whose features differ from its state"):
+    with pytest.raises(ValueError, match="whose features do not determine its state"):
         opteq.Equilibrium(problem, opteq.SAM(regularizer=opteq.regularizers.Ridge()))(inputs(1))
 
 

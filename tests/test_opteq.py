@@ -572,7 +572,7 @@ def test_a_solver_on_features_is_refused_where_there_are_none_to_work_on() -> No
     ridge = opteq.OptEq(op.Dense(3, 4), regularizer=regularizers.Ridge())
     with pytest.raises(ValueError, match="needs OptEq without a regulariser of its own"):
         opteq.Equilibrium(ridge, sam)(x)
-    with pytest.raises(ValueError, match="can't solve a Splitting"):
+    with pytest.raises(ValueError, match="can't solve Splitting"):
         opteq.Equilibrium(opteq.Splitting(opteq.OptEq(op.Dense(3, 4)), regularizers.L1()), sam)(x)
 
 

@@ -113,7 +113,7 @@ def local_certificate(
             return bound.preactivation(state)
 
         into, back = _jvp_and_vjp(inside, x)
-        entered = _norm(lambda v: back(local.factor(local.factor_adjoint(into(v)))), x, steps, failure / 4)
+        entered = _norm(lambda v: back(local.derivative(into(v))), x, steps, failure / 4)
         out, home = _jvp_and_vjp(hidden.features, state)
         left = _norm(lambda v: local.factor_adjoint(home(out(local.factor(v)))), state, steps, failure / 4)
         lipschitz = torch.where(strict, entered * left / gap, torch.inf)

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opteq.engine.flatten import Flattened
-from opteq.engine.trace import Traced, dependents, extract, in_layout
+from opteq.engine.trace import Function, Traced, dependents, extract, in_layout
 from opteq.problems.base import HiddenProblem
 from opteq.problems.hidden import FeatureForm, Reduction, SymmetricLinearisation
 from opteq.states import State
@@ -33,13 +33,16 @@ class Bottleneck:
     Args:
         traced: the function; its result has the shape of what varies.
         examples: of the fixed tensors, and of the one that varies.
+        features: another function of the same tensors.
 
     Attributes:
         homogeneous: whether there is a bottleneck, and the first half maps zero to zero.
         symmetric: whether there is one, and the second half is a multiple of the first one's transpose.
+        features: the number that the second half, multiplied by it, is the transpose of the features; None where there
+            is none.
     """
 
-    def __init__(self, traced: Traced, examples: Sequence[Tensor]) -> None:
+    def __init__(self, traced: Traced, examples: Sequence[Tensor], features: Function | None = None) -> None:
         *nodes, output = traced.each.graph.nodes
         inputs = [node for node in nodes if node.op == "placeholder"]
         varying = dependents(traced.each, inputs[-1:])
@@ -54,12 +57,13 @@ class Bottleneck:
         into = extract(traced.each, inputs, found)
         out = extract(traced.each, [*inputs[:-1], found], output.args[0][0])
         self.homogeneous = self.symmetric = False
+        self.features: float | None = None
         if found is not inputs[-1]:
             strides = examples[-1].stride(), found.meta["val"].stride()
             self._halves = _Halves(traced.once, into, out, strides)
             # Modes that watch a capture need not see this.
             with suppress(Exception), _disable_current_modes():  # of functions that refuse random numbers
-                self._try_random_numbers(examples)
+                self._try_random_numbers(examples, features)
 
     def formulate(self, start: State, fixed: Sequence[Tensor]) -> FeatureForm:
         """A step in the variable at the bottleneck."""
@@ -70,26 +74,30 @@ class Bottleneck:
         """The adjoint system of a step with this curvature, in the variable at the bottleneck."""
         into, out = self._halves.bind(fixed)
 
-        def restrict(g: State) -> Tensor:
-            return into(local.factor(local.factor_adjoint(g)))
+        return Reduction(lambda g: into(local.derivative(g)), out, self.features)
 
-        return Reduction(lambda u: restrict(out(u)), restrict, out)
-
-    def _try_random_numbers(self, examples: Sequence[Tensor]) -> None:
+    def _try_random_numbers(self, examples: Sequence[Tensor], features: Function | None) -> None:
         """In float64, whatever the precision of the graph: an identity holds to the last digits, or it does not.
 
         Integers may be indices, for which random ones will not do. Where some are used, nothing is known of others.
         """
-        given = [node for node in self._halves.once.graph.nodes if node.op == "placeholder"]
-        if any(node.users and not _is_drawn(tensor) for node, tensor in zip(given, examples[:-1], strict=True)):
+        if not _can_be_drawn(self._halves.once, examples):
             return
         draw = partial(_drawn, torch.Generator(examples[-1].device).manual_seed(0))
-        into, out = self._halves.in_float64().bind([draw(tensor) for tensor in examples[:-1]])
+        fixed = [draw(tensor) for tensor in examples[:-1]]
+        into, out = self._halves.in_float64().bind(fixed)
         one, other = draw(examples[-1]), draw(examples[-1])
         other[1:] = one[1:]  # rows of the bottleneck have to be those of samples
         if len(into(one)) == len(one) and _near(into(one)[1:], into(other)[1:]):
             self.homogeneous = not bool(into(torch.zeros_like(one)).any())
-            self.symmetric = _transposed(into, out, one, draw)
+            self.symmetric = bool(_multiple(into, out, one, draw))
+        if self.symmetric and features is not None:
+            traced = Traced(features, examples[:-1], examples[-1:], False)
+            once, each = map(_in_float64, (traced.once, traced.each))
+            if _can_be_drawn(once, examples):
+                known = once(*fixed)
+                number = _multiple(lambda y: each(*known, in_layout(self._halves.strides[0], y))[0], out, one, draw)
+                self.features = None if number is None else float(f"{1 / number:.12g}")
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,14 @@ def _in_float64(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _transposed(into: Callable[..., Tensor], out: Callable[..., Tensor], like: Tensor, draw: Any) -> bool:
-    """Whether ``<out(u), v> = c <u, into(v)>`` with one number c, for random u and v."""
+def _can_be_drawn(once: fx.GraphModule, examples: Sequence[Tensor]) -> bool:
+    """Whether random numbers can take the place of all tensors that are used."""
+    given = [node for node in once.graph.nodes if node.op == "placeholder"]
+    return all(_is_drawn(tensor) for node, tensor in zip(given, examples[:-1], strict=True) if node.users)
+
+
+def _multiple(into: Callable[..., Tensor], out: Callable[..., Tensor], like: Tensor, draw: Any) -> float | None:
+    """The number c with ``<out(u), v> = c <u, into(v)>`` for random u and v; None where there is none."""
     pairs = []
     for _ in range(4):
         v = draw(like)
@@ -131,7 +145,8 @@ def _transposed(into: Callable[..., Tensor], out: Callable[..., Tensor], like: T
         u = draw(carried)
         pairs.append(torch.stack([(out(u) * v).sum(), (u * carried).sum()]))
     one, other = torch.stack(pairs, dim=1)
-    return _near(one, (one @ other) / (other @ other) * other)
+    number = (one @ other) / (other @ other)
+    return float(number) if _near(one, number * other) else None
 
 
 def _near(one: Tensor, other: Tensor) -> bool:

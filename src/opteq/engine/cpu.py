@@ -39,7 +39,7 @@ def attach(
     traced = _traced(hidden, "backward")
     if traced is None:
         return None
-    return attach_system(hidden, state, partial(AdjointSystem, traced, state, linear), record), outcome
+    return attach_system(hidden, state, outcome, partial(AdjointSystem, traced, state, linear), record)
 
 
 def _traced(hidden: BoundMap, direction: str) -> Hidden | None:

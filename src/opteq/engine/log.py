@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from opteq.engine.flatten import flatten
 from opteq.engine.settings import settings
+from opteq.engine.traced import form_of
+from opteq.engine.values_read import NotFlattenableError
 from opteq.states import blocks
 
 latest_notes: dict[str, str] = {}
@@ -34,4 +38,9 @@ def describe(layer: Any, x: Any) -> str:
             torch.autograd.grad(tracked, [p for p in (*layer.parameters(), *blocks(x)) if p.requires_grad],
                                 [torch.ones_like(part) for part in tracked], allow_unused=True)  # fmt: skip
     backward = latest("backward") if tracked else "nothing wants a gradient"
-    return f"forward: {latest('forward')}\nbackward: {backward}"
+    lines = [f"forward: {latest('forward')}", f"backward: {backward}"]
+    with suppress(NotFlattenableError):
+        hidden = layer.problem(x)
+        form = form_of(flatten(hidden), layer.compile_functions)
+        lines += [] if form.reason is None else [f"functions: as they are written: {form.reason}"]
+    return "\n".join(lines)

@@ -16,6 +16,7 @@ from weakref import proxy
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from opteq.engine.flatten import Flattened
@@ -80,7 +81,9 @@ class Form:
         traced = self._trace((name, _looks(fixed), _looks(parts)), function, fixed, parts)
         return (lambda varying: function(fixed, list(varying))) if traced is None else traced.bind(fixed)
 
-    def bottleneck(self, name: str, function: Function, fixed: list[Tensor], y: State) -> Bottleneck | None:
+    def bottleneck(
+        self, name: str, function: Function, fixed: list[Tensor], y: State, features: Function | None = None
+    ) -> Bottleneck | None:
         """A function by its bottleneck; None where its argument ``y`` is a tuple, or where it can't be traced."""
         if isinstance(y, tuple):
             return None
@@ -90,7 +93,7 @@ class Form:
         if traced is not None and key not in self._bottlenecks:
             from opteq.engine.bottleneck import Bottleneck
 
-            self._bottlenecks[key] = Bottleneck(traced, [*fixed, y])
+            self._bottlenecks[key] = Bottleneck(traced, [*fixed, y], features)
         return self._bottlenecks.get(key)
 
     def _trace(self, key: tuple[Any, ...], function: Function, fixed: Any, varying: Any) -> Traced | None:
@@ -98,7 +101,8 @@ class Form:
             from opteq.engine.trace import Traced  # loads a part of torch's compiler
 
             try:
-                with _lock:
+                # Modes that watch a capture need not see this, nor know tensors without values.
+                with _lock, _disable_current_modes():
                     self._traced[key] = Traced(function, fixed, varying, self.compile_functions and key[0] not in _ONCE)
             except Exception as error:  # a user's code may raise anything
                 self.reason = f"it could not be traced: {(str(error) or type(error).__name__).splitlines()[0]}"
@@ -171,7 +175,8 @@ class _Functions:
         """As the problem's, in the variable of a bottleneck where the Hessian has one."""
         local: SymmetricLinearisation = self.plain.linearise(self.hidden, y, inside)  # type: ignore
         fixed = [*self.fixed, *blocks(y)]
-        narrow = self.form.bottleneck("curvature", self.of_tensors("curvature"), fixed, y)
+        functions = self.of_tensors("curvature"), self.of_tensors("features")
+        narrow = self.form.bottleneck("curvature", functions[0], fixed, y, functions[1])
         return replace(local, reduction=narrow.reduce(local, fixed)) if narrow and narrow.symmetric else local
 
     def linearise_freely(self, y: State, inside: State | None = None) -> Linearisation:  # noqa: ARG002
@@ -214,6 +219,7 @@ _FUNCTIONS: dict[str, Callable[[Any, State, State], Any]] = {
     "preactivation": lambda problem, y, _: problem.preactivation(y),
     "merit": lambda problem, y, _: problem._step_and_merit(y),
     "curvature": lambda problem, v, y: problem.curvature_at(y)(v),
+    "features": lambda problem, v, _: problem.features(v),
     "adjoint": lambda problem, v, y: problem.linearise(y).adjoint(v),
 }
 

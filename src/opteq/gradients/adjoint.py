@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -30,15 +29,16 @@ class AdjointSystem:
             self.local = hidden.linearise(state, inside)
         check_symmetry(self.local, linear)
 
-    def solve(self, gradient: State) -> tuple[State, Report]:
-        """The adjoint vector v, NaN for samples whose gradient is not finite, and how its system was solved."""
-        gradient = nan_samples(gradient, self.layout.coupled)
+    def solve(self, gradient: State | None, at_features: State | None = None) -> tuple[State, Report]:
+        """The adjoint vector v, NaN for samples whose gradient is not finite, and how its system was solved.
+
+        Both gradients are as in :func:`symmetrised`.
+        """
         with self.autocast.off(), torch.no_grad():
-            system = symmetrised(self.local, gradient, self._in)
-            layout = Layout.of(system.rhs, self.layout.coupled)
-            solve = self.linear.open_states(lambda v: self._in(system.product, v), system.rhs, layout, self.eps)
-            finish = solve.run()
-            vector = system.recover(layout.restore(finish.point))
+            product, rhs, recover = symmetrised(self.local, gradient, at_features, self._in, self.layout.coupled)
+            layout = Layout.of(rhs, self.layout.coupled)
+            finish = self.linear.open_states(lambda v: self._in(product, v), rhs, layout, self.eps).run()
+            vector = recover(layout.restore(finish.point))
         report = Report(
             method=f"adjoint by {type(self.linear).__name__}",
             residual=layout.per_sample(finish.residual),
@@ -54,37 +54,31 @@ class AdjointSystem:
             return product(v)
 
 
-@dataclass(frozen=True)
-class Symmetrised:
-    """``(I - S) u = rhs``, where ``product`` applies S; ``v = recover(u)`` is the adjoint vector."""
-
-    product: Product
-    rhs: State
-    recover: Callable[[State], State]
-
-
 def symmetrised(
-    local: Linearisation | SymmetricLinearisation, gradient: State, apply: Callable[[Product, State], State]
-) -> Symmetrised:
-    """The adjoint system for an incoming ``gradient``, in its symmetric or smaller form where there is one.
+    local: Linearisation | SymmetricLinearisation, gradient: State | None, at_features: State | None,
+    apply: Callable[[Product, State], State], coupled: bool,
+) -> tuple[Product, State, Product]:  # fmt: skip
+    """The adjoint system ``(I - S) u = r`` in its symmetric or smaller form, where there is one: S, r, and v of u.
 
-    ``apply`` applies a product in the precision of the forward pass.
+    Given are the gradients of the state and of features that a reduction knows; None where one is zero. ``apply``
+    applies a product in the precision of the forward pass; ``coupled`` where samples depend on each other.
     """
+    gradient, at_features = (None if one is None else nan_samples(one, coupled) for one in (gradient, at_features))
     if isinstance(local, Linearisation):
-        return Symmetrised(local.adjoint, gradient, lambda v: v)
-    reduction = local.reduction
-    if reduction is not None:
-        expand = reduction.expand
-        return Symmetrised(
-            reduction.product,
-            apply(reduction.restrict, gradient),
-            lambda u: map_state(torch.add, gradient, apply(expand, u)),
-        )
-    return Symmetrised(
-        local.scaled,
-        apply(local.factor_adjoint, gradient),
-        lambda w: map_state(torch.add, gradient, apply(lambda w: local.curvature(local.factor(w)), w)),
-    )
+        assert gradient is not None
+        return local.adjoint, gradient, lambda v: v
+    system = local.system
+    parts = [] if gradient is None else [apply(system.restrict, gradient)]
+    if at_features is not None:
+        parts.append(map_state(lambda h: system.features * h, at_features))
+    rhs = parts[0] if len(parts) == 1 else map_state(torch.add, *parts)
+
+    def recover(u: State) -> State:
+        # A solver gives up where the right-hand side is NaN: the answer has to be NaN there as well.
+        v = apply(system.expand, map_state(lambda part, h: part + 0 * h, u, rhs) if gradient is None else u)
+        return v if gradient is None else map_state(torch.add, gradient, v)
+
+    return system.product, rhs, recover
 
 
 def rounding(layout: Layout, autocast: Autocast) -> float:

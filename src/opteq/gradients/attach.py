@@ -10,7 +10,10 @@ from torch import Tensor
 
 from opteq.states import State, blocks, like, nan_samples
 
-Adjoint = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+Gradients = tuple[Tensor | None, ...]
+"""Gradients of several tensors; None where one has none."""
+
+Adjoint = Callable[[Gradients], Gradients]
 
 
 def attach(
@@ -44,41 +47,52 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
         ctx.adjoint, ctx.notice, ctx.count = inputs[:3]
+        ctx.set_materialize_grads(False)  # most users look at the features alone
         ctx.save_for_backward(*inputs[3 + ctx.count :])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         carriers = ctx.saved_tensors
+        if all(gradient is None for gradient in gradients):
+            return (None, None, None, *[None] * 2 * ctx.count)
         if ctx.notice is not None:
             ctx.notice()
-        if ctx.adjoint is not None:
-            with torch.no_grad():
-                solved = ctx.adjoint(gradients)
-            gradients = solved
-            if torch.is_grad_enabled():  # a second derivative may be asked for
-                gradients = refuse_second_derivative(solved, carriers)
+        if ctx.adjoint is None:
+            found: Gradients = blocks(nan_samples(filled(gradients, carriers) or ()))
         else:
-            gradients = blocks(nan_samples(gradients))
-        cast = [g.to(carrier.dtype) for g, carrier in zip(gradients, carriers, strict=True)]
+            with torch.no_grad():
+                found = ctx.adjoint(gradients)
+            if torch.is_grad_enabled():  # a second derivative may be asked for
+                found = refuse_second_derivative(found, carriers)
+        cast = [None if g is None else g.to(carrier.dtype) for g, carrier in zip(found, carriers, strict=True)]
         return (None, None, None, *[None] * ctx.count, *cast)
 
 
-def refuse_hidden_batches(gradients: Sequence[Tensor]) -> None:
+def filled(gradients: Gradients, form: State) -> State | None:
+    """Gradients of a state's parts, zero for those that have none; None where no part has one."""
+    if all(gradient is None for gradient in gradients):
+        return None
+    parts = zip(gradients, blocks(form), strict=True)
+    return like(form, tuple(torch.zeros_like(part) if given is None else given for given, part in parts))
+
+
+def refuse_hidden_batches(gradients: Gradients) -> None:
     """Raise where torch.autograd has put many gradients into one tensor without saying so.
 
     A linear solve branches on its residuals, which can't be read from such a tensor.
     """
-    if any(torch._C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients):
+    if any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in gradients):
         raise RuntimeError(
             "several gradients of an equilibrium at once, by is_grads_batched=True or vectorize=True of "
             "torch.autograd, do not pass through an adjoint solve; use torch.func.jacrev, or vmap(vjp), which do"
         )
 
 
-def refuse_second_derivative(values: Sequence[Tensor], carriers: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def refuse_second_derivative(values: Gradients, carriers: Sequence[Tensor]) -> Gradients:
     """``values``, with an error for who differentiates them, by way of themselves or of ``carriers``."""
-    guarded: tuple[Tensor, ...] = _Once.apply(len(values), *values, *carriers)  # type: ignore[no-untyped-call]
-    return guarded
+    there = [value for value in values if value is not None]
+    guarded = iter(_Once.apply(len(there), *there, *carriers))  # type: ignore[no-untyped-call]
+    return tuple(None if value is None else next(guarded) for value in values)
 
 
 class _Once(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from opteq import engine
 from opteq.common.validate import positive, whole
 from opteq.gradients.adjoint import AdjointSystem
-from opteq.gradients.attach import attach, refuse_hidden_batches
+from opteq.gradients.attach import Gradients, attach, filled, refuse_hidden_batches
 from opteq.gradients.base import Gradient, Record, find_no_grad, wants_gradient
-from opteq.problems.hidden import BoundMap, Hidden, Structure
+from opteq.problems.hidden import BoundMap, Structure, SymmetricLinearisation
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.linear import CG, GMRES, MINRES, LinearSolver
 from opteq.states import Layout, State, blocks, like, map_state
@@ -63,7 +63,7 @@ class Implicit(Gradient):
         attached = engine.attach(hidden, state, outcome, linear, record)
         if attached is not None:
             return attached
-        return attach_system(hidden, state, partial(AdjointSystem, hidden, state, linear), record), outcome
+        return attach_system(hidden, state, outcome, partial(AdjointSystem, hidden, state, linear), record)
 
     def _linear(self, hidden: BoundMap, state: State) -> LinearSolver:
         if self.linear is not None:
@@ -73,19 +73,29 @@ class Implicit(Gradient):
 
 
 def attach_system(
-    hidden: BoundMap, state: State, system_at: Callable[[State | None], AdjointSystem], record: Record
-) -> State:
-    """``state`` with the gradient of a step, by the adjoint system at a pre-activation; a constant if none is due."""
-    inside = hidden.preactivation(state) if isinstance(hidden, Hidden) else None
-    carrier = hidden.activate(inside) if isinstance(hidden, Hidden) and inside is not None else hidden.step(state)
+    hidden: BoundMap, state: State, outcome: Outcome, system_at: Callable[[State | None], AdjointSystem], record: Record
+) -> tuple[State, Outcome]:
+    """``state`` with the gradient of a step, by the adjoint system at a pre-activation; a constant if none is due.
+
+    Features whose gradient the system takes as it is are attached as well, and put into the outcome.
+    """
+    carrier, inside, features = hidden.step_by_step(state)
     if not wants_gradient(carrier):
-        return state
+        return state, outcome
     system = system_at(None if inside is None else map_state(Tensor.detach, inside))
+    direct = isinstance(system.local, SymmetricLinearisation) and system.local.system.features is not None
+    features = () if not direct else hidden.features(state) if features is None else features
+    count = len(blocks(state))
 
-    def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def adjoint(gradients: Gradients) -> Gradients:
         refuse_hidden_batches(gradients)
-        solved, report = system.solve(like(state, gradients))
+        of_state, of_features = gradients[:count], gradients[count:]
+        solved, report = system.solve(filled(of_state, state), filled(of_features, features))
         record(report)
-        return blocks(solved)
+        return (*blocks(solved), *of_features)
 
-    return attach(state, carrier, adjoint)
+    constants = map_state(Tensor.detach, features)
+    both = blocks(attach((*blocks(state), *blocks(constants)), (*blocks(carrier), *blocks(features)), adjoint))
+    if direct:
+        outcome = replace(outcome, features=like(features, both[count:]))
+    return like(state, both[:count]), outcome

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import positive
-from opteq.gradients.attach import attach
+from opteq.gradients.attach import Gradients, attach, filled
 from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
-from opteq.states import Autocast, Layout, State, blocks, like, nan_samples, row_norms
+from opteq.states import Autocast, Layout, State, blocks, nan_samples, row_norms
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Shine(Gradient):
         layout = Layout.of(state, hidden.coupled or solver.couples_batch)
         autocast = Autocast.current(blocks(state)[0].device)
 
-        def adjoint(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            rows = layout.pack(nan_samples(like(state, gradients), layout.coupled))
+        def adjoint(gradients: Gradients) -> Gradients:
+            gradient = filled(gradients, state)
+            assert gradient is not None
+            rows = layout.pack(nan_samples(gradient, layout.coupled))
             with autocast.off():
                 solved = self._believed(inverse(rows), rows)
             return blocks(layout.unpack(solved))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
-from opteq.states import State, blocks, inner, map_state
+from opteq.states import State, blocks, inner, like, map_state
 
 Product = Callable[[State], State]
 
@@ -35,48 +35,58 @@ class Linearisation:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The adjoint system where ``M = B C`` passes through fewer numbers, the features of OptEq for instance.
-
-    With ``u = C F w`` the system ``(I - F' M F) w = F' g`` becomes ``(I - C D B) u = C D g`` with ``v = g + B u``. It
-    is symmetric where C is a multiple of ``B'``, and has the same eigenvalues but for ones.
+    """The adjoint system ``(I - B C) v = g`` as ``(I - C B) u = C g`` with ``v = g + B u``.
 
     Attributes:
-        product: ``u -> C D B u``.
-        restrict: ``g -> C D g``.
+        restrict: ``g -> C g``.
         expand: ``u -> B u``.
+        features: the number s where ``s B`` is the transpose of the features' derivative; None where it is something
+            else. A gradient h of theirs, ``g = s B h``, then needs no C: ``(I - C B) u = s h`` and ``v = B u``.
     """
 
-    product: Product
     restrict: Product
     expand: Product
+    features: float | None = None
+
+    def product(self, u: State) -> State:
+        """``C B u``."""
+        return self.restrict(self.expand(u))
 
 
 @dataclass(frozen=True)
 class SymmetricLinearisation:
-    """``J = F F' M`` with M symmetric, where ``F F'`` is the derivative of the activation.
+    """``J = F F' M`` with M symmetric, where ``D = F F'`` is the derivative of the activation.
 
-    The adjoint system ``(I - M F F') v = g`` becomes the symmetric ``(I - F' M F) w = F' g`` with ``v = g + M F w``; it
-    needs no inverse of F, so units that a ReLU switched off are no trouble.
+    The adjoint system ``(I - M D) v = g`` becomes the symmetric ``(I - F' M F) w = F' g`` with ``v = g + M F w``; it
+    needs no inverse of F, so units that a ReLU switched off are no trouble. Where ``M = B C`` passes through fewer
+    numbers, the features of OptEq for instance, and C is a multiple of ``B'``, ``(I - C D B) u = C D g`` is smaller.
 
     Attributes:
         curvature: ``v -> M v``, minus the Hessian of the smooth part.
         factor: ``w -> F w``.
         factor_adjoint: ``v -> F' v``.
-        reduction: a smaller system with the same answer, where there is one.
+        derivative: ``v -> D v``.
+        reduction: the smaller system, where there is one.
     """
 
     curvature: Product
     factor: Product
     factor_adjoint: Product
+    derivative: Product
     reduction: Reduction | None = None
+
+    @property
+    def system(self) -> Reduction:
+        """The symmetric form of the adjoint system, the smaller one where there is one."""
+        return self.reduction or Reduction(self.factor_adjoint, lambda w: self.curvature(self.factor(w)))
 
     def product(self, v: State) -> State:
         """``J v``."""
-        return self.factor(self.factor_adjoint(self.curvature(v)))
+        return self.derivative(self.curvature(v))
 
     def adjoint(self, v: State) -> State:
         """``J' v``."""
-        return self.curvature(self.factor(self.factor_adjoint(v)))
+        return self.curvature(self.derivative(v))
 
     def scaled(self, w: State) -> State:
         """``F' M F w``, the symmetric form of J."""
@@ -147,6 +157,10 @@ class BoundMap(ABC):
     def step(self, y: State) -> State:
         """One application of the map."""
 
+    def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
+        """The step, and the pre-activation and the features where they are computed on the way."""
+        return self.step(y), None, None
+
     def features(self, y: State) -> State:
         """The output of the layer: the state itself by default."""
         return y
@@ -178,9 +192,9 @@ class BoundMap(ABC):
         """The problem written for the features, for solvers that work there."""
         start = self.start()
         if self.features(start) is not start:
+            name = type(self).__name__.removeprefix("Bound")
             raise ValueError(
-                f"a solver that works on features can't solve {type(self).__name__}, whose features differ from its "
-                "state and do not determine it"
+                f"a solver that works on features can't solve {name}, whose features do not determine its state"
             )
         return FeatureForm(self.step, start, lambda z: z, lambda y: y)
 
@@ -215,6 +229,11 @@ class Hidden(BoundMap):
         """``-grad g(y)``: what the activation is applied to."""
         slope: State = gradient(lambda state: self.smooth(state).sum(), y)
         return map_state(torch.neg, slope)
+
+    def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
+        """As for every map."""
+        inside = self.preactivation(y)
+        return self.activate(inside), inside, None
 
     def step(self, y: State) -> State:
         """``sigma(-grad g(y))``."""
@@ -262,11 +281,6 @@ class Hidden(BoundMap):
 
         def each(name: str) -> Callable[[State], State]:
             parts = [getattr(one, name) for one in local]
+            return lambda v: like(v, tuple(part(block) for part, block in zip(parts, blocks(v), strict=True)))
 
-            def apply(v: State) -> State:
-                pieces = tuple(part(block) for part, block in zip(parts, blocks(v), strict=True))
-                return pieces if isinstance(v, tuple) else pieces[0]
-
-            return apply
-
-        return SymmetricLinearisation(self.curvature_at(y), each("factor"), each("factor_adjoint"))
+        return SymmetricLinearisation(self.curvature_at(y), each("factor"), each("factor_adjoint"), each("derivative"))

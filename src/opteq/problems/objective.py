@@ -183,7 +183,7 @@ class BoundObjective(Hidden):
     def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""
         if not self.penalised:
-            return SymmetricLinearisation(self.curvature_at(y), lambda w: w, lambda v: v)
+            return SymmetricLinearisation(self.curvature_at(y), lambda w: w, lambda v: v, lambda v: v)
         return super().linearise(y, inside)
 
     def _step_and_merit(self, y: State) -> tuple[State, Tensor]:

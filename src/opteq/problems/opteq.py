@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from opteq import penalties
 from opteq.common.errors import ConvergenceError
 from opteq.common.validate import check_positive
 from opteq.operators import LinearMap, Operator
-from opteq.penalties import Linearised, Penalty
+from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import FeatureForm, Hidden, Reduction, Structure, SymmetricLinearisation
@@ -151,7 +152,7 @@ class Block:
     def jacobian_at(self, z: Tensor) -> Callable[[Tensor], Tensor]:
         """``v -> W' D W v / mu``, symmetric, with D the activation's derivative at ``z``."""
         local = self.penalty.linearise(self.preactivation(z))
-        return lambda v: self.back(local.factor(local.factor_adjoint(self.W(v))))
+        return lambda v: self.back(local.derivative(self.W(v)))
 
 
 class BoundOptEq(Hidden):
@@ -186,12 +187,19 @@ class BoundOptEq(Hidden):
             terms["regularizer"] = self.mu * self.gamma * self.regularizer.value(z)
         return terms
 
-    def preactivation(self, y: State) -> Tensor:
+    def preactivation(self, y: State) -> State:
         """``W (z - gamma grad R(z)) + c``."""
+        return self._preactivation_of(self.features(y))
+
+    def _preactivation_of(self, z: Tensor) -> Tensor:
+        moved = z if self.regularizer is None else z - self.gamma * self.regularizer.gradient(z)
+        return self.block.preactivation(moved)
+
+    def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
+        """As for every map."""
         z = self.features(y)
-        if self.regularizer is not None:
-            z = z - self.gamma * self.regularizer.gradient(z)
-        return self.block.preactivation(z)
+        inside = self._preactivation_of(z)
+        return self.activate(inside), inside, z
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> W (I - gamma hess R(z)) W'v / mu``."""
@@ -208,41 +216,27 @@ class BoundOptEq(Hidden):
 
     def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """As for every hidden problem; where features are not larger than the state, by way of them."""
-        one = single(y)[:1]
+        local, one = super().linearise(y, inside), single(y)[:1]
         if self.regularizer is not None or self.features(one).numel() > one.numel():
-            return super().linearise(y, inside)
-        local = self.penalty.linearise(self.preactivation(y) if inside is None else single(inside))
-        return SymmetricLinearisation(
-            self.curvature_at(y),
-            lambda w: local.factor(single(w)),
-            lambda v: local.factor_adjoint(single(v)),
-            self._reduction(local),
-        )
-
-    def _reduction(self, local: Linearised) -> Reduction:
-        """``J`` of the features, ``W' D W / mu``, which is symmetric."""
+            return local
         block, mu = self.block, self.mu
 
-        def carry(u: State) -> Tensor:
+        def restrict(g: State) -> Tensor:
+            return block.W.adjoint(single(local.derivative(g)))
+
+        def expand(u: State) -> Tensor:
             carried = block.W(single(u))
             return carried if mu == 1 else carried / mu
 
-        return Reduction(
-            product=lambda u: block.W.adjoint(local.derivative(carry(u))),
-            restrict=lambda g: block.W.adjoint(local.derivative(single(g))),
-            expand=carry,
-        )
+        return replace(local, reduction=Reduction(restrict, expand, features=1.0))
 
     def feature_form(self) -> FeatureForm:
         """``z <- W' sigma(W z + c) / mu``, begun at zero features."""
         if self.regularizer is not None:
             raise ValueError("a solver that works on features needs OptEq without a regulariser of its own")
-        return self._for_features(torch.zeros_like(self.features(self.start())))
-
-    def _for_features(self, start: Tensor) -> FeatureForm:
         return FeatureForm(
             lambda z: self.block(single(z)),
-            start,
+            torch.zeros_like(self.features(self.start())),
             lambda z: self.block.activation(single(z)),
             self.features,
             self._features_and_merit if self.has_merit else None,
@@ -258,7 +252,7 @@ class BoundOptEq(Hidden):
         if not self.contracts:
             return None
         start = self.block.back(self.penalty.prox(self.block.c))
-        return self._for_features(start) if start.numel() <= self.block.c.numel() else None
+        return replace(self.feature_form(), start=start) if start.numel() <= self.block.c.numel() else None
 
     def _features_and_merit(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from opteq.common.validate import check_positive
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
-from opteq.problems.hidden import BoundMap, FeatureForm
+from opteq.problems.hidden import BoundMap
 from opteq.problems.opteq import Block, OptEq
 from opteq.regularizers import Regularizer
 from opteq.states import State, single, working_dtype
@@ -178,10 +178,6 @@ class BoundSplitting(BoundMap):
         """``u + T(2 p - u) - p``."""
         u, p = single(y), self.features(y)
         return u + self.block(2 * p - u) - p
-
-    def feature_form(self) -> FeatureForm:
-        """There is none: the step is made for u, which p does not determine."""
-        raise ValueError("a solver that works on features can't solve a Splitting, whose step is not on its features")
 
     def objective(self, y: State) -> Tensor:
         """``phi + gamma R`` at ``T(2 p - u)``, which is p at the fixed point; explicit, and finite everywhere."""

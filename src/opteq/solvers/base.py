@@ -182,15 +182,9 @@ class Solver(metaclass=NamedOptions):
             whole(self, "check_every")
 
     def solve(
-        self,
-        step: Step,
-        start: State,
-        *,
-        step_and_merit: StepAndMerit | None = None,
-        project: Step | None = None,
-        damping: float | Tensor = 1.0,
-        coupled: bool = False,
-    ) -> Outcome:
+        self, step: Step, start: State, *, step_and_merit: StepAndMerit | None = None, project: Step | None = None,
+        damping: float | Tensor = 1.0, coupled: bool = False,
+    ) -> Outcome:  # fmt: skip
         """Solve ``y = step(y)`` from ``start``; the arguments are those of :class:`FixedPointTask`."""
         return self.run(FixedPointTask(step, start, step_and_merit, project, damping, coupled))
 

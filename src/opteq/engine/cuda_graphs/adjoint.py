@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +18,13 @@ from opteq.engine.log import note
 from opteq.engine.traced import form_of, with_traced_functions
 from opteq.engine.triton.solvers import open_linear
 from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
-from opteq.gradients.attach import refuse_hidden_batches, refuse_second_derivative
-from opteq.problems.hidden import Product
+from opteq.gradients.attach import filled, refuse_hidden_batches, refuse_second_derivative
+from opteq.problems.hidden import Product, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers import Status
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import Finish, Iteration, iterate
-from opteq.states import Autocast, Layout, State, any_row, blocks, like, map_state, nan_samples
-
-Gradients = list[Tensor | None]
+from opteq.states import Autocast, Layout, State, any_row, blocks, like, map_state
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class AdjointByGraph:
         self.autocast = Autocast.current(self.layout.device)
         self.eps = rounding(self.layout, self.autocast)
 
-    def vjp(self, cotangents: Cotangents) -> tuple[Gradients, Report]:
+    def vjp(self, cotangents: Cotangents) -> tuple[list[Tensor | None], Report]:
         """The gradients of every tensor of the problem, and the report of the adjoint solve."""
         held, states = len(self.flat.tensors), len(blocks(self.state))
         arrived = [cotangents.state, cotangents.features]
@@ -122,19 +121,24 @@ class _BackwardSolve:
         ]
         self.facts: object = None
         operations = FastOperations()
+        at_state, at_features = (
+            None if one is None else map_state(dense, one) for one in (cotangents.state, cotangents.features)
+        )
         with operations:
-            gradient, self.direct = self._through_features(cotangents)
-            gradient = nan_samples(gradient, adjoint.layout.coupled)
+            with torch.enable_grad(), adjoint.autocast.entered():
+                self.carrier, inside, features = adjoint.flat.with_tensors(self.leaves).step_by_step(state)
             with adjoint.autocast.entered():
                 form = form_of(adjoint.flat, adjoint.compile_functions)
                 self.problem = with_traced_functions(adjoint.flat, held, form)  # what is traced refers to it
-                local = self.problem.linearise(state)
+                local = self.problem.linearise(state, None if inside is None else map_state(Tensor.detach, inside))
             check_symmetry(local, linear)
-            system = symmetrised(local, gradient, adjoint.apply)
-            self.recover = system.recover
-            self.layout = Layout.of(system.rhs, adjoint.layout.coupled)
-            product = system.product
-            self.solve = open_linear(linear, lambda v: adjoint.apply(product, v), system.rhs, self.layout, adjoint.eps)
+            self.direct: list[tuple[State, State]] = []
+            if at_features is not None:
+                at_state, at_features = self._through_features(local, features, at_state, at_features)
+            system = symmetrised(local, at_state, at_features, adjoint.apply, adjoint.layout.coupled)
+            product, rhs, self.recover = system
+            self.layout = Layout.of(rhs, adjoint.layout.coupled)
+            self.solve = open_linear(linear, lambda v: adjoint.apply(product, v), rhs, self.layout, adjoint.eps)
         self.iteration: Iteration = WithOperations(self.solve.iteration, operations)
 
     def tensors(self, finish: Finish) -> list[Tensor]:
@@ -143,49 +147,46 @@ class _BackwardSolve:
         # Operations of its own: this part of the graph is captured before the steps, and runs after them.
         with FastOperations():
             vector = self.recover(layout.restore(finish.point))
-            with torch.enable_grad(), self.adjoint.autocast.entered():
-                reached = blocks(self.adjoint.flat.with_tensors(self.leaves).step(self.state))
             with WeightGradients():  # type: ignore[no-untyped-call]
-                through = gradients_of(list(zip(reached, blocks(vector), strict=True)), self.leaves)
-        total = [_sum(one, other) for one, other in zip(through, self.direct, strict=True)]
+                total = gradients_of([(self.carrier, vector), *self.direct], self.leaves)
         self.facts = tuple(place for place, gradient in enumerate(total) if gradient is not None)
         statistics = [layout.per_sample(each) for each in (finish.residual, finish.steps, finish.codes)]
         return [*(gradient for gradient in total if gradient is not None), *statistics, finish.trace]
 
-    def _through_features(self, cotangents: Cotangents) -> tuple[State, Gradients]:
-        """The cotangent of the state, that of the features included, and what the features give to the tensors."""
-        at_state, at_features = (
-            None if one is None else map_state(dense, one) for one in (cotangents.state, cotangents.features)
-        )
-        if at_features is None:
-            assert at_state is not None
-            return at_state, [None] * len(self.leaves)
+    def _through_features(
+        self, local: Any, features: State | None, at_state: State | None, at_features: State
+    ) -> tuple[State | None, State | None]:
+        """The cotangent of the state with what the features add to it, and that of the features where they don't."""
         parts = [part.detach().requires_grad_() for part in blocks(self.state)]
-        with torch.enable_grad(), self.adjoint.autocast.entered():
-            problem = self.adjoint.flat.with_tensors(self.leaves)
-            features = blocks(problem.features(like(self.state, tuple(parts))))
-        found = gradients_of(list(zip(features, blocks(at_features), strict=True)), [*parts, *self.leaves])
-        count = len(parts)
-        through = [torch.zeros_like(p) if g is None else g for g, p in zip(found[:count], parts, strict=True)]
+        known = isinstance(local, SymmetricLinearisation) and local.system.features is not None
+        if features is None or not known:
+            with torch.enable_grad(), self.adjoint.autocast.entered():
+                problem = self.adjoint.flat.with_tensors(self.leaves)
+                features = problem.features(like(self.state, tuple(parts)))
+        self.direct = [(features, at_features)]
+        if known:
+            return at_state, at_features
+        found = gradients_of(self.direct, parts)
+        through = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parts, strict=True)]
         total = like(self.state, tuple(through))
-        return total if at_state is None else map_state(torch.add, at_state, total), found[count:]
+        return (total if at_state is None else map_state(torch.add, at_state, total)), None
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of what is there."""
-    return other if one is None else one if other is None else one + other
-
-
-def gradients_of(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
-    """The gradient of every leaf for the cotangents of the outputs; None where there is none."""
-    pairs = [(output, cotangent.to(output.dtype)) for output, cotangent in pairs if output.requires_grad]
+def gradients_of(outputs: Sequence[tuple[State, State]], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of every leaf for outputs and their cotangents; None where there is none."""
+    pairs = [
+        (output, cotangent.to(output.dtype))
+        for one, other in outputs
+        for output, cotangent in zip(blocks(one), blocks(other), strict=True)
+        if output.requires_grad
+    ]
     places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
     if not pairs or not places:
         return [None] * len(leaves)
-    outputs, cotangents = zip(*pairs, strict=True)
+    reached, cotangents = zip(*pairs, strict=True)
     # The graph is retained: this is captured before the steps are, which would be given the memory that it leaves.
     found = torch.autograd.grad(
-        outputs, [leaves[place] for place in places], cotangents, retain_graph=True, allow_unused=True
+        reached, [leaves[place] for place in places], cotangents, retain_graph=True, allow_unused=True
     )
     known = dict(zip(places, found, strict=True))
     return [known.get(place) for place in range(len(leaves))]
@@ -210,8 +211,8 @@ class _Attached(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # most users look at the features alone
         # Saved though the adjoint has them too: so autograd notices a weight that was changed in between.
         ctx.save_for_backward(*originals)
-        ctx.features = None if features is None else map_state(lambda part: part.new_empty(()), features)
-        ctx.shapes = None if features is None else [part.shape for part in blocks(features)]
+        shape_only = partial(map_state, lambda part: part.new_empty(()).expand_as(part))
+        ctx.features = None if features is None else shape_only(features)
         # The state is copied: the backward pass needs it as it is, and users may change what they are given in place.
         states = tuple(part.clone() for part in blocks(adjoint.state))
         return states if features is None else (*states, *(part.detach() for part in blocks(features)))
@@ -221,25 +222,13 @@ class _Attached(torch.autograd.Function):
         originals, adjoint = ctx.saved_tensors, ctx.adjoint
         if all(gradient is None for gradient in gradients):
             return (None, None, None, *[None] * len(originals))
-        refuse_hidden_batches([gradient for gradient in gradients if gradient is not None])
+        refuse_hidden_batches(gradients)
         count = len(blocks(adjoint.state))
-        at_state = _filled(gradients[:count], adjoint.state, [part.shape for part in blocks(adjoint.state)])
-        at_features = None
-        if ctx.features is not None:
-            at_features = _filled(gradients[count:], ctx.features, ctx.shapes)
+        at_state = filled(gradients[:count], adjoint.state)
+        at_features = None if ctx.features is None else filled(gradients[count:], ctx.features)
         with torch.no_grad():
             found, report = adjoint.vjp(Cotangents(at_state, at_features))
             ctx.record(report)
         if torch.is_grad_enabled():  # a second derivative may be asked for
-            there = [gradient for gradient in found if gradient is not None]
-            guarded = iter(refuse_second_derivative(there, originals))
-            found = [None if gradient is None else next(guarded) for gradient in found]
+            found = refuse_second_derivative(found, originals)
         return (None, None, None, *found)
-
-
-def _filled(gradients: Sequence[Tensor | None], form: State, shapes: Sequence[torch.Size]) -> State | None:
-    """The cotangent of a state, zero for parts that have none; None where no part has one."""
-    if all(gradient is None for gradient in gradients):
-        return None
-    parts = zip(gradients, blocks(form), shapes, strict=True)
-    return like(form, tuple(part.new_zeros(shape) if given is None else given for given, part, shape in parts))

@@ -95,6 +95,7 @@ class BoundParallel(BoundMap):
                 self._each(one.curvature for one in symmetric),
                 self._each(one.factor for one in symmetric),
                 self._each(one.factor_adjoint for one in symmetric),
+                self._each(one.derivative for one in symmetric),
             )
         return Linearisation(self._each(one.product for one in local), self._each(one.adjoint for one in local))
 
