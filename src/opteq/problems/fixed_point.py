@@ -18,8 +18,8 @@ class FixedPoint(WrittenProblem):
     """The state z with ``z = f(z, x)``, for any f: a general deep equilibrium model.
 
     f only has to keep the shape of z. So there are no guarantees: there is no objective, the Jacobian is not symmetric
-    (GMRES solves the backward system), and a fixed point need not exist or be unique. Operations on x and the weights
-    alone, ``self.U(x)`` inside a module f for instance, run once per solve.
+    (GMRES solves the backward system), and a fixed point need not exist or be unique. On a CPU f runs as it is written
+    in every step: what depends on the input alone is better computed before the layer.
 
     Args:
         f: a module or function of z and x. Samples should not depend on each other: normalise over groups or layers,
@@ -74,7 +74,6 @@ class BoundFixedPoint(BoundMap):
     def __init__(self, problem: FixedPoint, x: Any) -> None:
         self.bound = BoundModule(problem, x)
         self._start = problem.start(x)
-        self.step(self._start)  # what depends on the input alone is computed here, differentiably
 
     def start(self) -> State:
         return self._start

@@ -107,7 +107,8 @@ class BoundObjective(Hidden):
     def __init__(self, problem: Objective, x: Any) -> None:
         self.bound = BoundModule(problem, x)
         self._start = check_start(problem.start(x), x, type(problem).__name__)
-        self._smooth_parts(self._start)  # what depends on the input alone is computed here, differentiably
+        if self.bound.is_new():
+            self._smooth_parts(self._start)
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
         with torch.no_grad():

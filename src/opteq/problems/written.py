@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,16 +11,11 @@ from opteq.common.returns import check_features, check_start, check_terms
 from opteq.operators import LinearMap, Operator, use_prepared
 from opteq.penalties import Penalty
 from opteq.problems.hidden import Hidden, Structure
-from opteq.problems.reuse import InputOnly
 from opteq.states import State, blocks
 
 
 class BoundModule:
-    """A user's module with its input bound.
-
-    The maps of its operators are prepared once, and so is everything that depends on the input and the weights alone:
-    ``self.U(x)`` inside a user's function is computed here, not in every step.
-    """
+    """A user's module with its input bound. The maps of its operators are prepared once, with their bounds."""
 
     def __init__(self, module: nn.Module, x: State) -> None:
         self.module: Any = module
@@ -28,17 +23,21 @@ class BoundModule:
         self.maps: Mapping[Operator, LinearMap] = {
             part: part.prepare() for part in module.modules() if isinstance(part, Operator)
         }
-        self.reused = InputOnly([*blocks(x), *module.parameters(), *module.buffers(), *_weights(self.maps.values())])
+
+    def is_new(self) -> bool:
+        """Whether the module is bound for the first time.
+
+        Its functions are called once then, before derivatives are taken: a tensor that they keep for later calls would
+        otherwise be one of torch.func's, which has no meaning outside.
+        """
+        new = "_was_bound" not in vars(self.module)
+        self.module._was_bound = True
+        return new
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the user's function of this name; operations on known tensors are reused."""
-        with use_prepared(self.maps), self.reused:
+        """Call the user's function of this name."""
+        with use_prepared(self.maps):
             return getattr(self.module, name)(*arguments)
-
-
-def _weights(maps: Iterable[LinearMap]) -> list[Tensor]:
-    """The tensors that prepared maps hold."""
-    return [value for linear in maps for value in vars(linear).values() if isinstance(value, Tensor)]
 
 
 class WrittenHidden(Hidden):
@@ -59,7 +58,8 @@ class WrittenHidden(Hidden):
         self.penalty = penalty
         self.bound = BoundModule(problem, x)
         self._start = check_start(start, x, type(problem).__name__)
-        self.smooth(start)  # what depends on the input alone is computed here, differentiably
+        if self.bound.is_new():
+            self.smooth_terms(start)
 
     def start(self) -> State:
         return self._start
