@@ -266,13 +266,15 @@ def test_a_neural_ode_against_small_steps_of_runge_kutta(gradient: str) -> None:
         assert (ours - theirs).norm() < 0.03 * theirs.norm()
 
 
-def test_time_is_one_more_channel() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_time_is_one_more_channel(kernel: int, device: str) -> None:
     torch.manual_seed(0)
-    conv = nn.Conv2d(4, 5, 3, padding=1).double()
-    h = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
-    t = torch.tensor(-0.3, dtype=torch.float64, requires_grad=True)
+    conv = nn.Conv2d(4, 5, kernel, padding=kernel // 2).double().to(device, memory_format=torch.channels_last)
+    h = torch.randn(2, 3, 6, 6, dtype=torch.float64, device=device, requires_grad=True)
+    t = torch.tensor(-0.3, dtype=torch.float64, device=device, requires_grad=True)
     joined = conv(torch.cat([h, t.expand(2, 1, 6, 6)], dim=1))
-    zeros = torch.zeros(2, 5, 6, 6, dtype=torch.float64)
+    zeros = torch.zeros(2, 5, 6, 6, dtype=torch.float64, device=device)
     found = convolve_with_time(conv, t, torch.cat([h, zeros], dim=1), multiple=8)
     torch.testing.assert_close(found[:, :5], joined)
     assert found.shape == (2, 8, 6, 6)
