@@ -16,6 +16,7 @@ from opteq import operators as op
 from opteq.engine import cpu
 from opteq.engine.bottleneck import Bottleneck
 from opteq.engine.trace import Traced
+from opteq.engine.traced import with_traced_functions
 from opteq.problems.hidden import Hidden
 
 pytestmark = pytest.mark.usefixtures("traced_at_once")
@@ -84,9 +85,11 @@ def inputs(problem: nn.Module) -> Tensor:
 
 
 def traced(problem: opteq.HiddenProblem, x: Tensor) -> Hidden:
-    found = cpu._traced(problem(x), "forward")
+    found = cpu._form_of(problem(x), "forward")
     assert found is not None
-    return found
+    hidden = with_traced_functions(*found)
+    assert isinstance(hidden, Hidden)
+    return hidden
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from opteq.engine.cuda_graphs import backend
 from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
 from opteq.engine.cuda_graphs.capture import capture_lock
 from opteq.engine.cuda_graphs.conditional_solve import StepCountPredictor, check_places, stage_lengths
-from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations, WeightGradients
+from opteq.engine.cuda_graphs.operations import CaptureCheck, FastOperations
 from opteq.engine.flatten import flatten
 from opteq.engine.inductor import call_compiled
 from opteq.engine.settings import settings
@@ -255,7 +255,7 @@ def test_what_is_captured_solves_and_differentiates_as_the_plain_path(kind: Any)
     with torch.no_grad():
         for check in (CaptureCheck(flat.tensors), nullcontext()):  # the first solve is the one that is watched
             with check:
-                traced = with_traced_functions(flat, flat.tensors, form_of(flat))
+                traced = with_traced_functions(flat, form_of(flat))
                 solve = backend._ForwardSolve(traced, solver, None, False)
                 iterate(solve.iteration)
         tensors = solve.tensors(solve.iteration.finish())
@@ -274,16 +274,6 @@ def test_what_is_captured_solves_and_differentiates_as_the_plain_path(kind: Any)
     z = opteq.Equilibrium(problem, solver, opteq.Implicit(tol=1e-12))(x)  # as a CPU does it
     found = flat_state(z).detach(), torch.autograd.grad(z.sin().sum(), [x, *problem.parameters()])
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_convolutions_with_large_kernels_are_weight_gradients(dims: int) -> None:
-    convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[dims - 1]
-    for size, kernel, padding in ((8, 7, 1), (9, 8, 0), (6, 6, 2)):
-        image, weight = torch.randn(3, 5, *[size] * dims).double(), torch.randn(4, 5, *[kernel] * dims).double()
-        expected = convolve(image, weight, padding=padding)
-        with WeightGradients():  # type: ignore[no-untyped-call]
-            torch.testing.assert_close(convolve(image, weight, padding=padding), expected)
 
 
 def flat_state(tensors: Any) -> Tensor:

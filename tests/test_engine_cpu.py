@@ -26,7 +26,7 @@ import written
 from cases import Jumps, Smoother, TwoParts
 from objective import FieldOfExperts
 from opteq import operators as op
-from opteq.engine import log, values_read
+from opteq.engine import log, traced, values_read
 from opteq.engine.flatten import flatten
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
@@ -214,6 +214,37 @@ def test_traced_objectives_give_what_the_plain_path_gives(kind: Callable[[], opt
     check(layer, torch.randn(3, 4, dtype=torch.float64))
     if kind is TwoParts:  # shapes are compared without regard to the objective
         check(layer, torch.randn(2, 4, dtype=torch.float64))
+
+
+def held(v: Tensor) -> Tensor:
+    """The sine, without a derivative."""
+    with torch.no_grad():
+        return v.sin()
+
+
+class BehindWeights(With):
+    """A function of a weight and the state."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda y: 0.05 * (part(self.scale * y) * y).sum(1))
+        self.scale = nn.Parameter(torch.tensor(1.7))
+
+
+@pytest.mark.parametrize(
+    ("part", "same"), [(held, False), (Tensor.detach, True), (Tensor.tanh, True), (torch.relu, True)]
+)
+def test_a_graph_is_differentiated_only_where_its_derivatives_are_the_functions(
+    part: Callable[[Tensor], Tensor], same: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(BehindWeights(part).double(), opteq.Picard(tol=1e-12), opteq.Implicit(tol=1e-12))
+    x = torch.rand(2, 4, dtype=torch.float64) + 0.5
+    opteq.engine.forget()
+    for _ in range(3):
+        both_ways(layer, x)
+    check(layer, x)
+    known = [form._known for form in traced.forms.values()]
+    assert [value for found in known for key, value in found.items() if isinstance(key, tuple)] == [same]
 
 
 @pytest.mark.parametrize("state_last", [False, True])

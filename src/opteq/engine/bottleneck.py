@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from opteq.engine.flatten import Flattened
+from opteq.engine.inductor import CompiledGraph
 from opteq.engine.trace import Function, Traced, dependents, extract, in_layout
 from opteq.problems.base import HiddenProblem
 from opteq.problems.hidden import FeatureForm, Reduction, SymmetricLinearisation
@@ -54,38 +53,44 @@ class Bottleneck:
             if reached <= place and isinstance(value, Tensor) and value.numel() < entries:
                 found, entries = node, value.numel()
             reached = max([reached, *(places[user] for user in node.users)])
-        into = extract(traced.each, inputs, found)
-        out = extract(traced.each, [*inputs[:-1], found], output.args[0][0])
+        into = extract(traced.each, inputs, [found])
+        out = extract(traced.each, [*inputs[:-1], found], output.args[0])
+        self._graphs: list[Any] = [traced.once, into, out]
         self.homogeneous = self.symmetric = False
         self.features: float | None = None
         if found is not inputs[-1]:
-            strides = examples[-1].stride(), found.meta["val"].stride()
-            self._halves = _Halves(traced.once, into, out, strides)
-            # Modes that watch a capture need not see this.
-            with suppress(Exception), _disable_current_modes():  # of functions that refuse random numbers
+            self._strides = examples[-1].stride(), found.meta["val"].stride()
+            with suppress(Exception):  # of functions that refuse random numbers
                 self._try_random_numbers(examples, features)
+        if traced.compiled:
+            self._graphs[1:] = map(CompiledGraph, (into, out))
 
     def formulate(self, start: State, fixed: Sequence[Tensor]) -> FeatureForm:
         """A step in the variable at the bottleneck."""
-        into, out = self._halves.bind(fixed)
+        into, out = self._bind(self._graphs, fixed)
         return FeatureForm(lambda h: into(out(h)), into(start), out, into)
 
     def reduce(self, local: SymmetricLinearisation, fixed: Sequence[Tensor]) -> Reduction:
         """The adjoint system of a step with this curvature, in the variable at the bottleneck."""
-        into, out = self._halves.bind(fixed)
-
+        into, out = self._bind(self._graphs, fixed)
         return Reduction(lambda g: into(local.derivative(g)), out, self.features)
+
+    def _bind(self, graphs: Sequence[Any], fixed: Sequence[Tensor]) -> tuple[Callable[[Any], Tensor], ...]:
+        """Both halves as functions of one tensor."""
+        once, into, out = graphs
+        known, (before, behind) = once(*fixed), self._strides
+        return lambda y: into(*known, in_layout(before, y))[0], lambda h: out(*known, in_layout(behind, h))[0]
 
     def _try_random_numbers(self, examples: Sequence[Tensor], features: Function | None) -> None:
         """In float64, whatever the precision of the graph: an identity holds to the last digits, or it does not.
 
         Integers may be indices, for which random ones will not do. Where some are used, nothing is known of others.
         """
-        if not _can_be_drawn(self._halves.once, examples):
+        if not _can_be_drawn(self._graphs[0], examples):
             return
         draw = partial(_drawn, torch.Generator(examples[-1].device).manual_seed(0))
         fixed = [draw(tensor) for tensor in examples[:-1]]
-        into, out = self._halves.in_float64().bind(fixed)
+        into, out = self._bind([*map(_in_float64, self._graphs)], fixed)
         one, other = draw(examples[-1]), draw(examples[-1])
         other[1:] = one[1:]  # rows of the bottleneck have to be those of samples
         if len(into(one)) == len(one) and _near(into(one)[1:], into(other)[1:]):
@@ -96,28 +101,27 @@ class Bottleneck:
             once, each = map(_in_float64, (traced.once, traced.each))
             if _can_be_drawn(once, examples):
                 known = once(*fixed)
-                number = _multiple(lambda y: each(*known, in_layout(self._halves.strides[0], y))[0], out, one, draw)
+                number = _multiple(lambda y: each(*known, in_layout(self._strides[0], y))[0], out, one, draw)
                 self.features = None if number is None else float(f"{1 / number:.12g}")
 
 
-@dataclass(frozen=True)
-class _Halves:
-    """The graphs of what is computed once, of what leads to the bottleneck, and of what follows it."""
+def has_same_gradients(traced: Traced, function: Function, fixed: Sequence[Tensor], varying: Sequence[Tensor]) -> bool:
+    """Whether the derivatives of a graph by its fixed tensors are those of its function, for random numbers.
 
-    once: fx.GraphModule
-    into: fx.GraphModule
-    out: fx.GraphModule
-    strides: tuple[tuple[int, ...], tuple[int, ...]]
-
-    def in_float64(self) -> _Halves:
-        """The same in float64."""
-        once, into, out = map(_in_float64, (self.once, self.into, self.out))
-        return _Halves(once, into, out, self.strides)
-
-    def bind(self, fixed: Sequence[Tensor]) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
-        """Both halves as functions of one tensor."""
-        known, (before, behind) = self.once(*fixed), self.strides
-        return lambda y: self.into(*known, in_layout(before, y)), lambda h: self.out(*known, in_layout(behind, h))
+    They are others where a function has derivatives of its own (``torch.autograd.Function``), or none of a part.
+    """
+    with suppress(Exception), torch.enable_grad():
+        if all(map(_is_drawn, [*fixed, *varying])):
+            draw = partial(_drawn, torch.Generator(varying[0].device).manual_seed(0))
+            given = [draw(one).requires_grad_(one.is_floating_point()) for one in fixed]
+            state, vector = [*map(draw, varying)], [*map(draw, varying)]
+            once, each = map(_in_float64, (traced.once, traced.each))
+            leaves, found = [one for one in given if one.requires_grad], []
+            for results in (each(*once(*given), *state), function(given, state)):
+                total = torch.stack([(one * other).sum() for one, other in zip(results, vector, strict=True)]).sum()
+                found.append(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+            return all(_near(one, other) for one, other in zip(*found, strict=True))
+    return False
 
 
 def _in_float64(module: fx.GraphModule) -> fx.GraphModule:

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from opteq.engine.flatten import flatten
+from opteq.engine.flatten import Flattened, flatten
 from opteq.engine.log import note
 from opteq.engine.settings import settings
-from opteq.engine.traced import form_of, is_written, with_traced_functions
+from opteq.engine.traced import Form, form_of, is_written, with_traced_functions, with_traced_step
 from opteq.engine.values_read import NotFlattenableError
 from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.base import find
@@ -28,22 +28,26 @@ from opteq.states import State, blocks
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
     """The equilibrium by the plain solver, with traced steps; None where the plain path should find it."""
-    traced = _traced(hidden, "forward")
-    return None if traced is None else find(traced, solver, start, same_steps)
+    found = _form_of(hidden, "forward")
+    return None if found is None else find(with_traced_functions(*found), solver, start, same_steps)
 
 
 def attach(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state`` with the implicit gradient, by traced products."""
-    traced = _traced(hidden, "backward")
-    if traced is None:
+    found = _form_of(hidden, "backward")
+    if found is None:
         return None
-    return attach_system(hidden, state, outcome, partial(AdjointSystem, traced, state, linear), record)
+    # A checkpoint may have seen the plain path, and what is saved the second time has to be the same.
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    step = hidden if hooked else with_traced_step(*found, state)
+    system_at = partial(AdjointSystem, with_traced_functions(*found), state, linear)
+    return attach_system(step, state, outcome, system_at, record)
 
 
-def _traced(hidden: BoundMap, direction: str) -> Hidden | None:
-    """``hidden`` with a traced gradient and traced curvature products; None, and a note why, for the plain path."""
+def _form_of(hidden: BoundMap, direction: str) -> tuple[Flattened, Form] | None:
+    """A user's objective taken apart, and its traces; None, and a note why, for the plain path."""
     observed = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     observed = observed or _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active()
     if observed or not isinstance(hidden, Hidden) or not is_written(hidden):
@@ -63,8 +67,4 @@ def _traced(hidden: BoundMap, direction: str) -> Hidden | None:
     early = form.calls <= settings.calls_before_tracing
     reason = f"the first {settings.calls_before_tracing} calls are not traced" if early else form.reason
     note(direction, reason, "traced gradient and curvature, plain solver")
-    if reason is not None:
-        return None
-    traced = with_traced_functions(flat, flat.tensors, form)
-    assert isinstance(traced, Hidden)
-    return traced
+    return (flat, form) if reason is None else None

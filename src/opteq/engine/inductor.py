@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
@@ -27,7 +27,7 @@ class CompiledGraph:
         self._graph = graph
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Run the graph."""
         # Compiled code allocates past torch's dispatcher: a mode that observes operations gets to see the graph itself.
         if _get_current_dispatch_mode() is not None:
@@ -66,5 +66,5 @@ def call_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
         if len(_kept) > _MOST_KEPT:
             _kept.popitem(last=False)
     call, (result, are_tensors) = _kept[key]
-    parts = iter(call(tensors))
+    parts = iter(call(*tensors))
     return tree_unflatten([next(parts) if is_tensor else None for is_tensor in are_tensors], result)

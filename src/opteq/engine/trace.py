@@ -76,14 +76,13 @@ class Traced:
         _check_values(
             flat, [*fixed, *map(_filled, copies)], lambda given: self.each(*self.once(*given[:count]), *given[count:])
         )
-        self._each: Callable[[Sequence[Tensor]], list[Tensor]] = (
-            CompiledGraph(self.each) if compile_functions else lambda tensors: list(self.each(*tensors))
-        )
+        self.compiled = compile_functions
+        self._each: Callable[..., list[Tensor]] = CompiledGraph(self.each) if compile_functions else self.each
 
     def bind(self, fixed: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """The function of the varying tensors alone, with what does not depend on them computed."""
         known = self.once(*fixed)
-        return lambda varying: self._each([*known, *map(in_layout, self._strides, varying)])
+        return lambda varying: self._each(*known, *map(in_layout, self._strides, varying))
 
 
 def in_layout(strides: tuple[int, ...], tensor: Tensor) -> Tensor:

@@ -48,17 +48,14 @@ class Form:
         self.compile_functions = compile_functions
         self.calls = 0
         self.reason: str | None = None
-        self._contracts: bool | None = None
         self._traced: dict[Hashable, Traced] = {}
-        self._bottlenecks: dict[Hashable, Bottleneck] = {}
+        self._known: dict[Hashable, Any] = {}
 
     def contracts(self, flat: Flattened, tensors: Sequence[Tensor]) -> bool:
         """Whether a step of a user's problem contracts for all weights within their bounds."""
-        if self._contracts is None:
-            from opteq.engine.bottleneck import known_contraction  # loads a part of torch's compiler
+        from opteq.engine.bottleneck import known_contraction  # loads a part of torch's compiler
 
-            self._contracts = known_contraction(flat, tensors)
-        return self._contracts
+        return bool(self._found_once("contraction", lambda: known_contraction(flat, tensors)))
 
     def bind(self, name: str, function: Function, fixed: list[Tensor]) -> Callable[[State], Sequence[Tensor]]:
         """A function of fixed and varying tensors as one of the varying ones, by a graph for each of their layouts."""
@@ -78,32 +75,46 @@ class Form:
     ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
         """The same by one graph, for varying tensors like ``example``; what can be computed once is, at once."""
         parts = list(blocks(example))
-        traced = self._trace((name, _looks(fixed), _looks(parts)), function, fixed, parts)
+        traced = self._trace(name, function, fixed, parts)
         return (lambda varying: function(fixed, list(varying))) if traced is None else traced.bind(fixed)
 
     def bottleneck(
         self, name: str, function: Function, fixed: list[Tensor], y: State, features: Function | None = None
     ) -> Bottleneck | None:
         """A function by its bottleneck; None where its argument ``y`` is a tuple, or where it can't be traced."""
+        from opteq.engine.bottleneck import Bottleneck
+
         if isinstance(y, tuple):
             return None
         y = torch.zeros_like(y)  # in a dense layout
-        key = name, _looks(fixed), _looks([y])
-        traced = self._trace(key, function, fixed, [y])
-        if traced is not None and key not in self._bottlenecks:
-            from opteq.engine.bottleneck import Bottleneck
+        if (traced := self._trace(name, function, fixed, [y])) is None:
+            return None
+        found: Bottleneck = self._found_once(traced, lambda: Bottleneck(traced, [*fixed, y], features))
+        return found
 
-            self._bottlenecks[key] = Bottleneck(traced, [*fixed, y], features)
-        return self._bottlenecks.get(key)
+    def has_same_gradients(self, name: str, function: Function, fixed: list[Tensor], y: State) -> bool:
+        """Whether a graph may take the function's place where autograd differentiates it."""
+        from opteq.engine.bottleneck import has_same_gradients
 
-    def _trace(self, key: tuple[Any, ...], function: Function, fixed: Any, varying: Any) -> Traced | None:
+        parts = list(blocks(y))
+        if (traced := self._trace(name, function, fixed, parts)) is None:
+            return False
+        found = self._found_once((name, traced), lambda: has_same_gradients(traced, function, fixed, parts))
+        return bool(found)
+
+    def _found_once(self, key: Hashable, find: Callable[[], Any]) -> Any:
+        with _disable_current_modes():  # that watch a capture, which need not see this
+            return self._known[key] if key in self._known else self._known.setdefault(key, find())
+
+    def _trace(self, name: str, function: Function, fixed: Any, varying: Any) -> Traced | None:
+        key = name, _looks(fixed), _looks(varying)
         if key not in self._traced and self.reason is None:
-            from opteq.engine.trace import Traced  # loads a part of torch's compiler
+            from opteq.engine.trace import Traced
 
+            fixed = [tensor.detach() for tensor in fixed]
             try:
-                # Modes that watch a capture need not see this, nor know tensors without values.
-                with _lock, _disable_current_modes():
-                    self._traced[key] = Traced(function, fixed, varying, self.compile_functions and key[0] not in _ONCE)
+                with _lock, _disable_current_modes(), torch.no_grad():
+                    self._traced[key] = Traced(function, fixed, varying, self.compile_functions and name not in _ONCE)
             except Exception as error:  # a user's code may raise anything
                 self.reason = f"it could not be traced: {(str(error) or type(error).__name__).splitlines()[0]}"
         return self._traced.get(key)
@@ -126,8 +137,9 @@ def is_written(hidden: BoundMap) -> bool:
     return isinstance(getattr(hidden, "bound", None), BoundModule)
 
 
-def with_traced_functions(flat: Flattened, tensors: Sequence[Tensor], form: Form) -> BoundMap:
-    """The problem with these tensors, its step, its merit and its derivatives by graphs."""
+def with_traced_functions(flat: Flattened, form: Form, tensors: Sequence[Tensor] | None = None) -> BoundMap:
+    """The problem with these tensors, or its own as constants: its step, its merit and its derivatives by graphs."""
+    tensors = flat.tensors if tensors is None else tensors
     hidden = flat.with_tensors(tensors)
     if not is_written(hidden):
         return hidden
@@ -143,6 +155,17 @@ def with_traced_functions(flat: Flattened, tensors: Sequence[Tensor], form: Form
         hidden.step = functions.by_graph("step")  # type: ignore
     if hidden.has_merit:
         hidden._step_and_merit = functions.step_and_merit  # type: ignore[method-assign]
+    return hidden
+
+
+def with_traced_step(flat: Flattened, form: Form, state: State, tensors: Sequence[Tensor] | None = None) -> BoundMap:
+    """The problem with these tensors, or its own: autograd differentiates a graph of its step once, not twice."""
+    fixed = list(flat.originals if tensors is None else tensors)
+    hidden = flat.with_tensors(fixed)
+    if is_written(hidden) and isinstance(hidden, Hidden):
+        functions = _Functions(flat, fixed, form, hidden)
+        if form.has_same_gradients("preactivation", functions.of_tensors("preactivation"), fixed, state):
+            hidden.preactivation = functions.by_graph("preactivation")  # type: ignore
     return hidden
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.buffers import dense
-from opteq.engine.cuda_graphs.operations import FastOperations, WeightGradients, WithOperations
+from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
 from opteq.engine.flatten import Flattened
 from opteq.engine.log import note
-from opteq.engine.traced import form_of, with_traced_functions
+from opteq.engine.traced import form_of, with_traced_functions, with_traced_step
 from opteq.engine.triton.solvers import open_linear
 from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
 from opteq.gradients.attach import filled, refuse_hidden_batches, refuse_second_derivative
@@ -125,11 +125,12 @@ class _BackwardSolve:
             None if one is None else map_state(dense, one) for one in (cotangents.state, cotangents.features)
         )
         with operations:
-            with torch.enable_grad(), adjoint.autocast.entered():
-                self.carrier, inside, features = adjoint.flat.with_tensors(self.leaves).step_by_step(state)
             with adjoint.autocast.entered():
                 form = form_of(adjoint.flat, adjoint.compile_functions)
-                self.problem = with_traced_functions(adjoint.flat, held, form)  # what is traced refers to it
+                step = with_traced_step(adjoint.flat, form, state, self.leaves)
+                with torch.enable_grad():
+                    self.carrier, inside, features = step.step_by_step(state)
+                self.problem = with_traced_functions(adjoint.flat, form, held)  # what is traced refers to it
                 local = self.problem.linearise(state, None if inside is None else map_state(Tensor.detach, inside))
             check_symmetry(local, linear)
             self.direct: list[tuple[State, State]] = []
@@ -147,8 +148,7 @@ class _BackwardSolve:
         # Operations of its own: this part of the graph is captured before the steps, and runs after them.
         with FastOperations():
             vector = self.recover(layout.restore(finish.point))
-            with WeightGradients():  # type: ignore[no-untyped-call]
-                total = gradients_of([(self.carrier, vector), *self.direct], self.leaves)
+            total = gradients_of([(self.carrier, vector), *self.direct], self.leaves)
         self.facts = tuple(place for place, gradient in enumerate(total) if gradient is not None)
         statistics = [layout.per_sample(each) for each in (finish.residual, finish.steps, finish.codes)]
         return [*(gradient for gradient in total if gradient is not None), *statistics, finish.trace]

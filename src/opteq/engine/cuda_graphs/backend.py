@@ -54,7 +54,7 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         begin = None if start is None else like(start, tuple(tensors[count:]))
         # In the caller's precision: a capture may happen inside a region without autocast.
         with autocast.entered():
-            problem = with_traced_functions(flat, tensors[:count], form_of(flat, hidden.compile_functions))
+            problem = with_traced_functions(flat, form_of(flat, hidden.compile_functions), tensors[:count])
             return _ForwardSolve(problem, solver, begin, same_steps)
 
     key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.compile_functions)

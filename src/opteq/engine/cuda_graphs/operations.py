@@ -6,7 +6,6 @@ when a graph is replayed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -99,30 +98,6 @@ class WithOperations:
     def finish(self) -> Finish:
         """As the iteration says."""
         return self._iteration.finish()
-
-
-class WeightGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes convolutions whose kernel is larger than their result as the weight gradients that they are.
-
-    Torch's second derivative of a convolution has such ones, with the batch as channels and images as kernels. cuDNN
-    has fast kernels for weight gradients, and none for these.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.convolution.default:
-            image, kernel, bias, stride, padding, dilation, transposed, _, groups = args
-            if bias is None and not transposed and groups == 1 and {*stride, *dilation} == {1}:
-                sizes = [n + 2 * p - k + 1 for n, p, k in zip(image.shape[2:], padding, kernel.shape[2:], strict=True)]
-                if math.prod(sizes) < math.prod(kernel.shape[2:]):
-                    weight = image.new_empty(kernel.shape[0], image.shape[0], *sizes)  # for its shape
-                    found: Tensor = torch.ops.aten.convolution_backward(
-                        kernel.transpose(0, 1), image.transpose(0, 1), weight, None, stride, padding, dilation, False,
-                        [0] * len(sizes), 1, [False, True, False],
-                    )[1]  # fmt: skip
-                    return found.transpose(0, 1)
-        return func(*args, **(kwargs or {}))
 
 
 class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
