@@ -4,6 +4,7 @@ torchdeq goes back by plain iteration, which `make bench` finds to be its fastes
 turn; medians.
 
     OMP_NUM_THREADS=2 python benchmarks/training_ratio.py --batch 128 --repeats 3
+    OMP_NUM_THREADS=1 python benchmarks/training_ratio.py --batch 8 --repeats 7 --cpu-time    # beside other processes
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--backward", default="fixed_point_iter", help="torchdeq's backward solver")
+    parser.add_argument("--cpu-time", action="store_true", help="of the process; it hardly feels other processes")
     options = parser.parse_args()
     if min(options.batch, options.repeats) < 1:
         parser.error(f"--batch and --repeats should be at least 1; got {options.batch} and {options.repeats}")
@@ -46,7 +48,8 @@ def main() -> None:
         x = random_images(options.batch, (shape.channels, shape.side, shape.side), device).requires_grad_()
         own, other = ours(problem, precision), torchdeq(problem, precision, options.backward)
         works = [partial(own.step, x), partial(other.step, x), partial(shared, problem, precision, x)]
-        times = interleaved_milliseconds(works, options.repeats)
+        now = time.process_time if options.cpu_time else time.perf_counter
+        times = interleaved_milliseconds(works, options.repeats, now)
         steps = [
             f"{said['forward_steps']:.0f} + {said['backward_steps']:.0f}"
             for said in (own.solver_stats(), other.solver_stats())
@@ -58,15 +61,17 @@ def main() -> None:
         )
 
 
-def interleaved_milliseconds(works: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+def interleaved_milliseconds(
+    works: Sequence[Callable[[], object]], repeats: int, now: Callable[[], float]
+) -> list[float]:
     """Milliseconds of every work, the median of as many turns after one that does not count."""
     taken: list[list[float]] = [[] for _ in works]
     for turn in range(repeats + 1):
         for work, own in zip(works, taken, strict=True):
-            begin = time.perf_counter()
+            begin = now()
             work()
             if turn:
-                own.append(1e3 * (time.perf_counter() - begin))
+                own.append(1e3 * (now() - begin))
     return [statistics.median(own) for own in taken]
 
 

@@ -2,6 +2,7 @@
 
 python benchmarks/written.py
 OMP_NUM_THREADS=2 python benchmarks/written.py 32,64,32 --device cpu --batch 8 --calls 3
+OMP_NUM_THREADS=1 python benchmarks/written.py --device cpu --batch 8 --calls 3 --cpu-time     # beside other processes
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--cpu-time", action="store_true", help="of the process; it hardly feels other processes")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     on_gpu = options.device == "cuda"  # where functions can be compiled
@@ -95,6 +97,7 @@ def training_step(
 def median_milliseconds(calls: list[Callable[[], None]], options: argparse.Namespace) -> list[float]:
     """Milliseconds of every call, the median of several series in turn after a warm-up."""
     on_gpu = options.device == "cuda"
+    now = time.process_time if options.cpu_time else time.perf_counter
     series: list[list[float]] = [[] for _ in calls]
     for call in calls:
         for _ in range(8 if on_gpu else 4):
@@ -103,12 +106,12 @@ def median_milliseconds(calls: list[Callable[[], None]], options: argparse.Names
         for call, taken in zip(calls, series, strict=True):
             if on_gpu:
                 torch.cuda.synchronize()
-            began = time.perf_counter()
+            began = now()
             for _ in range(options.calls):
                 call()
             if on_gpu:
                 torch.cuda.synchronize()
-            taken.append((time.perf_counter() - began) / options.calls * 1e3)
+            taken.append((now() - began) / options.calls * 1e3)
     return [statistics.median(taken) for taken in series]
 
 
