@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -70,12 +71,12 @@ def symmetrised(
     system = local.system
     parts = [] if gradient is None else [apply(system.restrict, gradient)]
     if at_features is not None:
-        parts.append(map_state(lambda h: system.features * h, at_features))
+        parts.append(at_features if system.features == 1 else map_state(lambda h: system.features * h, at_features))
     rhs = parts[0] if len(parts) == 1 else map_state(torch.add, *parts)
 
     def recover(u: State) -> State:
         # A solver gives up where the right-hand side is NaN: the answer has to be NaN there as well.
-        v = apply(system.expand, map_state(lambda part, h: part + 0 * h, u, rhs) if gradient is None else u)
+        v = apply(system.expand, map_state(partial(torch.add, alpha=0), u, rhs) if gradient is None else u)
         return v if gradient is None else map_state(torch.add, gradient, v)
 
     return system.product, rhs, recover
