@@ -109,8 +109,7 @@ def convolve_with_time(conv: nn.Conv2d, t: Tensor, h: Tensor, multiple: int = 1)
     more = -conv.out_channels % multiple
     weight, bias = F.pad(conv.weight, (0, 0, 0, 0, 0, 0, 0, more)), F.pad(conv.bias, (0, more))
     of_state = F.pad(weight[:, :-1], (0, 0, 0, 0, 0, h.shape[1] + 1 - conv.in_channels))
-    # By the whole weight: with torch 2.11 on an H200, 1x1 convolutions of a single channel permute their results in some
-    # layouts.
+    # By the whole weight: with torch 2.11 on an H200, 1x1 convolutions of one channel are wrong in some layouts.
     alone = F.pad(h.new_ones(1, 1, *h.shape[2:]), (0, 0, 0, 0, conv.in_channels - 1, 0))
     of_time = F.conv2d(alone, weight, padding=conv.padding)
     return F.conv2d(h, of_state, padding=conv.padding) + (bias[:, None, None] + t.to(h.dtype) * of_time)
