@@ -234,12 +234,12 @@ class BoundOptEq(Hidden):
         """``z <- W' sigma(W z + c) / mu``, begun at zero features."""
         if self.regularizer is not None:
             raise ValueError("a solver that works on features needs OptEq without a regulariser of its own")
+        return self._form_from(torch.zeros_like(self.features(self.start())))
+
+    def _form_from(self, start: Tensor) -> FeatureForm:
+        block, merit = self.block, self._features_and_merit if self.has_merit else None
         return FeatureForm(
-            lambda z: self.block(single(z)),
-            torch.zeros_like(self.features(self.start())),
-            lambda z: self.block.activation(single(z)),
-            self.features,
-            self._features_and_merit if self.has_merit else None,
+            lambda z: block(single(z)), start, lambda z: block.activation(single(z)), self.features, merit
         )
 
     def compact_form(self) -> FeatureForm | None:
@@ -252,7 +252,7 @@ class BoundOptEq(Hidden):
         if not self.contracts:
             return None
         start = self.block.back(self.penalty.prox(self.block.c))
-        return replace(self.feature_form(), start=start) if start.numel() <= self.block.c.numel() else None
+        return self._form_from(start) if start.numel() <= self.block.c.numel() else None
 
     def _features_and_merit(self, z: State) -> tuple[State, Tensor]:
         """The same for features: the step and its merit."""
