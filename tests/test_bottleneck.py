@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_where_there_is_a_bottleneck_the_answers_are_the_same(
     assert (hidden.compact_form() is not None) == forward
     reduction = hidden.linearise(hidden.start()).reduction  # type: ignore[union-attr]
     assert (reduction is not None) == backward
-    assert (reduction is not None and reduction.features == 1) == isinstance(problem, written.Written)
+    assert reduction is None or not reduction.of_features
 
     layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-13), opteq.Implicit(tol=1e-13))
 
@@ -194,7 +195,7 @@ def test_halves_are_known_by_random_numbers() -> None:
 
     def bottleneck(function: Callable[..., Tensor], *fixed: Tensor, like: Tensor = y) -> Bottleneck:
         made = Traced(lambda known, v: [function(v[0], *known)], fixed, [like], compile_functions=False)
-        return Bottleneck(made, [*fixed, like])
+        return Bottleneck(made, [*fixed, like], False)
 
     square = bottleneck(lambda y, A: 0.5 * (y @ A.T @ A) + 1, A)
     assert (square.homogeneous, square.symmetric) == (True, False)  # with the 1 it is not linear
@@ -295,3 +296,104 @@ def test_solvers_on_features_need_features_that_give_the_state() -> None:
     sam = opteq.Equilibrium(Plain(), sam.solver, on_failure="ignore")
     state = sam.solve(torch.randn(2, 4)).state
     assert sam.solve(torch.randn(2, 4), state).state.shape == state.shape
+
+
+class Vectors(opteq.HiddenProblem):
+    """OptEq of vectors, as a user would write it."""
+
+    penalty = "relu"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(0.12 * torch.randn(12, 4))
+        self.U, self.scale = nn.Linear(3, 12), nn.Parameter(torch.tensor(0.7))
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), 12)
+
+    def coupling(self, h: Tensor) -> Tensor:
+        return 0.5 * h.square()
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -self.coupling(y @ self.W).sum(1) - (y * self.U(x)).sum(1)
+
+    def features(self, y: Tensor) -> Any:
+        return y @ self.W
+
+
+class ScaledFeatures(Vectors):
+    def features(self, y: Tensor) -> Tensor:
+        return self.scale * (y @ self.W)
+
+
+class ScaledCoupling(Vectors):
+    def coupling(self, h: Tensor) -> Tensor:
+        return 0.5 * self.scale * h.square()
+
+
+class DetachedFeatures(Vectors):
+    def features(self, y: Tensor) -> Tensor:
+        z = y @ self.W
+        return 0.1 * z + 0.9 * z.detach()
+
+
+class ClampedFeatures(Vectors):
+    def features(self, y: Tensor) -> Tensor:
+        return (y @ self.W).clamp(-0.2, 0.2)
+
+
+class SeveralFeatures(Vectors):
+    def features(self, y: Tensor) -> tuple[Tensor, ...]:
+        return y @ self.W, (y @ self.W).float(), y.sum(1)
+
+
+class FarAway(Vectors):
+    """The coupling is another one where random numbers hardly ever are."""
+
+    def coupling(self, h: Tensor) -> Tensor:
+        return nn.functional.huber_loss(h, torch.zeros_like(h), reduction="none", delta=20.0)
+
+
+class HeldNorm(Vectors):
+    """Has a part without derivatives, which has them nowhere in the range of random numbers."""
+
+    def coupling(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            norm = self.W.norm().clamp(max=3.0)
+        return 0.5 * norm * h.square()
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [(ScaledFeatures, 1), (ScaledCoupling, 1), (DetachedFeatures, 1), (ClampedFeatures, 1), (SeveralFeatures, 1),
+     (FarAway, 60), (HeldNorm, 1)],
+)  # fmt: skip
+def test_what_random_numbers_do_not_show_takes_no_part(kind: type[Vectors], size: float) -> None:
+    torch.manual_seed(0)
+    problem = kind().double()
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=500), opteq.Implicit(tol=1e-12))
+    x = (size * torch.randn(5, 3).double()).requires_grad_()
+
+    def gradients() -> list[Tensor]:
+        found = layer(x)
+        parts = found if isinstance(found, tuple) else (found,)
+        loss = torch.stack([part.double().sum() for part in parts]).sum()
+        return list(torch.autograd.grad(loss, [x, *problem.parameters()], materialize_grads=True))
+
+    for _ in range(4):
+        on = gradients()
+    with opteq.engine.off():
+        torch.testing.assert_close(on, gradients(), rtol=1e-8, atol=1e-10)
+
+
+def test_features_run_on_the_users_module_once_a_call() -> None:
+    """So their hooks act, and they may have running statistics."""
+    problem = Vectors()
+    problem.norm = nn.BatchNorm1d(4)
+    problem.features = lambda y: problem.norm(y @ problem.W)  # type: ignore[method-assign]
+    calls: list[int] = []
+    problem.norm.register_forward_hook(lambda *_: calls.append(1))
+    layer = opteq.Equilibrium(problem)
+    for count in range(1, 6):
+        layer(torch.randn(5, 3)).sum().backward()
+        assert int(problem.norm.num_batches_tracked) == len(calls) == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 
@@ -389,6 +390,75 @@ def test_checkpoints_and_vmap_go_around_an_objective():
         torch.testing.assert_close(one, other)
     mapped = torch.func.vmap(lambda image: layer.solve(image[None]).state[0])(x.detach())
     torch.testing.assert_close(mapped, found.detach(), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3])
+def test_a_checkpoint_saves_the_same_the_second_time(calls):
+    """Whichever path its first pass has seen: the very first call, the plain path, or graphs."""
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(FieldOfExperts("relu").double(), opteq.FISTA(tol=1e-10, max_steps=70))
+    x = torch.randn(2, 1, 5, 5, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        for _ in range(calls):
+            layer(x)
+    outputs = [torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) for _ in range(2)]
+    found = torch.autograd.grad(torch.stack(outputs).square().sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(2 * layer(x).square().sum(), x))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frozen(opteq.Objective):
+    """Nothing can be set on it."""
+
+    strength: float
+
+    def __post_init__(self):
+        nn.Module.__init__(self)
+
+    def terms(self, y, x):
+        return {"data": 0.5 * self.strength * (y - x).square().sum(1)}
+
+
+class Lazy(opteq.HiddenProblem):
+    """Made ready by its first call that succeeds."""
+
+    penalty = "tanh"
+    ready = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.LazyLinear(4)
+
+    def smooth(self, y, x):
+        if not self.ready:
+            raise RuntimeError("not ready")
+        return 0.1 * self.linear(y).square().sum(1) - (y * x).sum(1)
+
+
+class Running(opteq.HiddenProblem):
+    """Keeps a mean, anew in every evaluation."""
+
+    penalty = "tanh"
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def smooth(self, y, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return 0.6 * y.square().sum(1) - (y * (x - self.mean)).sum(1)
+
+
+def test_what_functions_keep_is_made_outside_of_derivatives():
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(opteq.Equilibrium(Frozen(2.0))(x), x, rtol=1e-3, atol=1e-3)
+    layer = opteq.Equilibrium(Lazy())
+    with pytest.raises(RuntimeError, match="not ready"):
+        layer(x)
+    layer.problem.ready = True
+    assert layer(x).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"Running\.smooth uses a tensor that an earlier call kept"):
+        opteq.Equilibrium(Running()).solve(x)
 
 
 def test_an_objective_without_a_lower_bound_ends_soon():

@@ -32,16 +32,15 @@ class Bottleneck:
     Args:
         traced: the function; its result has the shape of what varies.
         examples: of the fixed tensors, and of the one that varies.
-        features: another function of the same tensors.
+        at_state: whether the last fixed tensor is a state. Random states may be where the function is another one, so
+            that nothing is known of the symmetry of halves that depend on it.
 
     Attributes:
         homogeneous: whether there is a bottleneck, and the first half maps zero to zero.
         symmetric: whether there is one, and the second half is a multiple of the first one's transpose.
-        features: the number that the second half, multiplied by it, is the transpose of the features; None where there
-            is none.
     """
 
-    def __init__(self, traced: Traced, examples: Sequence[Tensor], features: Function | None = None) -> None:
+    def __init__(self, traced: Traced, examples: Sequence[Tensor], at_state: bool) -> None:
         *nodes, output = traced.each.graph.nodes
         inputs = [node for node in nodes if node.op == "placeholder"]
         varying = dependents(traced.each, inputs[-1:])
@@ -57,11 +56,11 @@ class Bottleneck:
         out = extract(traced.each, [*inputs[:-1], found], output.args[0])
         self._graphs: list[Any] = [traced.once, into, out]
         self.homogeneous = self.symmetric = False
-        self.features: float | None = None
         if found is not inputs[-1]:
             self._strides = examples[-1].stride(), found.meta["val"].stride()
             with suppress(Exception):  # of functions that refuse random numbers
-                self._try_random_numbers(examples, features)
+                self._try_random_numbers(examples)
+            self.symmetric = self.symmetric and not (at_state and _depend_on_last(traced.once, into, out))
         if traced.compiled:
             self._graphs[1:] = map(CompiledGraph, (into, out))
 
@@ -73,7 +72,7 @@ class Bottleneck:
     def reduce(self, local: SymmetricLinearisation, fixed: Sequence[Tensor]) -> Reduction:
         """The adjoint system of a step with this curvature, in the variable at the bottleneck."""
         into, out = self._bind(self._graphs, fixed)
-        return Reduction(lambda g: into(local.derivative(g)), out, self.features)
+        return Reduction(lambda g: into(local.derivative(g)), out)
 
     def _bind(self, graphs: Sequence[Any], fixed: Sequence[Tensor]) -> tuple[Callable[[Any], Tensor], ...]:
         """Both halves as functions of one tensor."""
@@ -81,12 +80,12 @@ class Bottleneck:
         known, (before, behind) = once(*fixed), self._strides
         return lambda y: into(*known, in_layout(before, y))[0], lambda h: out(*known, in_layout(behind, h))[0]
 
-    def _try_random_numbers(self, examples: Sequence[Tensor], features: Function | None) -> None:
+    def _try_random_numbers(self, examples: Sequence[Tensor]) -> None:
         """In float64, whatever the precision of the graph: an identity holds to the last digits, or it does not.
 
         Integers may be indices, for which random ones will not do. Where some are used, nothing is known of others.
         """
-        if not _can_be_drawn(self._graphs[0], examples):
+        if not _can_be_drawn(self._graphs[0], examples[:-1]):
             return
         draw = partial(_drawn, torch.Generator(examples[-1].device).manual_seed(0))
         fixed = [draw(tensor) for tensor in examples[:-1]]
@@ -95,23 +94,16 @@ class Bottleneck:
         other[1:] = one[1:]  # rows of the bottleneck have to be those of samples
         if len(into(one)) == len(one) and _near(into(one)[1:], into(other)[1:]):
             self.homogeneous = not bool(into(torch.zeros_like(one)).any())
-            self.symmetric = bool(_multiple(into, out, one, draw))
-        if self.symmetric and features is not None:
-            traced = Traced(features, examples[:-1], examples[-1:], False)
-            once, each = map(_in_float64, (traced.once, traced.each))
-            if _can_be_drawn(once, examples):
-                known = once(*fixed)
-                number = _multiple(lambda y: each(*known, in_layout(self._strides[0], y))[0], out, one, draw)
-                self.features = None if number is None else float(f"{1 / number:.12g}")
+            self.symmetric = _transposed(into, out, one, draw)
 
 
 def has_same_gradients(traced: Traced, function: Function, fixed: Sequence[Tensor], varying: Sequence[Tensor]) -> bool:
     """Whether the derivatives of a graph by its fixed tensors are those of its function, for random numbers.
 
-    They are others where a function has derivatives of its own (``torch.autograd.Function``), or none of a part.
+    They are others where a function hides a part from autograd.
     """
     with suppress(Exception), torch.enable_grad():
-        if all(map(_is_drawn, [*fixed, *varying])):
+        if _can_be_drawn(traced.once, fixed) and not traced.without_gradient:
             draw = partial(_drawn, torch.Generator(varying[0].device).manual_seed(0))
             given = [draw(one).requires_grad_(one.is_floating_point()) for one in fixed]
             state, vector = [*map(draw, varying)], [*map(draw, varying)]
@@ -134,14 +126,22 @@ def _in_float64(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _can_be_drawn(once: fx.GraphModule, examples: Sequence[Tensor]) -> bool:
-    """Whether random numbers can take the place of all tensors that are used."""
+def _depend_on_last(once: fx.GraphModule, *halves: fx.GraphModule) -> bool:
+    """Whether one of the halves uses something that was computed from the last fixed tensor."""
+    *nodes, output = once.graph.nodes
+    moved = dependents(once, [node for node in nodes if node.op == "placeholder"][-1:])
+    found = {place for place, node in enumerate(output.args[0]) if node in moved}
+    return any(node.users for half in halves for place, node in enumerate(half.graph.nodes) if place in found)
+
+
+def _can_be_drawn(once: fx.GraphModule, fixed: Sequence[Tensor]) -> bool:
+    """Whether random numbers can take the place of all fixed tensors that are used."""
     given = [node for node in once.graph.nodes if node.op == "placeholder"]
-    return all(_is_drawn(tensor) for node, tensor in zip(given, examples[:-1], strict=True) if node.users)
+    return all(_is_drawn(tensor) for node, tensor in zip(given, fixed, strict=True) if node.users)
 
 
-def _multiple(into: Callable[..., Tensor], out: Callable[..., Tensor], like: Tensor, draw: Any) -> float | None:
-    """The number c with ``<out(u), v> = c <u, into(v)>`` for random u and v; None where there is none."""
+def _transposed(into: Callable[..., Tensor], out: Callable[..., Tensor], like: Tensor, draw: Any) -> bool:
+    """Whether ``<out(u), v> = c <u, into(v)>`` with one number c, for random u and v."""
     pairs = []
     for _ in range(4):
         v = draw(like)
@@ -149,8 +149,7 @@ def _multiple(into: Callable[..., Tensor], out: Callable[..., Tensor], like: Ten
         u = draw(carried)
         pairs.append(torch.stack([(out(u) * v).sum(), (u * carried).sum()]))
     one, other = torch.stack(pairs, dim=1)
-    number = (one @ other) / (other @ other)
-    return float(number) if _near(one, number * other) else None
+    return _near(one, (one @ other) / (other @ other) * other)
 
 
 def _near(one: Tensor, other: Tensor) -> bool:

@@ -26,12 +26,15 @@ Function = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """A function of fixed and of varying tensors."""
 
 
-class _NoLists(TorchFunctionMode):
-    """Refuses to read numbers without an operation that a trace would see. (torch.func refuses numpy.)"""
+class _Watch(TorchFunctionMode):
+    """Refuses to read numbers without an operation that a trace sees (as torch.func does numpy); watches no_grad."""
+
+    without_gradient = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.__repr__):
             raise ValueError(f"it reads values of a tensor on the host ({func.__name__})")
+        self.without_gradient |= not torch.is_grad_enabled()
         return func(*args, **(kwargs or {}))
 
 
@@ -54,6 +57,9 @@ class Traced:
         fixed: examples of its fixed tensors.
         varying: examples of its varying ones.
         compile_functions: whether Inductor compiles the part that varies.
+
+    Attributes:
+        without_gradient: whether the function switched gradients off in a part, which its graph does not.
     """
 
     def __init__(
@@ -67,9 +73,10 @@ class Traced:
         # Copies of the varying ones: a tensor that is an argument twice would be taken for one.
         copies = [tensor.clone() for tensor in varying]
         self._strides = [tensor.stride() for tensor in copies]
-        with _NoLists(), _FixedShapes():  # type: ignore[no-untyped-call]
+        with torch.enable_grad(), _Watch() as watch, _FixedShapes():  # type: ignore[no-untyped-call]
             # Autograd's formulas write to tensors of their own, as users may do: each write becomes a new tensor.
             traced = make_fx(torch.func.functionalize(flat), tracing_mode="real")(*fixed, *copies)
+        self.without_gradient = watch.without_gradient
         simplify(traced.graph)
         _check(traced.graph)
         self.once, self.each = _split(traced, count)

@@ -78,9 +78,7 @@ class Form:
         traced = self._trace(name, function, fixed, parts)
         return (lambda varying: function(fixed, list(varying))) if traced is None else traced.bind(fixed)
 
-    def bottleneck(
-        self, name: str, function: Function, fixed: list[Tensor], y: State, features: Function | None = None
-    ) -> Bottleneck | None:
+    def bottleneck(self, name: str, function: Function, fixed: list[Tensor], y: State) -> Bottleneck | None:
         """A function by its bottleneck; None where its argument ``y`` is a tuple, or where it can't be traced."""
         from opteq.engine.bottleneck import Bottleneck
 
@@ -89,7 +87,7 @@ class Form:
         y = torch.zeros_like(y)  # in a dense layout
         if (traced := self._trace(name, function, fixed, [y])) is None:
             return None
-        found: Bottleneck = self._found_once(traced, lambda: Bottleneck(traced, [*fixed, y], features))
+        found: Bottleneck = self._found_once(traced, lambda: Bottleneck(traced, [*fixed, y], name == "curvature"))
         return found
 
     def has_same_gradients(self, name: str, function: Function, fixed: list[Tensor], y: State) -> bool:
@@ -99,8 +97,7 @@ class Form:
         parts = list(blocks(y))
         if (traced := self._trace(name, function, fixed, parts)) is None:
             return False
-        found = self._found_once((name, traced), lambda: has_same_gradients(traced, function, fixed, parts))
-        return bool(found)
+        return bool(self._found_once((name, traced), lambda: has_same_gradients(traced, function, fixed, parts)))
 
     def _found_once(self, key: Hashable, find: Callable[[], Any]) -> Any:
         with _disable_current_modes():  # that watch a capture, which need not see this
@@ -113,7 +110,7 @@ class Form:
 
             fixed = [tensor.detach() for tensor in fixed]
             try:
-                with _lock, _disable_current_modes(), torch.no_grad():
+                with _lock, _disable_current_modes():
                     self._traced[key] = Traced(function, fixed, varying, self.compile_functions and name not in _ONCE)
             except Exception as error:  # a user's code may raise anything
                 self.reason = f"it could not be traced: {(str(error) or type(error).__name__).splitlines()[0]}"
@@ -198,8 +195,7 @@ class _Functions:
         """As the problem's, in the variable of a bottleneck where the Hessian has one."""
         local: SymmetricLinearisation = self.plain.linearise(self.hidden, y, inside)  # type: ignore
         fixed = [*self.fixed, *blocks(y)]
-        functions = self.of_tensors("curvature"), self.of_tensors("features")
-        narrow = self.form.bottleneck("curvature", functions[0], fixed, y, functions[1])
+        narrow = self.form.bottleneck("curvature", self.of_tensors("curvature"), fixed, y)
         return replace(local, reduction=narrow.reduce(local, fixed)) if narrow and narrow.symmetric else local
 
     def linearise_freely(self, y: State, inside: State | None = None) -> Linearisation:  # noqa: ARG002
@@ -242,7 +238,6 @@ _FUNCTIONS: dict[str, Callable[[Any, State, State], Any]] = {
     "preactivation": lambda problem, y, _: problem.preactivation(y),
     "merit": lambda problem, y, _: problem._step_and_merit(y),
     "curvature": lambda problem, v, y: problem.curvature_at(y)(v),
-    "features": lambda problem, v, _: problem.features(v),
     "adjoint": lambda problem, v, y: problem.linearise(y).adjoint(v),
 }
 

@@ -71,7 +71,7 @@ def symmetrised(
     system = local.system
     parts = [] if gradient is None else [apply(system.restrict, gradient)]
     if at_features is not None:
-        parts.append(at_features if system.features == 1 else map_state(lambda h: system.features * h, at_features))
+        parts.append(at_features)
     rhs = parts[0] if len(parts) == 1 else map_state(torch.add, *parts)
 
     def recover(u: State) -> State:

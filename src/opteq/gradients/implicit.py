@@ -83,7 +83,7 @@ def attach_system(
     if not wants_gradient(carrier):
         return state, outcome
     system = system_at(None if inside is None else map_state(Tensor.detach, inside))
-    direct = isinstance(system.local, SymmetricLinearisation) and system.local.system.features is not None
+    direct = isinstance(system.local, SymmetricLinearisation) and system.local.system.of_features
     features = () if not direct else hidden.features(state) if features is None else features
     count = len(blocks(state))
 

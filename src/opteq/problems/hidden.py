@@ -40,13 +40,13 @@ class Reduction:
     Attributes:
         restrict: ``g -> C g``.
         expand: ``u -> B u``.
-        features: the number s where ``s B`` is the transpose of the features' derivative; None where it is something
-            else. A gradient h of theirs, ``g = s B h``, then needs no C: ``(I - C B) u = s h`` and ``v = B u``.
+        of_features: whether B is the transpose of the features' derivative. A gradient h of theirs, ``g = B h``, then
+            needs no C: ``(I - C B) u = h`` and ``v = B u``.
     """
 
     restrict: Product
     expand: Product
-    features: float | None = None
+    of_features: bool = False
 
     def product(self, u: State) -> State:
         """``C B u``."""

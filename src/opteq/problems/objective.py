@@ -107,8 +107,7 @@ class BoundObjective(Hidden):
     def __init__(self, problem: Objective, x: Any) -> None:
         self.bound = BoundModule(problem, x)
         self._start = check_start(problem.start(x), x, type(problem).__name__)
-        if self.bound.is_new():
-            self._smooth_parts(self._start)
+        self.bound.try_once(self._smooth_parts, self._start)
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
         with torch.no_grad():

@@ -228,7 +228,7 @@ class BoundOptEq(Hidden):
             carried = block.W(single(u))
             return carried if mu == 1 else carried / mu
 
-        return replace(local, reduction=Reduction(restrict, expand, features=1.0))
+        return replace(local, reduction=Reduction(restrict, expand, of_features=True))
 
     def feature_form(self) -> FeatureForm:
         """``z <- W' sigma(W z + c) / mu``, begun at zero features."""

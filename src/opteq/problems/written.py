@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from opteq.common.returns import check_features, check_start, check_terms
 from opteq.operators import LinearMap, Operator, use_prepared
@@ -24,20 +25,28 @@ class BoundModule:
             part: part.prepare() for part in module.modules() if isinstance(part, Operator)
         }
 
-    def is_new(self) -> bool:
-        """Whether the module is bound for the first time.
+    def try_once(self, function: Callable[[State], object], start: State) -> None:
+        """Call a function of the module where it is bound for the first time.
 
-        Its functions are called once then, before derivatives are taken: a tensor that they keep for later calls would
-        otherwise be one of torch.func's, which has no meaning outside.
+        Tensors that it keeps for later calls are then made outside of derivatives: inside, they would be torch.func's.
         """
-        new = "_was_bound" not in vars(self.module)
-        self.module._was_bound = True
-        return new
+        if "_was_bound" not in vars(self.module):
+            with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):  # a checkpoint would count this call
+                function(start)
+            vars(self.module)["_was_bound"] = True
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call the user's function of this name."""
-        with use_prepared(self.maps):
-            return getattr(self.module, name)(*arguments)
+        try:
+            with use_prepared(self.maps):
+                return getattr(self.module, name)(*arguments)
+        except RuntimeError as error:
+            if "ADInterpreters" not in str(error):
+                raise
+            raise ValueError(
+                f"{type(self.module).__name__}.{name} uses a tensor that an earlier call kept. It is called inside of "
+                "derivatives, whose tensors end with them: compute in start(x) what changes from call to call"
+            ) from error
 
 
 class WrittenHidden(Hidden):
@@ -58,8 +67,7 @@ class WrittenHidden(Hidden):
         self.penalty = penalty
         self.bound = BoundModule(problem, x)
         self._start = check_start(start, x, type(problem).__name__)
-        if self.bound.is_new():
-            self.smooth_terms(start)
+        self.bound.try_once(self.smooth_terms, start)
 
     def start(self) -> State:
         return self._start

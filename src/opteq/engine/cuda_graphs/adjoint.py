@@ -158,7 +158,7 @@ class _BackwardSolve:
     ) -> tuple[State | None, State | None]:
         """The cotangent of the state with what the features add to it, and that of the features where they don't."""
         parts = [part.detach().requires_grad_() for part in blocks(self.state)]
-        known = isinstance(local, SymmetricLinearisation) and local.system.features is not None
+        known = isinstance(local, SymmetricLinearisation) and local.system.of_features
         if features is None or not known:
             with torch.enable_grad(), self.adjoint.autocast.entered():
                 problem = self.adjoint.flat.with_tensors(self.leaves)
