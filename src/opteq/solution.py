@@ -49,7 +49,7 @@ class Solution:
 
     @property
     def residual(self) -> Tensor:
-        """Relative residual of the state, ``(B,)``."""
+        """Relative residual of the state, or of a smaller variable: see :class:`Report`; ``(B,)``."""
         return self.report.residual
 
     @property

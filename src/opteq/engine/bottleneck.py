@@ -1,4 +1,4 @@
-"""A function through its bottleneck: the tensor with fewest entries that all which varies passes through.
+"""A traced function in two halves, split at the smallest tensor through which its varying argument acts.
 
 ``A(B(y))`` has the fixed points ``y = A(h)`` with ``h = B(A(h))``, and a solver that iterates on h combines smaller
 vectors. OptEq as the papers write it is ``y <- sigma(W W'y + c)`` through its bottleneck ``z = W'y``.

@@ -52,7 +52,7 @@ def _form_of(hidden: BoundMap, direction: str) -> tuple[Flattened, Form] | None:
     observed = observed or _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active()
     if observed or not isinstance(hidden, Hidden) or not is_written(hidden):
         if blocks(hidden.start())[0].device.type == "cpu":  # elsewhere another backend has noted its reason
-            plain = "on a CPU only objectives that a user has written are traced"
+            plain = "on a CPU only a HiddenProblem or an Objective of your own is traced"
             note(direction, "a transformation or a mode of torch is active" if observed else plain)
         return None
     try:

@@ -87,12 +87,12 @@ class Formulation:
     def task(self, start: State | None) -> FixedPointTask:
         """The task of the solver; ``start`` is a state, or None for the problem's own."""
         hidden, form = self.hidden, self.form
-        project = hidden.project if form is None else None
-        if form is None:
-            form = FeatureForm(hidden.step, hidden.start(), lambda y: y, lambda y: y, hidden.step_and_merit)
-        begin = form.start if start is None else form.of_state(start)
-        merit = None if hidden.contracts else form.step_and_merit
-        return FixedPointTask(form.step, begin, merit, project, hidden.damping, hidden.coupled)
+        if form is not None:
+            begin = form.start if start is None else form.of_state(start)
+            return FixedPointTask(form.step, begin, damping=hidden.damping, coupled=hidden.coupled)
+        begin = hidden.start() if start is None else start
+        merit = None if hidden.contracts else hidden.step_and_merit
+        return FixedPointTask(hidden.step, begin, merit, hidden.project, hidden.damping, hidden.coupled)
 
     def state(self, found: State) -> State:
         """The state that belongs to what the solver found."""

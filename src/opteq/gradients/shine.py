@@ -19,7 +19,7 @@ from opteq.states import Autocast, Layout, State, blocks, nan_samples, row_norms
 class Shine(Gradient):
     """Use the solver's own estimate of ``(I - J)^-1``, transposed: no products with J in the backward pass at all.
 
-    Broyden and Anderson keep such an estimate. Solvers without one (Picard, SAM) use the identity, which is
+    Broyden and Anderson keep such an estimate. Solvers without one (Picard, FISTA, SAM) use the identity, which is
     :class:`~opteq.gradients.phantom.OneStep`. The estimate fits the steps of the solve, not the incoming gradient, so
     it may be far off. Where it increases the norm of the gradient by more than ``limit``, the gradient of one step is
     used instead.

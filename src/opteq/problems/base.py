@@ -25,7 +25,7 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
     """Something whose fixed points are sought once an input is bound: ``problem(x)`` binds it."""
 
     takes_tuples: ClassVar[bool] = False
-    """Whether the input may be a tuple of tensors, one per branch."""
+    """Whether the input may be a tuple of tensors: one per branch, or an image and its noise level."""
 
     @abstractmethod
     def bind(self, x: Any) -> BoundMap:
@@ -37,7 +37,7 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
         return self.forward(*given, **named) if only_watched else super().__call__(*given, **named)
 
     def forward(self, x: State) -> BoundMap:
-        """Check ``x``, a tensor (for problems with branches, or a tuple with one per branch), then bind it."""
+        """Check ``x``, a tensor or, where the problem takes them, a tuple of tensors; then bind it."""
         for part in x if self.takes_tuples and isinstance(x, tuple) and x else (x,):
             self._check_input(part)
         with engine.bounded_weights(self):
@@ -57,7 +57,8 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor):
-            raise TypeError(f"the input should be a tensor with the batch first; got {type(x).__name__}")
+            more = "; a problem whose input is one sets takes_tuples = True" if isinstance(x, tuple) else ""
+            raise TypeError(f"the input should be a tensor with the batch first; got {type(x).__name__}{more}")
         if x.ndim < 1:
             raise ValueError("the input should have a batch dimension; got a single number")
         if not x.is_floating_point():
@@ -135,6 +136,7 @@ class HiddenProblem(WrittenProblem):
 
     def _terms(self, y: Any, x: Any) -> dict[str, Tensor]:
         values: Any = self.smooth(y, x)
+        # isinstance would ask a symbolic value for its __class__, which it refuses.
         return values if issubclass(type(values), dict) else {"smooth": values}
 
     def _activation(self) -> Penalty:

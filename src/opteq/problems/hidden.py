@@ -97,15 +97,13 @@ class SymmetricLinearisation:
 class FeatureForm:
     """The same fixed-point problem written for another variable than the state, the features for instance.
 
-    ``state`` gives the state of a variable, ``of_state`` the variable of a state; ``step_and_merit`` is the step with a
-    merit, as :attr:`BoundMap.step_and_merit`.
+    ``state`` gives the state of a variable, ``of_state`` the variable of a state.
     """
 
     step: Callable[[State], State]
     start: State
     state: Callable[[State], State]
     of_state: Callable[[State], State]
-    step_and_merit: Callable[[State], tuple[State, Tensor]] | None = None
 
 
 class BoundMap(ABC):

@@ -111,9 +111,7 @@ class BoundObjective(Hidden):
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
         with torch.no_grad():
-            measured = declared is None
-            curvature = self._measured_curvature() if declared is None else self._declared(declared)
-            self.length = 1 / (curvature * _MARGIN if measured else curvature)
+            self.length = 1 / (self._measured_curvature() * _MARGIN if declared is None else self._declared(declared))
         chosen = getattr(problem, "penalty", None)
         written = penalties.get("identity" if chosen is None else chosen)
         self.penalised = chosen is not None
@@ -167,9 +165,6 @@ class BoundObjective(Hidden):
     def preactivation(self, y: State) -> State:
         """``y - t grad F(y)``."""
         return self._forward_step(y, self.gradient(y))
-
-    def project(self, y: State) -> State:
-        return map_state(self.penalty.project, y)
 
     def curvature_at(self, y: State) -> Callable[[State], State]:
         """``v -> v - t H v`` with H the Hessian of F."""

@@ -215,7 +215,7 @@ class BoundOptEq(Hidden):
         return product
 
     def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
-        """As for every hidden problem; where features are not larger than the state, by way of them."""
+        """As for every hidden problem, with the smaller adjoint system where features are no larger than the state."""
         local, one = super().linearise(y, inside), single(y)[:1]
         if self.regularizer is not None or self.features(one).numel() > one.numel():
             return local
@@ -237,13 +237,11 @@ class BoundOptEq(Hidden):
         return self._form_from(torch.zeros_like(self.features(self.start())))
 
     def _form_from(self, start: Tensor) -> FeatureForm:
-        block, merit = self.block, self._features_and_merit if self.has_merit else None
-        return FeatureForm(
-            lambda z: block(single(z)), start, lambda z: block.activation(single(z)), self.features, merit
-        )
+        block = self.block
+        return FeatureForm(lambda z: block(single(z)), start, lambda z: block.activation(single(z)), self.features)
 
     def compact_form(self) -> FeatureForm | None:
-        """The paper's variable, where it is not the larger one.
+        """The problem in its features, where these have no more entries than the state.
 
         It begins with the step from zero, and its state is half a step further. Only where a step contracts:
         ``y = sigma(W z + c)`` then moves by at most ``L |W| |T(z) - z|`` in a step, and ``|z| <= |W| |y| / mu``. So
@@ -254,16 +252,9 @@ class BoundOptEq(Hidden):
         start = self.block.back(self.penalty.prox(self.block.c))
         return self._form_from(start) if start.numel() <= self.block.c.numel() else None
 
-    def _features_and_merit(self, z: State) -> tuple[State, Tensor]:
-        """The same for features: the step and its merit."""
-        image, merit = self._activated(single(z))
-        return self.block.back(image), merit
-
     def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step, and the merit ``1/2 |z|^2 - psi(z)`` that plain steps decrease, from the same pre-activation."""
-        return self._activated(self.features(y))
-
-    def _activated(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.features(y)
         inside = self.block.preactivation(z)
         return self.penalty.prox(inside), half_square(z) - self.penalty.potential(inside) / self.mu
 

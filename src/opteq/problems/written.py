@@ -53,7 +53,7 @@ class WrittenHidden(Hidden):
     """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's.
 
     The adjoint system of a strict minimiser is positive definite. Where a state turns out to be none, conjugate
-    gradients say so (``INDEFINITE``).
+    gradients notice (``NOT_A_MINIMUM``).
     """
 
     structure = Structure.POSITIVE

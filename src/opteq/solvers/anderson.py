@@ -106,7 +106,7 @@ class _AndersonMixing(Method):
         self.gram = with_column(with_column(self.gram, slot, line).mT, slot, line)
 
     def _solve(self, target: Tensor) -> Tensor:
-        """Weights: ``(Gram + ridge I) w = target`` over the columns in use."""
+        """Weights with ``(Gram + ridge I) w = target`` over the columns in use; dependent columns go out of use."""
         eye = self.eye
         pairs = self.used[:, :, None] & self.used[:, None, :]
         system = torch.where(pairs & torch.isfinite(self.gram), self.gram, 0.0)
