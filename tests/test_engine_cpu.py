@@ -603,7 +603,7 @@ def test_the_first_calls_and_what_is_not_written_run_plainly(monkeypatch: pytest
     layer(x)
     assert log.latest("forward").startswith("traced")
     built_in = opteq.Equilibrium(opteq.OptEq(op.Dense(3, 4, bound=0.9)))
-    assert "only objectives that a user has written" in opteq.engine.report(built_in, x)
+    assert "only a HiddenProblem or an Objective" in opteq.engine.report(built_in, x)
 
 
 def test_signs_of_a_traced_gradient_meet_and_go() -> None:
