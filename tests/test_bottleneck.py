@@ -86,7 +86,7 @@ def inputs(problem: nn.Module) -> Tensor:
 
 
 def traced(problem: opteq.HiddenProblem, x: Tensor) -> Hidden:
-    found = cpu._form_of(problem(x), "forward")
+    found = cpu._traces_of(problem(x), "forward")
     assert found is not None
     hidden = with_traced_functions(*found)
     assert isinstance(hidden, Hidden)

@@ -23,7 +23,7 @@ from opteq.engine.flatten import flatten
 from opteq.engine.inductor import call_compiled
 from opteq.engine.settings import settings
 from opteq.engine.trace import Traced
-from opteq.engine.traced import form_of, with_traced_functions
+from opteq.engine.traced import traces_of, with_traced_functions
 from opteq.engine.values_read import NotFlattenableError
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import fista
@@ -255,11 +255,11 @@ def test_what_is_captured_solves_and_differentiates_as_the_plain_path(kind: Any)
     with torch.no_grad():
         for check in (CaptureCheck(flat.tensors), nullcontext()):  # the first solve is the one that is watched
             with check:
-                traced = with_traced_functions(flat, form_of(flat))
+                traced = with_traced_functions(flat, traces_of(flat))
                 solve = backend._ForwardSolve(traced, solver, None, False)
                 iterate(solve.iteration)
         tensors = solve.tensors(solve.iteration.finish())
-    assert form_of(flat).reason is None
+    assert traces_of(flat).reason is None
     assert (solve.formulation.form is not None) == (kind in (Written, "opteq"))  # others have no bottleneck
     state = solve.facts.state.read(tensors)  # type: ignore[attr-defined]
     linear = opteq.Implicit(tol=1e-12)._linear(hidden, state)

@@ -243,7 +243,7 @@ def test_a_graph_is_differentiated_only_where_its_derivatives_are_the_functions(
     for _ in range(3):
         both_ways(layer, x)
     check(layer, x)
-    known = [form._known for form in traced.forms.values()]
+    known = [traces._known for traces in traced.kept.values()]
     assert [value for found in known for key, value in found.items() if isinstance(key, tuple)] == [same]
 
 

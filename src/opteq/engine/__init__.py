@@ -98,7 +98,7 @@ def forget() -> None:
     """Drop everything that was captured or traced, and the memory that it holds."""
     from opteq.engine import traced
 
-    traced.forms.clear()
+    traced.kept.clear()
     if len(_backends()) > 1:
         from opteq.engine.cuda_graphs import bounds, cache
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from opteq.engine.flatten import Flattened, flatten
 from opteq.engine.log import note
 from opteq.engine.settings import settings
-from opteq.engine.traced import Form, form_of, is_written, with_traced_functions, with_traced_step
+from opteq.engine.traced import Traces, is_written, traces_of, with_traced_functions, with_traced_step
 from opteq.engine.values_read import NotFlattenableError
 from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.base import find
@@ -28,7 +28,7 @@ from opteq.states import State, blocks
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
     """The equilibrium by the plain solver, with traced steps; None where the plain path should find it."""
-    found = _form_of(hidden, "forward")
+    found = _traces_of(hidden, "forward")
     return None if found is None else find(with_traced_functions(*found), solver, start, same_steps)
 
 
@@ -36,17 +36,17 @@ def attach(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state`` with the implicit gradient, by traced products."""
-    found = _form_of(hidden, "backward")
+    found = _traces_of(hidden, "backward")
     if found is None:
         return None
     # A checkpoint may have seen the plain path, and what is saved the second time has to be the same.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    step = hidden if hooked else with_traced_step(*found, state)
+    step = hidden if hooked else with_traced_step(*found, state, found[0].originals)
     system_at = partial(AdjointSystem, with_traced_functions(*found), state, linear)
     return attach_system(step, state, outcome, system_at, record)
 
 
-def _form_of(hidden: BoundMap, direction: str) -> tuple[Flattened, Form] | None:
+def _traces_of(hidden: BoundMap, direction: str) -> tuple[Flattened, Traces] | None:
     """A user's objective taken apart, and its traces; None, and a note why, for the plain path."""
     observed = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     observed = observed or _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active()
@@ -62,9 +62,9 @@ def _form_of(hidden: BoundMap, direction: str) -> tuple[Flattened, Form] | None:
         return None
     if any(tensor.device.type != "cpu" for tensor in flat.tensors):
         return None
-    form = form_of(flat)
-    form.calls += direction == "forward"
-    early = form.calls <= settings.calls_before_tracing
-    reason = f"the first {settings.calls_before_tracing} calls are not traced" if early else form.reason
+    traces = traces_of(flat)
+    traces.calls += direction == "forward"
+    early = traces.calls <= settings.calls_before_tracing
+    reason = f"the first {settings.calls_before_tracing} calls are not traced" if early else traces.reason
     note(direction, reason, "traced gradient and curvature, plain solver")
-    return (flat, form) if reason is None else None
+    return (flat, traces) if reason is None else None

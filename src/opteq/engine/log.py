@@ -9,7 +9,7 @@ import torch
 
 from opteq.engine.flatten import flatten
 from opteq.engine.settings import settings
-from opteq.engine.traced import form_of
+from opteq.engine.traced import traces_of
 from opteq.engine.values_read import NotFlattenableError
 from opteq.states import blocks
 
@@ -41,6 +41,6 @@ def describe(layer: Any, x: Any) -> str:
     lines = [f"forward: {latest('forward')}", f"backward: {backward}"]
     with suppress(NotFlattenableError):
         hidden = layer.problem(x)
-        form = form_of(flatten(hidden), layer.compile_functions)
-        lines += [] if form.reason is None else [f"functions: as they are written: {form.reason}"]
+        traces = traces_of(flatten(hidden), layer.compile_functions)
+        lines += [] if traces.reason is None else [f"functions: as they are written: {traces.reason}"]
     return "\n".join(lines)

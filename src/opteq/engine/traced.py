@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from opteq.engine.bottleneck import Bottleneck
     from opteq.engine.trace import Function, Traced
 
-forms: OrderedDict[Hashable, Form] = OrderedDict()
-_MOST_FORMS = 64
+kept: OrderedDict[Hashable, Traces] = OrderedDict()
+_MOST_KEPT = 64
 _lock = RLock()
 
 
-class Form:
+class Traces:
     """What was traced of problems of one form, or why nothing can be.
 
     Args:
@@ -117,16 +117,16 @@ class Form:
         return self._traced.get(key)
 
 
-def form_of(flat: Flattened, compile_functions: bool = False) -> Form:
+def traces_of(flat: Flattened, compile_functions: bool = False) -> Traces:
     """What was traced of problems like this one, with all modes of torch as they are now."""
     device = flat.tensors[0].device if flat.tensors else torch.device("cpu")
     modes = Autocast.current(device), torch.get_default_dtype(), torch.is_inference_mode_enabled()
     key = flat.structure, _looks(flat.tensors), device, modes, compile_functions
     with _lock:
-        forms[key] = form = forms.pop(key, None) or Form(compile_functions)
-        if len(forms) > _MOST_FORMS:
-            forms.popitem(last=False)
-    return form
+        kept[key] = traces = kept.pop(key, None) or Traces(compile_functions)
+        if len(kept) > _MOST_KEPT:
+            kept.popitem(last=False)
+    return traces
 
 
 def is_written(hidden: BoundMap) -> bool:
@@ -134,34 +134,34 @@ def is_written(hidden: BoundMap) -> bool:
     return isinstance(getattr(hidden, "bound", None), BoundModule)
 
 
-def with_traced_functions(flat: Flattened, form: Form, tensors: Sequence[Tensor] | None = None) -> BoundMap:
+def with_traced_functions(flat: Flattened, traces: Traces, tensors: Sequence[Tensor] | None = None) -> BoundMap:
     """The problem with these tensors, or its own as constants: its step, its merit and its derivatives by graphs."""
     tensors = flat.tensors if tensors is None else tensors
     hidden = flat.with_tensors(tensors)
     if not is_written(hidden):
         return hidden
-    functions = _Functions(flat, list(tensors), form, hidden)
+    functions = _Functions(flat, list(tensors), traces, hidden)
     if isinstance(hidden, Hidden):
-        hidden.contracts = functions.contracts = form.contracts(flat, tensors)
+        hidden.contracts = functions.contracts = traces.contracts(flat, tensors)
         hidden.preactivation = functions.by_graph("preactivation")  # type: ignore
         hidden.curvature_at = functions.curvature_at  # type: ignore[method-assign]
         hidden.linearise, hidden.compact_form = functions.linearise, functions.compact_form  # type: ignore
     else:
         hidden.linearise = functions.linearise_freely  # type: ignore[method-assign]
-    if form.compile_functions or not isinstance(hidden, Hidden):  # the activation with what it is applied to
+    if traces.compile_functions or not isinstance(hidden, Hidden):  # the activation with what it is applied to
         hidden.step = functions.by_graph("step")  # type: ignore
     if hidden.has_merit:
         hidden._step_and_merit = functions.step_and_merit  # type: ignore[method-assign]
     return hidden
 
 
-def with_traced_step(flat: Flattened, form: Form, state: State, tensors: Sequence[Tensor] | None = None) -> BoundMap:
-    """The problem with these tensors, or its own: autograd differentiates a graph of its step once, not twice."""
-    fixed = list(flat.originals if tensors is None else tensors)
+def with_traced_step(flat: Flattened, traces: Traces, state: State, tensors: Sequence[Tensor]) -> BoundMap:
+    """The problem with these tensors: autograd differentiates a graph of its step once, not twice."""
+    fixed = list(tensors)
     hidden = flat.with_tensors(fixed)
     if is_written(hidden) and isinstance(hidden, Hidden):
-        functions = _Functions(flat, fixed, form, hidden)
-        if form.has_same_gradients("preactivation", functions.of_tensors("preactivation"), fixed, state):
+        functions = _Functions(flat, fixed, traces, hidden)
+        if traces.has_same_gradients("preactivation", functions.of_tensors("preactivation"), fixed, state):
             hidden.preactivation = functions.by_graph("preactivation")  # type: ignore
     return hidden
 
@@ -169,17 +169,17 @@ def with_traced_step(flat: Flattened, form: Form, state: State, tensors: Sequenc
 class _Functions:
     """Functions of a bound problem by graphs, to be put in the place of its methods."""
 
-    def __init__(self, flat: Flattened, fixed: list[Tensor], form: Form, hidden: BoundMap) -> None:
-        self.flat, self.fixed, self.form = flat, fixed, form
+    def __init__(self, flat: Flattened, fixed: list[Tensor], traces: Traces, hidden: BoundMap) -> None:
+        self.flat, self.fixed, self.traces = flat, fixed, traces
         self.start = hidden.start()
         # A problem that holds itself would live until the garbage collector comes by.
         self.hidden, self.plain = proxy(hidden), type(hidden)
         self.contracts = False
-        self.both = form.bind("merit", self.of_tensors("merit"), fixed)
+        self.both = traces.bind("merit", self.of_tensors("merit"), fixed)
 
     def by_graph(self, name: str) -> Callable[[State], State]:
         """A function from states to states."""
-        call = self.form.bind(name, self.of_tensors(name), self.fixed)
+        call = self.traces.bind(name, self.of_tensors(name), self.fixed)
         return lambda y: like(y, tuple(call(y)))
 
     def step_and_merit(self, y: State) -> tuple[State, Tensor]:
@@ -195,7 +195,7 @@ class _Functions:
         """As the problem's, in the variable of a bottleneck where the Hessian has one."""
         local: SymmetricLinearisation = self.plain.linearise(self.hidden, y, inside)  # type: ignore
         fixed = [*self.fixed, *blocks(y)]
-        narrow = self.form.bottleneck("curvature", self.of_tensors("curvature"), fixed, y)
+        narrow = self.traces.bottleneck("curvature", self.of_tensors("curvature"), fixed, y)
         return replace(local, reduction=narrow.reduce(local, fixed)) if narrow and narrow.symmetric else local
 
     def linearise_freely(self, y: State, inside: State | None = None) -> Linearisation:  # noqa: ARG002
@@ -208,13 +208,13 @@ class _Functions:
         """The problem in the variable of a bottleneck, where its steps contract."""
         if not self.contracts:
             return None
-        narrow = self.form.bottleneck("step", self.of_tensors("step"), self.fixed, self.start)
+        narrow = self.traces.bottleneck("step", self.of_tensors("step"), self.fixed, self.start)
         return narrow.formulate(self.start, self.fixed) if narrow and narrow.homogeneous else None
 
     def at(self, name: str, y: State) -> Callable[[State], State]:
         """A function of a vector, and of the state ``y``."""
         # Bound at once: where a product runs first is not where a captured graph begins.
-        call = self.form.bind_at(name, self.of_tensors(name), [*self.fixed, *blocks(y)], y)
+        call = self.traces.bind_at(name, self.of_tensors(name), [*self.fixed, *blocks(y)], y)
         return lambda v: like(v, tuple(call(blocks(v))))
 
     def of_tensors(self, name: str) -> Function:

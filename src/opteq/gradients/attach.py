@@ -76,7 +76,7 @@ def filled(gradients: Gradients, form: State) -> State | None:
     return like(form, tuple(torch.zeros_like(part) if given is None else given for given, part in parts))
 
 
-def refuse_hidden_batches(gradients: Gradients) -> None:
+def refuse_batched_gradients(gradients: Gradients) -> None:
     """Raise where torch.autograd has put many gradients into one tensor without saying so.
 
     A linear solve branches on its residuals, which can't be read from such a tensor.
@@ -91,11 +91,11 @@ def refuse_hidden_batches(gradients: Gradients) -> None:
 def refuse_second_derivative(values: Gradients, carriers: Sequence[Tensor]) -> Gradients:
     """``values``, with an error for who differentiates them, by way of themselves or of ``carriers``."""
     there = [value for value in values if value is not None]
-    guarded = iter(_Once.apply(len(there), *there, *carriers))  # type: ignore[no-untyped-call]
+    guarded = iter(_RefuseSecondDerivative.apply(len(there), *there, *carriers))  # type: ignore[no-untyped-call]
     return tuple(None if value is None else next(guarded) for value in values)
 
 
-class _Once(torch.autograd.Function):
+class _RefuseSecondDerivative(torch.autograd.Function):
     """The identity, with a refusal for a gradient.
 
     It takes the carriers along, so that it lies on every path from a second derivative to a weight or an input:

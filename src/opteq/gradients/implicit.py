@@ -12,7 +12,7 @@ from torch import Tensor
 from opteq import engine
 from opteq.common.validate import positive, whole
 from opteq.gradients.adjoint import AdjointSystem
-from opteq.gradients.attach import Gradients, attach, filled, refuse_hidden_batches
+from opteq.gradients.attach import Gradients, attach, filled, refuse_batched_gradients
 from opteq.gradients.base import Gradient, Record, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap, Structure, SymmetricLinearisation
 from opteq.solvers import Outcome, Solver
@@ -88,7 +88,7 @@ def attach_system(
     count = len(blocks(state))
 
     def adjoint(gradients: Gradients) -> Gradients:
-        refuse_hidden_batches(gradients)
+        refuse_batched_gradients(gradients)
         of_state, of_features = gradients[:count], gradients[count:]
         solved, report = system.solve(filled(of_state, state), filled(of_features, features))
         record(report)

@@ -15,10 +15,10 @@ from opteq.engine.cuda_graphs.buffers import dense
 from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
 from opteq.engine.flatten import Flattened
 from opteq.engine.log import note
-from opteq.engine.traced import form_of, with_traced_functions, with_traced_step
+from opteq.engine.traced import traces_of, with_traced_functions, with_traced_step
 from opteq.engine.triton.solvers import open_linear
 from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
-from opteq.gradients.attach import filled, refuse_hidden_batches, refuse_second_derivative
+from opteq.gradients.attach import filled, refuse_batched_gradients, refuse_second_derivative
 from opteq.problems.hidden import Product, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers import Status
@@ -126,11 +126,11 @@ class _BackwardSolve:
         )
         with operations:
             with adjoint.autocast.entered():
-                form = form_of(adjoint.flat, adjoint.compile_functions)
-                step = with_traced_step(adjoint.flat, form, state, self.leaves)
+                traces = traces_of(adjoint.flat, adjoint.compile_functions)
+                step = with_traced_step(adjoint.flat, traces, state, self.leaves)
                 with torch.enable_grad():
                     self.carrier, inside, features = step.step_by_step(state)
-                self.problem = with_traced_functions(adjoint.flat, form, held)  # what is traced refers to it
+                self.problem = with_traced_functions(adjoint.flat, traces, held)  # what is traced refers to it
                 local = self.problem.linearise(state, None if inside is None else map_state(Tensor.detach, inside))
             check_symmetry(local, linear)
             self.direct: list[tuple[State, State]] = []
@@ -222,7 +222,7 @@ class _Attached(torch.autograd.Function):
         originals, adjoint = ctx.saved_tensors, ctx.adjoint
         if all(gradient is None for gradient in gradients):
             return (None, None, None, *[None] * len(originals))
-        refuse_hidden_batches(gradients)
+        refuse_batched_gradients(gradients)
         count = len(blocks(adjoint.state))
         at_state = filled(gradients[:count], adjoint.state)
         at_features = None if ctx.features is None else filled(gradients[count:], ctx.features)

@@ -15,7 +15,7 @@ from opteq.engine.cuda_graphs.bounds import scales_by_graph
 from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
 from opteq.engine.flatten import flatten
 from opteq.engine.log import note
-from opteq.engine.traced import form_of, with_traced_functions
+from opteq.engine.traced import traces_of, with_traced_functions
 from opteq.engine.triton.solvers import open_fixed_point
 from opteq.engine.values_read import NotFlattenableError
 from opteq.gradients.base import Formulation, find
@@ -54,7 +54,7 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         begin = None if start is None else like(start, tuple(tensors[count:]))
         # In the caller's precision: a capture may happen inside a region without autocast.
         with autocast.entered():
-            problem = with_traced_functions(flat, form_of(flat, hidden.compile_functions), tensors[:count])
+            problem = with_traced_functions(flat, traces_of(flat, hidden.compile_functions), tensors[:count])
             return _ForwardSolve(problem, solver, begin, same_steps)
 
     key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.compile_functions)
