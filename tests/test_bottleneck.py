@@ -195,7 +195,7 @@ def test_halves_are_known_by_random_numbers() -> None:
 
     def bottleneck(function: Callable[..., Tensor], *fixed: Tensor, like: Tensor = y) -> Bottleneck:
         made = Traced(lambda known, v: [function(v[0], *known)], fixed, [like], compile_functions=False)
-        return Bottleneck(made, [*fixed, like], False)
+        return Bottleneck(made, [*fixed, like])
 
     square = bottleneck(lambda y, A: 0.5 * (y @ A.T @ A) + 1, A)
     assert (square.homogeneous, square.symmetric) == (True, False)  # with the 1 it is not linear
@@ -363,10 +363,27 @@ class HeldNorm(Vectors):
         return 0.5 * norm * h.square()
 
 
+class HeldSize(Vectors):
+    """The same of the input, which is larger than random numbers."""
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        size = (x.data.abs().amax(1, keepdim=True) / 20).clamp(min=1)
+        return -self.coupling(y @ self.W).sum(1) - (y * self.U(x / size)).sum(1)
+
+
+class Saturated(Vectors):
+    """Measurements above 6 do not count."""
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        counts = torch.where(x < 6, 1.0, 0.0).sum(1, keepdim=True) / 3 + torch.where(x < 6, 1.0, 0.2)
+        kept = torch.cat([counts, counts[:, :1]], dim=1)
+        return -0.2 * (kept * (y @ self.W).square()).sum(1) - (y * self.U(x)).sum(1)
+
+
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [(ScaledFeatures, 1), (ScaledCoupling, 1), (DetachedFeatures, 1), (ClampedFeatures, 1), (SeveralFeatures, 1),
-     (FarAway, 60), (HeldNorm, 1)],
+    [(HeldSize, 60), (Saturated, 6), (ScaledFeatures, 1), (ScaledCoupling, 1), (DetachedFeatures, 1),
+     (ClampedFeatures, 1), (SeveralFeatures, 1), (FarAway, 60), (HeldNorm, 1)],
 )  # fmt: skip
 def test_what_random_numbers_do_not_show_takes_no_part(kind: type[Vectors], size: float) -> None:
     torch.manual_seed(0)

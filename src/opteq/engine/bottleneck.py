@@ -25,6 +25,12 @@ from opteq.problems.base import HiddenProblem
 from opteq.problems.hidden import FeatureForm, Reduction, SymmetricLinearisation
 from opteq.states import State
 
+_ANALYTIC = {
+    "_to_copy", "_unsafe_view", "add", "addmm", "alias", "bmm", "cat", "clone", "constant_pad_nd", "convolution", "div",
+    "detach", "exp", "expand", "flip", "full", "lift_fresh_copy", "mean", "mm", "mul", "neg", "permute", "pow", "t",
+    "reshape", "rsub", "select", "sigmoid", "slice", "squeeze", "sub", "sum", "tanh", "transpose", "unsqueeze", "view",
+}  # fmt: skip
+
 
 class Bottleneck:
     """Both halves of a traced function of fixed tensors and of one that varies.
@@ -32,15 +38,13 @@ class Bottleneck:
     Args:
         traced: the function; its result has the shape of what varies.
         examples: of the fixed tensors, and of the one that varies.
-        at_state: whether the last fixed tensor is a state. Random states may be where the function is another one, so
-            that nothing is known of the symmetry of halves that depend on it.
 
     Attributes:
         homogeneous: whether there is a bottleneck, and the first half maps zero to zero.
         symmetric: whether there is one, and the second half is a multiple of the first one's transpose.
     """
 
-    def __init__(self, traced: Traced, examples: Sequence[Tensor], at_state: bool) -> None:
+    def __init__(self, traced: Traced, examples: Sequence[Tensor]) -> None:
         *nodes, output = traced.each.graph.nodes
         inputs = [node for node in nodes if node.op == "placeholder"]
         varying = dependents(traced.each, inputs[-1:])
@@ -60,7 +64,7 @@ class Bottleneck:
             self._strides = examples[-1].stride(), found.meta["val"].stride()
             with suppress(Exception):  # of functions that refuse random numbers
                 self._try_random_numbers(examples)
-            self.symmetric = self.symmetric and not (at_state and _depend_on_last(traced.once, into, out))
+            self.symmetric = self.symmetric and _are_analytic(traced.once, into, out)
         if traced.compiled:
             self._graphs[1:] = map(CompiledGraph, (into, out))
 
@@ -126,12 +130,14 @@ def _in_float64(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _depend_on_last(once: fx.GraphModule, *halves: fx.GraphModule) -> bool:
-    """Whether one of the halves uses something that was computed from the last fixed tensor."""
+def _are_analytic(once: fx.GraphModule, *halves: fx.GraphModule) -> bool:
+    """Whether both halves are analytic functions, so that what random numbers show holds for all: no mask, no clamp."""
     *nodes, output = once.graph.nodes
-    moved = dependents(once, [node for node in nodes if node.op == "placeholder"][-1:])
-    found = {place for place, node in enumerate(output.args[0]) if node in moved}
-    return any(node.users for half in halves for place, node in enumerate(half.graph.nodes) if place in found)
+    used = {place for half in halves for place, node in enumerate(half.graph.nodes) if node.users}
+    needed = [value for place, value in enumerate(output.args[0]) if place in used]
+    before = extract(once, [node for node in nodes if node.op == "placeholder"], needed)
+    called = [node.target for part in (before, *halves) for node in part.graph.nodes if node.op == "call_function"]
+    return all(isinstance(one, torch._ops.OpOverload) and one.overloadpacket.__name__ in _ANALYTIC for one in called)
 
 
 def _can_be_drawn(once: fx.GraphModule, fixed: Sequence[Tensor]) -> bool:

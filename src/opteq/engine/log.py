@@ -40,7 +40,6 @@ def describe(layer: Any, x: Any) -> str:
     backward = latest("backward") if tracked else "nothing wants a gradient"
     lines = [f"forward: {latest('forward')}", f"backward: {backward}"]
     with suppress(NotFlattenableError):
-        hidden = layer.problem(x)
-        traces = traces_of(flatten(hidden), layer.compile_functions)
+        traces = traces_of(flatten(layer.problem(x)), layer.compile_functions)
         lines += [] if traces.reason is None else [f"functions: as they are written: {traces.reason}"]
     return "\n".join(lines)

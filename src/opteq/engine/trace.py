@@ -27,14 +27,14 @@ Function = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses to read numbers without an operation that a trace sees (as torch.func does numpy); watches no_grad."""
+    """Refuses to read numbers without an operation that a trace sees, and notices where gradients are switched off."""
 
     without_gradient = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.__repr__):
             raise ValueError(f"it reads values of a tensor on the host ({func.__name__})")
-        self.without_gradient |= not torch.is_grad_enabled()
+        self.without_gradient |= not torch.is_grad_enabled() or func == Tensor.data.__get__  # type: ignore[attr-defined]
         return func(*args, **(kwargs or {}))
 
 
@@ -80,9 +80,9 @@ class Traced:
         simplify(traced.graph)
         _check(traced.graph)
         self.once, self.each = _split(traced, count)
-        _check_values(
-            flat, [*fixed, *map(_filled, copies)], lambda given: self.each(*self.once(*given[:count]), *given[count:])
-        )
+        for copy in copies:
+            copy.copy_(torch.linspace(-1, 1, copy.numel(), device=copy.device).reshape(copy.shape))
+        _check_values(flat, [*fixed, *copies], lambda given: self.each(*self.once(*given[:count]), *given[count:]))
         self.compiled = compile_functions
         self._each: Callable[..., list[Tensor]] = CompiledGraph(self.each) if compile_functions else self.each
 
@@ -95,11 +95,6 @@ class Traced:
 def in_layout(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
     """A tensor in the layout for which a graph was traced."""
     return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
-
-
-def _filled(like: Tensor) -> Tensor:
-    """Numbers from -1 to 1 in the form of a tensor."""
-    return torch.empty_like(like).copy_(torch.linspace(-1, 1, like.numel(), device=like.device).reshape(like.shape))
 
 
 def _check_values(function: Callable[..., Any], given: list[Tensor], graph: Callable[[list[Tensor]], Any]) -> None:

@@ -87,7 +87,7 @@ class Traces:
         y = torch.zeros_like(y)  # in a dense layout
         if (traced := self._trace(name, function, fixed, [y])) is None:
             return None
-        found: Bottleneck = self._found_once(traced, lambda: Bottleneck(traced, [*fixed, y], name == "curvature"))
+        found: Bottleneck = self._found_once(traced, lambda: Bottleneck(traced, [*fixed, y]))
         return found
 
     def has_same_gradients(self, name: str, function: Function, fixed: list[Tensor], y: State) -> bool:
