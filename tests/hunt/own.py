@@ -69,6 +69,62 @@ def bowl(draw: Draw) -> DrawnProblem:
     return DrawnProblem(name, problem, equations, (frame.inputs,))
 
 
+class Masked(opteq.HiddenProblem):
+    """``g = a/2 <m(x), (K y)^2> - <B x / s(x), y>``: m leaves out much where C x is large, and s, from which no
+    derivative is taken, is above 1 where x is. Random numbers in place of x hardly show either.
+    """
+
+    def __init__(self, draw: Draw, frame: Frame, a: float, limit: float, how: str) -> None:
+        super().__init__()
+        self.penalty = frame.activation
+        self.K = nn.Parameter(draw.normal(frame.features, frame.states))
+        self.B = nn.Parameter(draw.normal(frame.states, frame.inputs))
+        self.register_buffer("C", draw.normal(frame.features, frame.inputs))
+        self.a, self.limit, self.how = a, limit, how
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), self.K.shape[1])
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.how != "no_grad"):
+            size = largest(x.detach() if self.how == "detach" else x, self.limit)
+        mask = torch.where((x @ self.C.mT).abs() < self.limit, 1.0, 0.1)
+        return self.a / 2 * (mask * (y @ self.K.mT).square()).sum(1) - (y * ((x / size) @ self.B.mT)).sum(1)
+
+    def features(self, y: Tensor) -> Tensor:
+        return y
+
+
+def largest(x: Tensor, limit: float) -> Tensor:
+    return (x.abs().amax(1, keepdim=True) / limit).clamp(min=1)
+
+
+def masked(draw: Draw) -> DrawnProblem:
+    frame = Frame.drawn(draw, images=0)
+    limit, how = draw.power(0, 2), draw.one_of(["detach", "no_grad"])
+    problem = Masked(draw, frame, 0.0, limit, how).double()
+    problem.a = draw.number(0.1, 0.9) / frame.slope / oracle.norm(problem.K.detach()) ** 2 * draw.one_of([1, -1])
+    a, C = problem.a, problem.C
+
+    def inside(w: Weights, x: Tensor, y: State) -> State:
+        mask = torch.where((x @ C.T).abs() < limit, 1.0, 0.1)
+        pull = (x / largest(x.detach(), limit)) @ w["B"].T
+        return (pull - a * (mask * (y[0] @ w["K"].T)) @ w["K"],)
+
+    equations = Equations(
+        inside,
+        lambda w, x, y: (frame.sigma(inside(w, x, y)[0]),),
+        lambda w, x, y: y,
+        [(frame.states,)],
+        frame.kinks,
+        lambda w: frame.slope * abs(a) * oracle.norm(w["K"]) ** 2,
+        lambda w, x: (x.abs() @ w["B"].abs().T).norm(dim=1),
+    )
+    return DrawnProblem(
+        f"own masked a={a:.3g} {limit=:.3g} {how} {frame.activation}", problem, equations, (frame.inputs,)
+    )
+
+
 class WrittenOptEq(opteq.HiddenProblem):
     """OptEq as a user would write it: ``g = -|W'y|^2 / (2 mu) - <U x, y>``."""
 

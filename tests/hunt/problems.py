@@ -23,7 +23,8 @@ from opteq.states import blocks, map_state
 FAMILIES = [
     families.opteq_layer, families.opteq_layer, families.deep_layers, families.branches, families.branches,
     families.kernel_branches, families.similarity, own.bowl, own.pair, own.least, own.robust, own.wells,
-    own.restoration, own.written_opteq, feedback.inhibition, feedback.inhibited, feedback.free_map, monotone.monotone,
+    own.restoration, own.written_opteq, own.masked, feedback.inhibition, feedback.inhibited, feedback.free_map,
+    monotone.monotone,
 ]  # fmt: skip
 _BENT = 1e-3
 """The change of a Jacobian's entries over a push that is short enough."""
