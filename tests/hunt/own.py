@@ -44,6 +44,24 @@ class Bowl(opteq.HiddenProblem):
         return self.a / 2 * (y @ self.K.mT).square().sum(1) + self.b * bent - pull
 
 
+def one_block(
+    frame: Frame,
+    inside: Callable[[Weights, Tensor, State], State],
+    curvature: Callable[[Weights], float],
+    more: float = 0.0,
+) -> Equations:
+    """Of a state of one block that is its own features, with the input as ``B x``; ``more`` is rounded beside that."""
+    return Equations(
+        inside,
+        lambda w, x, y: (frame.sigma(inside(w, x, y)[0]),),
+        lambda w, x, y: y,
+        [(frame.states,)],
+        frame.kinks,
+        lambda w: frame.slope * curvature(w),
+        lambda w, x: (x.abs() @ w["B"].abs().T + more).norm(dim=1),
+    )
+
+
 def bowl(draw: Draw) -> DrawnProblem:
     frame = Frame.drawn(draw, images=0)
     share = draw.number(0.1, 0.9) / frame.slope
@@ -55,16 +73,8 @@ def bowl(draw: Draw) -> DrawnProblem:
     def inside(w: Weights, x: Tensor, y: State) -> State:
         return (-a * (y[0] @ w["K"].T) @ w["K"] - b * s * torch.tanh(s * y[0]) + x @ w["B"].T,)
 
-    equations = Equations(
-        inside,
-        lambda w, x, y: (frame.sigma(inside(w, x, y)[0]),),
-        lambda w, x, y: y,
-        [(frame.states,)],
-        frame.kinks,
-        lambda w: frame.slope * (abs(a) * oracle.norm(w["K"]) ** 2 + b * s**2),
-        # The slope of log cosh is a difference of two numbers of about a half.
-        lambda w, x: (x.abs() @ w["B"].abs().T + b * s).norm(dim=1),
-    )
+    # The slope of log cosh is a difference of two numbers of about a half.
+    equations = one_block(frame, inside, lambda w: abs(a) * oracle.norm(w["K"]) ** 2 + b * s**2, b * s)
     name = f"own bowl a={a:.3g} b={b:.3g} s={s:.3g} {frame.activation}"
     return DrawnProblem(name, problem, equations, (frame.inputs,))
 
@@ -111,15 +121,7 @@ def masked(draw: Draw) -> DrawnProblem:
         pull = (x / largest(x.detach(), limit)) @ w["B"].T
         return (pull - a * (mask * (y[0] @ w["K"].T)) @ w["K"],)
 
-    equations = Equations(
-        inside,
-        lambda w, x, y: (frame.sigma(inside(w, x, y)[0]),),
-        lambda w, x, y: y,
-        [(frame.states,)],
-        frame.kinks,
-        lambda w: frame.slope * abs(a) * oracle.norm(w["K"]) ** 2,
-        lambda w, x: (x.abs() @ w["B"].abs().T).norm(dim=1),
-    )
+    equations = one_block(frame, inside, lambda w: abs(a) * oracle.norm(w["K"]) ** 2)
     return DrawnProblem(
         f"own masked a={a:.3g} {limit=:.3g} {how} {frame.activation}", problem, equations, (frame.inputs,)
     )
