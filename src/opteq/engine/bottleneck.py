@@ -4,7 +4,7 @@
 vectors. OptEq as the papers write it is ``y <- sigma(W W'y + c)`` through its bottleneck ``z = W'y``.
 
 What is needed of both halves is tested with random numbers in place of weights, input and state: an identity that holds
-for the actual ones alone fails.
+for the actual ones alone fails. One of analytic functions that holds for random numbers holds everywhere.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _ANALYTIC = {
     "detach", "exp", "expand", "flip", "full", "lift_fresh_copy", "mean", "mm", "mul", "neg", "permute", "pow", "t",
     "reshape", "rsub", "select", "sigmoid", "slice", "squeeze", "sub", "sum", "tanh", "transpose", "unsqueeze", "view",
 }  # fmt: skip
+"""Operations that are analytic functions, or move entries."""
 
 
 class Bottleneck:
@@ -102,10 +103,7 @@ class Bottleneck:
 
 
 def has_same_gradients(traced: Traced, function: Function, fixed: Sequence[Tensor], varying: Sequence[Tensor]) -> bool:
-    """Whether the derivatives of a graph by its fixed tensors are those of its function, for random numbers.
-
-    They are others where a function hides a part from autograd.
-    """
+    """Whether a graph has the derivatives of its function by fixed tensors, for random numbers of float64."""
     with suppress(Exception), torch.enable_grad():
         if _can_be_drawn(traced.once, fixed) and not traced.without_gradient:
             draw = partial(_drawn, torch.Generator(varying[0].device).manual_seed(0))

@@ -113,7 +113,9 @@ class Traces:
                 with _lock, _disable_current_modes():
                     self._traced[key] = Traced(function, fixed, varying, self.compile_functions and name not in _ONCE)
             except Exception as error:  # a user's code may raise anything
-                self.reason = f"it could not be traced: {(str(error) or type(error).__name__).splitlines()[0]}"
+                why = (str(error) or type(error).__name__).splitlines()[0]
+                why = "a tensor's value decides what it computes, in Python" if "_local_scalar_dense" in why else why
+                self.reason = f"it could not be traced: {why}"
         return self._traced.get(key)
 
 
