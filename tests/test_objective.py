@@ -267,6 +267,26 @@ def test_traces_are_finite_and_end_at_the_answer():
         assert torch.allclose(trace[-1], least, atol=1e-6 * float(least.abs().max()))
 
 
+def test_a_trace_follows_the_points_that_were_taken(monkeypatch):
+    from opteq.solvers.fista import AcceleratedIteration
+
+    H = torch.diag(torch.logspace(0, 3, 20, dtype=torch.float64))[None]
+    x = random_problems(1, 20, seed=3)[1]
+    layer = opteq.Equilibrium(Quadratic(H))
+    hidden, taken, advance = layer.problem(x), [], AcceleratedIteration.advance
+
+    def watched(self, active):
+        found = advance(self, active)
+        taken.append(hidden.objective(self.at.point))
+        return found
+
+    monkeypatch.setattr(AcceleratedIteration, "advance", watched)
+    trace = layer.solve(x, trace_objective=True).objective_trace
+    steps = len(trace) - 1
+    assert len(taken) == 2 * steps  # the trace is a solve of its own
+    torch.testing.assert_close(trace[1:-1], torch.stack(taken[-steps:-1]))
+
+
 def test_plots_are_drawn():
     pytest.importorskip("matplotlib").use("agg")
     import opteq.plot

@@ -546,3 +546,9 @@ def test_the_meta_device_has_shapes_and_nothing_to_solve() -> None:
     assert features.shape == (2, 4)
     with pytest.raises(RuntimeError, match="nothing to solve on the meta device"):
         layer.solve(x)
+
+
+def test_an_option_under_both_of_its_names_is_refused() -> None:
+    assert op.Dense(in_features=3, n=2).weight.shape == op.Dense(3, 2).weight.shape
+    with pytest.raises(TypeError, match="Dense got 'in_features' and 'm', which are the same option: give one"):
+        op.Dense(m=3, in_features=4, n=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from opteq.problems.branches.popteq import POptEq
 from opteq.problems.hidden import BoundMap, Hidden, Linearisation, Structure, SymmetricLinearisation
 from opteq.solvers import Status
 from opteq.states import State, blocks
+from opteq.training.optim.jacobian import squared_radius
 
 DOUBLE = torch.float64
 
@@ -117,14 +119,73 @@ def test_an_objective_needs_one_of_every_part() -> None:
             hidden.objective(hidden.start())
 
 
-def test_the_penalty_is_told_where_there_is_only_one() -> None:
-    x = gaussian(2, 4)
-    assert Parallel([single(), ring()]).double()(x).penalty == opteq.penalties.get("relu")
-    mixed = Parallel([single(), single("tanh")]).double()(x)
-    with pytest.raises(ValueError, match="different penalties"):
-        _ = mixed.penalty
+def test_parts_have_penalties_of_their_own() -> None:
+    mixed = Parallel([single(), single("tanh")]).double()(gaussian(2, 4))
+    assert isinstance(mixed, Hidden)
     y = mixed.step(mixed.start())
+    assert mixed.penalties(y) == [opteq.penalties.get("relu"), opteq.penalties.get("tanh")]
     torch.testing.assert_close(mixed.step(y)[1], torch.tanh(mixed.preactivation(y)[1]))
+    product = torch.autograd.functional.vjp(lambda one: mixed.step((y[0], one))[1], y[1], torch.ones_like(y[1]))[1]
+    radius = squared_radius(mixed, y)
+    assert radius.shape == (2,)
+    assert radius.isfinite().all()
+    torch.testing.assert_close(mixed.linearise(y).adjoint((torch.zeros_like(y[0]), torch.ones_like(y[1])))[1], product)
+
+
+class Well(opteq.Objective):
+    """Its start, 0, is a maximum."""
+
+    curvature = 4.0
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"well": ((y.square() - 1).square() / 4).sum(1) + 0 * (x * y).sum(1)}
+
+
+class Bowl(opteq.Objective):
+    """Its condition number is 1e4."""
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        weights = torch.logspace(0, 4, y.shape[1], dtype=y.dtype)
+        return {"bowl": 0.5 * (weights * y.square()).sum(1) - (x * y).sum(1)}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        list,
+        lambda: [Well()],
+        lambda: [single()],
+        lambda: [MOptEq([opteq.Branch(op.Dense(3, 4, bound=0.5), nn.Linear(4, 4))], diversity=0.1)],  # it jumps
+        lambda: [opteq.FixedPoint(lambda z, x: 0.5 * torch.cos(z) + x)],
+    ],
+    ids=["alone", "well", "opteq", "jumps", "no objective"],
+)
+def test_a_maximum_of_a_part_is_none_of_the_sum(beside: Callable[[], list[opteq.problems.Problem]]) -> None:
+    layer = opteq.Equilibrium(Parallel([Well(), *beside()]).double(), opteq.Anderson(), on_failure="ignore")
+    x = torch.zeros(2, 4, dtype=DOUBLE)
+    assert layer.solve(x).status == (Status.NOT_A_MINIMUM,) * 2
+    around = (torch.full_like(x, 0.3), *layer.problem(x).start()[1:])
+    found = layer.solve(x, start=around)
+    assert Status.NOT_A_MINIMUM not in found.status
+    torch.testing.assert_close(found.state[0].abs(), torch.ones_like(x), atol=1e-3, rtol=0)
+
+
+def test_options_by_default_are_those_of_the_part_that_needs_most() -> None:
+    x = gaussian(3, 50)
+    alone = opteq.Equilibrium(Bowl())
+    layer = opteq.Equilibrium(Parallel([Bowl(), Well()]))
+    assert layer.solver == alone.solver
+    assert layer.gradient == alone.gradient
+    x.requires_grad_()
+    z = layer(x)[0]
+    exact = x / torch.logspace(0, 4, 50, dtype=DOUBLE)
+    torch.testing.assert_close(z, exact, rtol=1e-2, atol=1e-3)
+    (slope,) = torch.autograd.grad(z.sum(), x)
+    torch.testing.assert_close(slope, 1 / torch.logspace(0, 4, 50, dtype=DOUBLE).expand(3, 50), rtol=1e-3, atol=1e-6)
+    mixed = Parallel([Bowl(), opteq.OptEq(op.Dense(5, 6, bound=0.8), nn.Linear(50, 6))])
+    assert mixed.default_solver() == opteq.Anderson(max_steps=alone.solver.max_steps)
+    assert Parallel([single()]).default_solver() is None
+    assert Parallel([single()]).default_gradient_steps() is None
 
 
 @pytest.mark.parametrize(

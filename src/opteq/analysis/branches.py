@@ -19,7 +19,7 @@ from opteq.common.validate import check_not_negative
 from opteq.couplings import Features, diversity, heritage, products
 from opteq.equilibrium import Equilibrium
 from opteq.problems.base import Problem
-from opteq.problems.hidden import Hidden
+from opteq.problems.hidden import BoundMap, Hidden
 from opteq.states import State, map_state
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def reconstructed_perturbation(model: Equilibrium | Problem, x: Tensor, size: fl
         with torch.enable_grad():
             point = x.detach().requires_grad_()
             hidden = layer.problem(point)
-            objective = hidden.smooth if isinstance(hidden, Hidden) else getattr(hidden, "objective", None)
-            if objective is None:
+            objective = hidden.smooth if isinstance(hidden, Hidden) else hidden.objective
+            if type(hidden).objective is BoundMap.objective:
                 raise TypeError(f"{type(layer.problem).__name__} has no objective that a perturbation could raise")
             (slope,) = torch.autograd.grad(objective(state).sum(), point)
     return -size * torch.sign(slope)

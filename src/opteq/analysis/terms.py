@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from opteq.common.errors import ConvergenceError
 from opteq.equilibrium import Equilibrium
-from opteq.problems.branches.parallel import BoundParallel
-from opteq.problems.hidden import BoundMap, Hidden
 from opteq.states import State
 
 
@@ -110,19 +108,9 @@ def _layer_terms(name: str, layer: Equilibrium, given: State) -> LayerTerms:
     hidden = layer.problem(given)
     state = layer.solve(given).state
     try:
-        return LayerTerms(name, state_terms(hidden, hidden.start()), state_terms(hidden, state))
+        return LayerTerms(name, hidden.terms(hidden.start()), hidden.terms(state))
     except (ValueError, NotImplementedError, ConvergenceError) as error:  # there is no objective
         return LayerTerms(name, {}, {}, str(error))
-
-
-def state_terms(hidden: BoundMap, state: State) -> dict[str, Tensor]:
-    """The terms of the objective at ``state``, each ``(B,)``; an error where there is none."""
-    if isinstance(hidden, Hidden | BoundParallel):
-        return hidden.terms(state)
-    objective = getattr(hidden, "objective", None)
-    if objective is None:
-        raise ValueError(f"{type(hidden).__name__.removeprefix('Bound')} has no objective")
-    return {"objective": objective(state)}
 
 
 def _merge(terms: dict[str, Tensor]) -> dict[str, Tensor]:

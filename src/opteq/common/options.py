@@ -30,9 +30,11 @@ class NamedOptions(ABCMeta):
     def __call__(cls, *args: Any, **options: Any) -> Any:
         parameters = _parameters(cls)
         if cls.other_names:
-            options = {
-                name if name in parameters else cls.other_names.get(name, name): v for name, v in options.items()
-            }
+            for other in cls.other_names.keys() & options.keys() - parameters.keys():
+                name = cls.other_names[other]
+                if name in options:
+                    raise TypeError(f"{cls.__name__} got {other!r} and {name!r}, which are the same option: give one")
+                options[name] = options.pop(other)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             for name in options:
                 if name not in parameters:

@@ -10,7 +10,6 @@ from torch import Tensor
 from opteq.diagnostics.extremes import extreme_eigenvalues
 from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.branches.parallel import HiddenParallel
 from opteq.problems.hidden import Hidden
 from opteq.solvers.linear.base import Product
 from opteq.states import Layout, State, any_row, blocks, like, row_norms, widest_dtype
@@ -33,7 +32,7 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
 
     A state whose norm is below ``floor`` counts as zero: solvers stop there, as close to a kink at zero as that.
     """
-    penalties = penalties_of(hidden)
+    penalties = hidden.penalties(state)
     if not all(penalty.has_total for penalty in penalties):
         return torch.zeros_like(asked)
     layout = Layout.of(state, hidden.coupled)
@@ -78,9 +77,8 @@ class _Sides:
 
 def _sides(penalties: list[Penalty], inside: State, origin: State, image: State, state: State) -> _Sides | None:
     slopes, rising = [], []
-    all_penalties = penalties * (len(blocks(state)) if len(penalties) == 1 else 1)
     parts = (blocks(part) for part in (inside, origin, image, state))
-    for penalty, at, first, new, old in zip(all_penalties, *parts, strict=True):
+    for penalty, at, first, new, old in zip(penalties, *parts, strict=True):
         # What sigma is applied to is known as well as the state is.
         limits = torch.finfo(at.dtype)
         largest = at.abs().flatten(1).amax(dim=1).reshape(-1, *[1] * (at.ndim - 1))
@@ -120,21 +118,9 @@ def objective_and_rounding(hidden: Hidden, state: State) -> tuple[Tensor, Tensor
     terms = torch.stack(list(hidden.terms(state).values()))
     eps = max(torch.finfo(dtype).eps for dtype in Layout.of(state).dtypes)
     parts = blocks(state)
-    penalties = penalties_of(hidden)
-    pairs = zip(penalties * (len(parts) if len(penalties) == 1 else 1), parts, strict=True)
+    pairs = zip(hidden.penalties(state), parts, strict=True)
     lost = [(penalty.total(part) - penalty.total(part.to(widest_dtype(part)))).abs() for penalty, part in pairs]
     rounding = _FEW * eps * terms.abs().sum(dim=0) + torch.stack(lost).sum(dim=0)
     if hidden.coupled:
         return terms.sum(dim=(0, 1))[None], rounding.sum(dim=0, keepdim=True)
     return terms.sum(dim=0), rounding
-
-
-def penalties_of(hidden: Hidden) -> list[Penalty]:
-    """One for all blocks of the state, or one per block."""
-    if not isinstance(hidden, HiddenParallel):
-        return [hidden.penalty]
-    penalties = []
-    for part, start in zip(hidden.hidden, hidden._starts, strict=True):
-        own = penalties_of(part)
-        penalties += own * (len(blocks(start)) if len(own) == 1 else 1)
-    return penalties

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from opteq.diagnostics.extremes import Extremes, extreme_eigenvalues, missing_share
-from opteq.diagnostics.kinks import descends_beside_kink, objective_and_rounding, penalties_of, unit
+from opteq.diagnostics.kinks import descends_beside_kink, objective_and_rounding, unit
+from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden, SymmetricLinearisation
 from opteq.solvers.linear.base import Product
 from opteq.solvers.linear.lanczos import Lanczos
@@ -43,6 +44,10 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
     norm below which a state counts as zero. An objective that is not finite, or has no lower bound along the last
     change, has no minimum there either.
     """
+    if isinstance(hidden, BoundParallel):
+        for part, piece in hidden.pairs(state):
+            codes = mark_non_minima(part, piece, codes, floor) if part.seeks_minimum else codes
+        return codes
     state = map_state(Tensor.detach, state)
     layout = Layout.of(state, hidden.coupled)
     rows = layout.pack(state)
@@ -67,7 +72,7 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
     failed = layout.per_sample(negative)
     if isinstance(hidden, Hidden):
         failed = failed | descends_beside_kink(hidden, state, converged & ~failed, STEPS, floor)
-        if all(penalty.has_total for penalty in penalties_of(hidden)):
+        if all(penalty.has_total for penalty in hidden.penalties(state)):
             finite, falls = _finite_and_falling(hidden, state, layout, floor)
             codes = torch.where(converged & ~finite, int(Status.NON_FINITE), codes)
             failed = (failed | falls) & finite

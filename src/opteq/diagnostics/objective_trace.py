@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from opteq.gradients.base import Formulation
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solvers import Solver
-from opteq.solvers.base import FixedPointTask
 from opteq.solvers.loop import Loop
-from opteq.states import State, any_row, map_state
+from opteq.states import State, any_row
 
 
 @torch.no_grad()
@@ -23,19 +25,14 @@ def trace_terms(hidden: BoundMap, solver: Solver, start: State | None) -> dict[s
         raise TypeError(f"trace_objective needs a problem with an objective; {type(hidden).__name__} has none")
     if solver.works_on_features:
         raise TypeError(f"trace_objective needs a solver that works on the state; {type(solver).__name__} does not")
-    start = hidden.start() if start is None else start
-    step_and_merit = None if hidden.contracts else hidden.step_and_merit
-    start = map_state(Tensor.detach, start)
-    solve = solver.open(
-        FixedPointTask(hidden.step, start, step_and_merit, hidden.project, hidden.damping, hidden.coupled)
-    )
+    solve = solver.open(Formulation(hidden, None).task(start))
     loop, layout = solve.iteration, solve.layout
     assert isinstance(loop, Loop)
+    process: Any = loop.process  # that of a fixed-point solver, which stands at a point
     traces: dict[str, list[Tensor]] = {}
 
     def note() -> None:
-        point = getattr(loop.process, "point", loop.best)
-        point = torch.where(loop.unfinished()[:, None], point, loop.best)
+        point = torch.where(loop.unfinished()[:, None], process.point, loop.best)
         state = hidden.project(layout.unpack(point))
         for name, values in hidden.terms(state).items():
             traces.setdefault(name, []).append(values)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opteq.analysis.terms import state_terms
 from opteq.common.errors import ConvergenceError
 from opteq.equilibrium import Equilibrium
 from opteq.models import Classifier
@@ -52,7 +51,7 @@ def plain_steps(model: Classifier, layer: Equilibrium, x: Tensor) -> list[dict[s
 
 def _terms(hidden: BoundMap, y: State) -> dict[str, float] | None:
     try:
-        terms = state_terms(hidden, y)
+        terms = hidden.terms(y)
     except (ValueError, NotImplementedError, ConvergenceError):
         return None
     return {name: float(value[0]) for name, value in terms.items()}

@@ -155,7 +155,8 @@ class BoundGEQ(Hidden):
         elif high < 1:
             self.damping = min(1.0, float(2 / (2 - low - high)))
             self.structure = Structure.POSITIVE
-            self.contracts = True  # the objective is strongly convex, and falls by a share of |T(y) - y|^2 in a step
+            # The objective is strongly convex, and falls by a share of |T(y) - y|^2 in a step.
+            self.convex = self.contracts = True
         else:
             self.damping = min(1.0, float(1 / (1 - low)))
 

@@ -20,7 +20,7 @@ Product = Callable[[State], State]
 class Structure(Enum):
     """The structure of ``I - J``, which decides which linear solver is used."""
 
-    POSITIVE = "symmetric and positive definite after scaling: conjugate gradients"
+    POSITIVE = "symmetric after scaling, and positive definite at a strict minimum: conjugate gradients"
     SYMMETRIC = "symmetric after scaling: MINRES"
     GENERAL = "no symmetry: GMRES"
 
@@ -178,6 +178,15 @@ class BoundMap(ABC):
 
         return Linearisation(product, vjp)
 
+    def objective(self, y: State) -> Tensor:  # noqa: ARG002
+        """The value that an equilibrium minimises, one per sample; an error where there is none."""
+        name = type(self).__name__
+        raise ValueError(f"{name.removeprefix('Bound') or name} has no objective")
+
+    def terms(self, y: State) -> dict[str, Tensor]:
+        """The objective term by term, each one value per sample; an error where there is none."""
+        return {"objective": self.objective(y)}
+
     def diagnose(self, y: State, codes: Tensor) -> Tensor:  # noqa: ARG002
         """The status codes of an unfinished solve, made more precise where the problem knows the cause.
 
@@ -214,10 +223,17 @@ class Hidden(BoundMap):
     quadratic: bool = False
     """Whether g is known to be quadratic, so that its Hessian is the same everywhere."""
 
+    convex: bool = False
+    """Whether the objective is known to be convex, so that every stationary point is a minimum."""
+
     @property
     def seeks_minimum(self) -> bool:
-        """True unless the curvature is known to be positive, or the objective has no Hessian."""
-        return self.structure is not Structure.POSITIVE and not self.jumps
+        """True unless the objective is known to be convex, or has no Hessian."""
+        return not (self.convex or self.jumps)
+
+    def penalties(self, y: State) -> list[Penalty]:
+        """The penalty of every tensor of a state."""
+        return [self.penalty] * len(blocks(y))
 
     def smooth(self, y: State) -> Tensor:
         """g, one value per sample: the sum of :meth:`smooth_terms`."""
@@ -239,18 +255,21 @@ class Hidden(BoundMap):
 
     def activate(self, inside: State) -> State:
         """``sigma`` of a pre-activation."""
-        return map_state(self.penalty.prox, inside)
+        parts = zip(self.penalties(inside), blocks(inside), strict=True)
+        return like(inside, tuple(penalty.prox(block) for penalty, block in parts))
 
     def project(self, y: State) -> State:
         """The nearest point of the penalty's domain."""
-        return map_state(self.penalty.project, y)
+        parts = zip(self.penalties(y), blocks(y), strict=True)
+        return like(y, tuple(penalty.project(block) for penalty, block in parts))
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The objective term by term, each one value per sample."""
         return {"penalty": self._penalty_of(y), "quadratic": inner(y, y) / 2, **self.smooth_terms(y)}
 
     def _penalty_of(self, y: State) -> Tensor:
-        return torch.stack([self.penalty.total(block) for block in blocks(y)]).sum(dim=0)
+        parts = zip(self.penalties(y), blocks(y), strict=True)
+        return torch.stack([penalty.total(block) for penalty, block in parts]).sum(dim=0)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The terms whose sum is g."""
@@ -261,7 +280,8 @@ class Hidden(BoundMap):
 
         While none crosses a kink, a piecewise linear sigma acts as a linear map.
         """
-        distances = [self.penalty.distance_to_kink(block) for block in blocks(self.preactivation(y))]
+        parts = zip(self.penalties(y), blocks(self.preactivation(y)), strict=True)
+        distances = [penalty.distance_to_kink(block) for penalty, block in parts]
         known = [apart.flatten(1).amin(dim=1) for apart in distances if apart is not None]
         return torch.stack(known).amin(dim=0) if len(known) == len(distances) else None
 
@@ -275,7 +295,8 @@ class Hidden(BoundMap):
 
     def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """``J = F F' M``; ``inside`` is the pre-activation at ``y``, where it is known."""
-        local = [self.penalty.linearise(block) for block in blocks(self.preactivation(y) if inside is None else inside)]
+        inside = self.preactivation(y) if inside is None else inside
+        local = [one.linearise(block) for one, block in zip(self.penalties(y), blocks(inside), strict=True)]
 
         def each(name: str) -> Callable[[State], State]:
             parts = [getattr(one, name) for one in local]

@@ -101,9 +101,6 @@ class BoundObjective(Hidden):
     penalty: ScaledPenalty  # type: ignore[assignment]
     penalised: bool
 
-    convex = False
-    """Whether the objective is known to be convex."""
-
     def __init__(self, problem: Objective, x: Any) -> None:
         self.bound = BoundModule(problem, x)
         self._start = check_start(problem.start(x), x, type(problem).__name__)
@@ -117,11 +114,6 @@ class BoundObjective(Hidden):
         self.penalised = chosen is not None
         self.penalty = ScaledPenalty(written, self.length)
         self.has_merit = written.has_total
-
-    @property
-    def seeks_minimum(self) -> bool:
-        """True unless the objective is known to be convex."""
-        return not self.convex
 
     def start(self) -> State:
         return self._start

@@ -165,8 +165,8 @@ class BoundOptEq(Hidden):
         self.regularizer = problem.regularizer
         self.gamma = problem.gamma
         if self.regularizer is None:
-            self.contracts = problem.known_contraction()
-            self.structure = Structure.POSITIVE if self.contracts else Structure.SYMMETRIC
+            self.convex = self.contracts = problem.known_contraction()
+            self.structure = Structure.POSITIVE if self.convex else Structure.SYMMETRIC
             self.has_merit = problem.penalty.has_potential
             self.quadratic = True
         else:

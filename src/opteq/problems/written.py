@@ -58,11 +58,6 @@ class WrittenHidden(Hidden):
 
     structure = Structure.POSITIVE
 
-    @property
-    def seeks_minimum(self) -> bool:
-        """True: nothing is known of the curvature."""
-        return True
-
     def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor, start: State) -> None:
         self.penalty = penalty
         self.bound = BoundModule(problem, x)

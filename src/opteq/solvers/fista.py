@@ -107,6 +107,11 @@ class AcceleratedIteration:
         self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit, gap, none)
         self.codes: Tensor | None = None
 
+    @property
+    def point(self) -> Tensor:
+        """Where the map was evaluated last, of those that were taken."""
+        return self.at.point
+
     def first(self) -> tuple[Tensor, Tensor]:
         at = self.at
         if self.error:  # one point alone tells nothing about distances, unless it is a fixed point

@@ -9,7 +9,7 @@ import torch
 from opteq.engine.triton.launch import may_launch
 from opteq.gradients.base import Formulation
 from opteq.penalties import ElementwisePenalty
-from opteq.problems.hidden import BoundMap
+from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solvers import Anderson, Solver
 from opteq.solvers.anderson import ridge
 from opteq.solvers.base import Evaluation, Solve
@@ -40,7 +40,7 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
         if not memory.fits:
             return solver.open(task)
         damping = task.damping if solver.damping is None else solver.damping
-        interval = _interval(hidden) if formulation.form is None else None
+        interval = _interval(hidden, task.start) if formulation.form is None else None
         in_place = StateTask(evaluate.state, task.project, interval, task.start, image, layout, damping, evaluate.eps)
         rule = solver.rule(layout.device, evaluate.eps)
         lift = ridge(layout.dtype, evaluate.eps)
@@ -72,13 +72,15 @@ def open_linear(
     return LinearSolve(FusedConjugateGradients(product, rhs, lengths, memory, rule, layout.dtype), None)
 
 
-def _interval(hidden: BoundMap) -> tuple[float, float] | None:
+def _interval(hidden: BoundMap, state: State) -> tuple[float, float] | None:
     """The interval to which a projection clamps every entry, where it does that and no more."""
-    penalty = getattr(hidden, "penalty", None)
-    # A penalty that is infinite at the ends of its domain keeps clear of them by a projection of its own.
-    if not isinstance(penalty, ElementwisePenalty) or type(penalty).project is not ElementwisePenalty.project:
-        return None
-    return penalty.domain
+    domains = set()
+    for penalty in hidden.penalties(state) if isinstance(hidden, Hidden) else ():
+        # A penalty that is infinite at the ends of its domain keeps clear of them by a projection of its own.
+        if not isinstance(penalty, ElementwisePenalty) or type(penalty).project is not ElementwisePenalty.project:
+            return None
+        domains.add(penalty.domain)
+    return domains.pop() if len(domains) == 1 else None
 
 
 def _lengths(state: State, coupled: bool) -> torch.Tensor:

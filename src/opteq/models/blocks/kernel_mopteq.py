@@ -78,7 +78,7 @@ class BoundKernelMOptEq(BoundMOptEq):
     def __init__(self, problem: KernelMOptEq, maps: list[Any], injections: tuple[Tensor, ...]) -> None:
         super().__init__(problem, maps, injections)
         self.kernel = problem.kernel
-        self.structure = Structure.SYMMETRIC
+        self.structure, self.convex = Structure.SYMMETRIC, False
         self.quadratic = False
         self.has_merit = self.kernel.second_range is not None and self.penalty.has_total and not self.jumps
 

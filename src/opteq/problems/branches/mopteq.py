@@ -167,8 +167,8 @@ class BoundMOptEq(Hidden):
         self.coupling = problem.coupling
         self.maps = maps
         self.injections = injections
-        convex = problem.known_convexity(self._sizes())
-        self.structure = Structure.POSITIVE if convex else Structure.SYMMETRIC
+        self.convex = problem.known_convexity(self._sizes())
+        self.structure = Structure.POSITIVE if self.convex else Structure.SYMMETRIC
         self.perturbation = perturbation
         if self.coupling.diversity and self.coupling.smoothing:
             self.has_merit = self.penalty.has_total

@@ -25,6 +25,7 @@ from opteq.problems.hidden import (
     Structure,
     SymmetricLinearisation,
 )
+from opteq.solvers import Anderson, Solver
 from opteq.states import State, blocks, like
 
 _WEAKEST_FIRST = (Structure.GENERAL, Structure.SYMMETRIC, Structure.POSITIVE)
@@ -61,23 +62,22 @@ class BoundParallel(BoundMap):
 
     def step(self, y: State) -> State:
         """One step of every part."""
-        return self._join(part.step(piece) for part, piece in self._pairs(y))
+        return self._join(part.step(piece) for part, piece in self.pairs(y))
 
     def features(self, y: State) -> State:
         """The features of all parts in order, or what the fusion makes of them."""
-        features = self._join(part.features(piece) for part, piece in self._pairs(y))
+        features = self._join(part.features(piece) for part, piece in self.pairs(y))
         return features if self.fusion is None else self.fusion(blocks(features))
 
     def project(self, y: State) -> State:
         """Every part by itself."""
-        return self._join(part.project(piece) for part, piece in self._pairs(y))
+        return self._join(part.project(piece) for part, piece in self.pairs(y))
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The terms of all parts, with the part's number before the name."""
         terms: dict[str, Tensor] = {}
-        for index, (part, piece) in enumerate(self._pairs(y)):
-            own = part.terms(piece) if isinstance(part, Hidden | BoundParallel) else {"objective": _value(part, piece)}
-            terms |= {f"{index}.{name}": value for name, value in own.items()}
+        for index, (part, piece) in enumerate(self.pairs(y)):
+            terms |= {f"{index}.{name}": value for name, value in part.terms(piece).items()}
         return terms
 
     def objective(self, y: State) -> Tensor:
@@ -87,7 +87,7 @@ class BoundParallel(BoundMap):
     def linearise(self, y: State, inside: State | None = None) -> Linearisation | SymmetricLinearisation:
         """Block by block, symmetric if every block is."""
         known = [None] * len(self.parts) if inside is None else self._pieces(inside)
-        pairs = zip(self._pairs(y), known, strict=True)
+        pairs = zip(self.pairs(y), known, strict=True)
         local = [part.linearise(piece, within) for (part, piece), within in pairs]
         symmetric = [one for one in local if isinstance(one, SymmetricLinearisation)]
         if len(symmetric) == len(local):
@@ -102,7 +102,7 @@ class BoundParallel(BoundMap):
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """The diagnoses of the parts, combined."""
         combined = codes
-        for part, piece in self._pairs(y):
+        for part, piece in self.pairs(y):
             diagnosed = part.diagnose(piece, codes)
             combined = torch.where(diagnosed != codes, diagnosed, combined)
         return combined
@@ -116,7 +116,7 @@ class BoundParallel(BoundMap):
         return FeatureForm(features.step, features.start(), features.features, self.features)
 
     def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
-        pairs = [part.step_and_merit(piece) for part, piece in self._pairs(y) if part.step_and_merit is not None]
+        pairs = [part._step_and_merit(piece) for part, piece in self.pairs(y)]
         merits = torch.stack([merit for _, merit in pairs]).sum(dim=0)
         return self._join(image for image, _ in pairs), merits
 
@@ -125,7 +125,13 @@ class BoundParallel(BoundMap):
         tensors = blocks(y)
         return [like(start, tensors[cut]) for start, cut in zip(self._starts, self._slices, strict=True)]
 
-    def _pairs(self, y: State) -> list[tuple[BoundMap, State]]:
+    @property
+    def seeks_minimum(self) -> bool:
+        """Whether a part does."""
+        return any(part.seeks_minimum for part in self.parts)
+
+    def pairs(self, y: State) -> list[tuple[BoundMap, State]]:
+        """Every part with its own tensors of a state."""
         return list(zip(self.parts, self._pieces(y), strict=True))
 
     def _join(self, pieces: Iterable[State]) -> tuple[Tensor, ...]:
@@ -144,23 +150,9 @@ class HiddenParallel(BoundParallel, Hidden):  # type: ignore[misc]
         self.hidden = list(parts)
         self.quadratic = all(part.quadratic for part in parts)
 
-    def distance_to_kink(self, y: State) -> Tensor | None:
-        """The least of the parts'."""
-        distances = [part.distance_to_kink(piece) for part, piece in self._hidden_pairs(y)]
-        known = [distance for distance in distances if distance is not None]
-        return torch.stack(known).amin(dim=0) if len(known) == len(distances) else None
-
-    @property
-    def penalty(self) -> Penalty:  # type: ignore[override]  # read only
-        """The penalty, where all parts have the same."""
-        first, *others = [part.penalty for part in self.hidden]
-        if any(other is not first and other != first for other in others):
-            raise ValueError("the parts have different penalties; use hidden.parts[i].penalty")
-        return first
-
-    def activate(self, inside: State) -> State:
-        """Every part by itself."""
-        return self._join(part.activate(piece) for part, piece in self._hidden_pairs(inside))
+    def penalties(self, y: State) -> list[Penalty]:
+        """Those of all parts."""
+        return [penalty for part, piece in self._hidden_pairs(y) for penalty in part.penalties(piece)]
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The terms of g, with the part's number before the name."""
@@ -198,14 +190,6 @@ class _Form(BoundMap):
         return self.form.state(y)
 
 
-def _value(part: BoundMap, piece: State) -> Tensor:
-    objective = getattr(part, "objective", None)
-    if objective is None:
-        raise ValueError(f"{type(part).__name__} has no objective, so the parts have none together")
-    value: Tensor = objective(piece)
-    return value
-
-
 class SeparableProblem(Problem):
     """A sum of objectives without common variables, each at its own scale: :class:`Parallel` and :class:`POptEq`."""
 
@@ -214,6 +198,16 @@ class SeparableProblem(Problem):
         """The problems, and the factor by which the input of each is downsampled."""
 
     takes_tuples = True
+
+    def default_solver(self) -> Solver | None:
+        """That of the part that may need most steps; Anderson's method with as many where a part has none."""
+        given = [part.default_solver() for part, _ in self.parts()]
+        known = sorted((solver for solver in given if solver is not None), key=lambda solver: solver.max_steps)
+        return known[-1] if known and None not in given else Anderson(max_steps=known[-1].max_steps) if known else None
+
+    def default_gradient_steps(self) -> int | None:
+        """The most of all parts."""
+        return max((steps for part, _ in self.parts() if (steps := part.default_gradient_steps())), default=None)
 
     def bind(self, x: State) -> BoundParallel:
         """Every part with its own view of ``x``: at its scale, or its own tensor where ``x`` is a tuple."""

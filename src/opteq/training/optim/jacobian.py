@@ -65,7 +65,11 @@ def _taped_adjoint(hidden: BoundMap, at: State) -> Product:
     """``v -> J'v``, which autograd differentiates by the weights."""
     # The Hessian of a quadratic and the slopes of a piecewise linear sigma do not move with the state: there the closed
     # form has the same derivative, and costs no derivative of a derivative.
-    if isinstance(hidden, Hidden) and hidden.quadratic and hidden.penalty.distance_to_kink(torch.zeros(1)) is not None:
+    if (
+        isinstance(hidden, Hidden)
+        and hidden.quadratic
+        and all(penalty.distance_to_kink(torch.zeros(1)) is not None for penalty in hidden.penalties(at))
+    ):
         return hidden.linearise(at).adjoint
     return pullback(hidden.step, at)[1]
 
