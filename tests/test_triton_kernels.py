@@ -138,6 +138,21 @@ def test_a_merit_refuses_steps_in_both() -> None:
     assert_agree(*both(opteq.Anderson(tol=1e-9, max_steps=4), hidden), near=1e-7)
 
 
+def test_steps_that_may_be_too_long_are_left_to_the_plain_loop() -> None:
+    class Steep(opteq.Objective):
+        curvature = 1.0  # at x; it grows without limit away from it
+
+        def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+            return {"steep": ((y - x).pow(4) / 4 + (y - x).square() / 2).sum(1)}
+
+    x = 3 * torch.randn(3, 12, generator=torch.Generator().manual_seed(0)).double()
+    for problem in (Steep(), opteq.Parallel([Steep()])):
+        hidden = problem(x)
+        with torch.no_grad():
+            solve = open_fixed_point(hidden, opteq.Anderson(), Formulation(hidden, None), None)
+        assert isinstance(solve.iteration, Loop)
+
+
 def test_a_row_that_runs_away_has_a_near_answer_in_both() -> None:
     hidden = Map(lambda y: (torch.tensor([[3.0], [0.2]]).double() * y + 1).relu(), torch.zeros(2, 4).double())
     plain, fused = both(opteq.Anderson(max_steps=6), hidden)

@@ -28,7 +28,7 @@ _SHAPES = {
 _LINEAR = {aten.convolution.default, aten.mm.default, aten.bmm.default}
 """Operations that are linear in their first argument, a convolution where it has no bias."""
 
-_FEW_CHANNELS = 8
+FEW_CHANNELS = 8
 """With fewer output channels cuDNN's convolutions are slower than its transposed ones."""
 
 _LIKE = {aten.ones_like.default: 1.0, aten.zeros_like.default: 0.0}
@@ -129,7 +129,7 @@ def _flip(graph: fx.Graph, node: fx.Node) -> None:
     value: Any = weight.meta["val"]  # type: ignore[union-attr]
     kernel, dims = value.shape[2:], list(range(2, value.ndim))
     rest = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]  # type: ignore[arg-type]
-    if {*stride} != {1} or any(more) or groups != 1 or min(rest) < 0 or value.shape[1] < _FEW_CHANNELS:  # type: ignore
+    if {*stride} != {1} or any(more) or groups != 1 or min(rest) < 0 or value.shape[1] < FEW_CHANNELS:  # type: ignore
         return
     result: Any = node.meta["val"]  # whose layout stays: views of it are recorded
     wide = value.ndim == 4 and not result.is_contiguous()

@@ -98,6 +98,8 @@ class BoundObjective(Hidden):
 
     structure = Structure.POSITIVE  # so that conjugate gradients solve the backward system, and say where it is not
 
+    estimates_length = True
+
     penalty: ScaledPenalty  # type: ignore[assignment]
     penalised: bool
 

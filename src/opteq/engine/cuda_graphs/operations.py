@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from opteq.common.override import plain
 from opteq.engine.inductor import call_compiled
+from opteq.engine.simplify import FEW_CHANNELS
 from opteq.engine.triton.launch import has_triton
 from opteq.engine.triton.operations import gaussian, resample, spline
 from opteq.kernels.gaussian import weigh, weigh_derivative
@@ -26,9 +27,6 @@ from opteq.operators.resample import pool, spread
 from opteq.potentials.base import scaled_derivative, scaled_second
 from opteq.solvers import fista
 from opteq.solvers.loop import Finish, Iteration
-
-_FEW_CHANNELS = 8
-"""With fewer output channels cuDNN's convolutions are slower than its transposed ones."""
 
 
 class FastOperations(TorchFunctionMode):
@@ -61,7 +59,7 @@ class FastOperations(TorchFunctionMode):
         same = tuple(padding) if isinstance(padding, tuple | list) else (padding, padding)
         if rest or bias is not None or stride != 1 or same != (weight.shape[2] // 2, weight.shape[3] // 2):
             return None
-        if weight.shape[1] < _FEW_CHANNELS:
+        if weight.shape[1] < FEW_CHANNELS:
             return None
         if id(weight) not in self._flipped:
             flipped = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)

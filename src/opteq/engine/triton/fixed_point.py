@@ -72,8 +72,8 @@ class FusedAnderson:
     point. With a memory of m that is 6 vectors of states and ``2 m + 2`` columns read or written a step.
 
     It is the method of :class:`~opteq.solvers.anderson.Anderson` with its guard
-    (:class:`~opteq.solvers.loop.GuardedIteration`): columns are kept at their own scale and the Gram matrix is
-    scaled instead, which is the same up to rounding.
+    (:class:`~opteq.solvers.loop.GuardedIteration`), for maps whose plain steps decrease the merit: columns are kept at
+    their own scale and the Gram matrix is scaled instead, which is the same up to rounding.
     """
 
     def __init__(

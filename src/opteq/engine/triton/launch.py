@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from opteq.engine.settings import settings
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_launched: set[Hashable] = set()
 
 
 def may_launch(*tensors: Tensor) -> bool:
@@ -43,6 +45,18 @@ def _compiles_for(device: torch.device) -> bool:
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured: a kernel that was not loaded before might not be loaded then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def may_load(tensor: Tensor, *variant: Hashable) -> bool:
+    """Whether a variant of a kernel has been launched, and so compiled and loaded, or can be now.
+
+    None is loaded in the middle of a capture, where that may be forbidden: the solvers' own captures come after a solve
+    that has launched the same ones.
+    """
+    if variant not in _launched and is_capturing(tensor):
+        return False
+    _launched.add(variant)
+    return True
 
 
 def columns(channels: int) -> int:

@@ -25,7 +25,10 @@ _MOST_COLUMNS = 8
 def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation, start: State | None) -> Solve:
     """A solve of a bound problem that has evaluated the map at its start and not begun."""
     task = formulation.task(start)
-    if not _has_kernels(solver) or solver.tol == 0 or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
+    own = _has_kernels(solver) and solver.tol != 0
+    if hidden.estimates_length and task.step_and_merit is not None:
+        own = False  # a step that increases the merit is undone and shortened, which kernels do not do
+    if not own or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
         return solver.open(task)
     from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson, StateTask
     from opteq.engine.triton.row_state import Blocks

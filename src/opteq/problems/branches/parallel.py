@@ -46,6 +46,7 @@ class BoundParallel(BoundMap):
         self.coupled = any(part.coupled for part in parts)
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
+        self.estimates_length = any(part.estimates_length for part in parts)
         self.has_merit = all(part.step_and_merit is not None for part in parts)
 
     @cached_property

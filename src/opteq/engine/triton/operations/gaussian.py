@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
-from opteq.engine.triton.launch import is_capturing, may_launch
+from opteq.engine.triton.launch import may_launch, may_load
 from opteq.states import working_dtype
 
 _WARPS = 4
 # Entries a program, and the longest rows that fit: a row is one piece of a program.
 _TILE, _LONGEST = 4096, 1024
-# Variants of the kernels that have been launched, and so compiled and loaded.
-_ready: set[Hashable] = set()
 
 
 def weigh(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor] | None:
@@ -50,10 +46,7 @@ def _launched(
     sharp = _one_per_sample(gamma, q)
     if sharp is None:
         return False
-    variant = name, q.device, q.dtype, sharp.dtype, size
-    # None is loaded in the middle of a capture, where that may be forbidden: the solvers' own captures come after a
-    # solve that has launched the same ones.
-    if variant not in _ready and is_capturing(q):
+    if not may_load(q, name, q.device, q.dtype, sharp.dtype, size):
         return False
     import triton.language as tl
 
@@ -67,7 +60,6 @@ def _launched(
             *read, sharp, *rest, rows, rows // sharp.numel(), D=size, ROWS=tall, WIDTH=width,
             WIDE=tl.float64 if working_dtype(q.dtype) == torch.float64 else tl.float32, num_warps=_WARPS,
         )  # fmt: skip
-    _ready.add(variant)
     return True
 
 

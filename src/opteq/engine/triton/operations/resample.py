@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from opteq.engine.triton.launch import columns, is_capturing, may_launch
+from opteq.engine.triton.launch import columns, may_launch, may_load
 from opteq.states import working_dtype
 
 _WARPS = 4
@@ -18,8 +17,6 @@ _BYTES = 16
 _BUSY, _FEWEST = 512, 256
 # Offsets from here on need 64 bits.
 _LARGE = 2**31
-# Variants of the kernels that have been launched, and so compiled and loaded.
-_ready: set[Hashable] = set()
 
 
 def pooled(v: Tensor, factor: int) -> Tensor | None:
@@ -42,10 +39,8 @@ def _resampled(name: str, source: Tensor, shape: tuple[int, int, int, int], fact
     wide = columns(channels)
     tall = _pixels(pixels * channels * (1 if name == "pool" else factor), wide, source.element_size())
     large = max(source.numel(), math.prod(shape)) >= _LARGE
-    # All that Triton compiles a variant for. None is loaded in the middle of a capture, where that may be forbidden:
-    # the solvers' own captures come after a solve that has launched the same ones.
-    variant = (name, source.device, source.dtype, channels, factor, tall, large, source.data_ptr() % 16 == 0)
-    if variant not in _ready and is_capturing(source):
+    aligned = source.data_ptr() % 16 == 0  # Triton compiles a variant for every one of these
+    if not may_load(source, name, source.device, source.dtype, channels, factor, tall, large, aligned):
         return None
     import triton.language as tl
 
@@ -59,7 +54,6 @@ def _resampled(name: str, source: Tensor, shape: tuple[int, int, int, int], fact
             source, out, pixels, width, C=channels, K=factor, PIXELS=tall, CHANNELS=wide, LARGE=large,
             WIDE=tl.float64 if working_dtype(source.dtype) == torch.float64 else tl.float32, num_warps=_WARPS,
         )  # fmt: skip
-    _ready.add(variant)
     return out
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
-from opteq.engine.triton.launch import is_capturing, may_launch
+from opteq.engine.triton.launch import may_launch, may_load
 from opteq.potentials import Curve
 from opteq.potentials.spline import SplineCurve
 from opteq.states import is_channels_last
 
 _BLOCK = 1024
-# Variants of the kernel that have been launched, and so compiled and loaded.
-_ready: set[Hashable] = set()
 
 
 def scaled_derivative(u: Tensor, curve: Curve, inverse: Tensor, force: Tensor) -> Tensor | None:
@@ -44,8 +40,7 @@ def _launched(u: Tensor, curve: Curve, inverse: Tensor, weight: Tensor, second: 
     if not everywhere and (weight.shape != rows or not weight.is_contiguous()):
         return None
     _, tables, intervals = curve.table.shape
-    variant = u.device, channels, tables, intervals, curve.odd, second, everywhere
-    if variant not in _ready and is_capturing(u):  # nothing may be loaded in the middle of a capture
+    if not may_load(u, "spline", u.device, channels, tables, intervals, curve.odd, second, everywhere):
         return None
     from opteq.engine.triton.operations import spline_kernels as kernels
 
@@ -56,5 +51,4 @@ def _launched(u: Tensor, curve: Curve, inverse: Tensor, weight: Tensor, second: 
             1 if channels_last else u[0, 0].numel(), u[0].numel(), curve.width, channels=channels, tables=tables,
             last=intervals - 1, ODD=curve.odd, SECOND=second, EVERYWHERE=everywhere, BLOCK=_BLOCK,
         )  # fmt: skip
-    _ready.add(variant)
     return values
