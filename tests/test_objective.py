@@ -85,6 +85,35 @@ def test_every_strongly_convex_problem_converges_in_float32():
     assert (error < 1e-3 + 20 * 1.2e-7 * conditioning).all()
 
 
+class Outlier(opteq.Objective):
+    """A stiff part, and one whose slope is small and constant until close to its minimum."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.robust = opteq.potentials.Huber(scale)
+
+    def terms(self, y, x):
+        return {"stiff": 0.5 * (y[:, 0] - x[:, 0]).square(), "robust": self.robust(y[:, 1] - x[:, 1])}
+
+
+class Linear(opteq.Objective):
+    penalty = "hardtanh"
+
+    def terms(self, y, x):
+        return {"slope": (x * y).sum(1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_small_constant_slope_is_followed_to_its_end(dtype):
+    x = torch.tensor([[10.0, 3.0], [2.0, -1.0], [0.0, 3.0]], dtype=dtype)
+    for scale in (1e-5, 1e-3):
+        solution = opteq.Equilibrium(Outlier(scale).to(dtype), on_failure="raise").solve(x)
+        torch.testing.assert_close(solution.state, x, rtol=0, atol=1e-3)
+    slopes = torch.tensor([[3.0, -1e-4], [3.0, -1e-6]], dtype=dtype)
+    solution = opteq.Equilibrium(Linear(), on_failure="raise").solve(slopes)
+    torch.testing.assert_close(solution.state, -slopes.sign())
+
+
 class Bent(opteq.Objective):
     """Strongly convex and not quadratic: curvature at the start says little about curvature elsewhere."""
 

@@ -15,9 +15,9 @@ from opteq.solvers.status import Status
 from opteq.states import choose_rows, per_row, row_norms
 
 _MEASURES = ("residual", "error")
-_YOUNG, _ASSUMED = 8, 1e4
-"""The first moves follow stiff directions and say little about the others. For that many moves a condition number of
-1e4 is assumed."""
+_ASSUMED, _FADING = 1e4, 0.25
+"""A few moves along stiff directions say little about the others: a condition number of 1e4 is assumed at the start,
+and the estimated error falls to a quarter at most from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,6 @@ class Point(NamedTuple):
         amplified: ``|dy| / |d(T(y) - y)|`` along the last moves.
         merit: the objective at z, where the problem offers it.
         least: the least gap so far.
-        moves: steps taken in all.
     """
 
     point: Tensor
@@ -87,7 +86,6 @@ class Point(NamedTuple):
     amplified: Tensor
     merit: Tensor | None
     least: Tensor
-    moves: Tensor
 
 
 class AcceleratedIteration:
@@ -104,7 +102,8 @@ class AcceleratedIteration:
         gap = row_norms(change)
         residual = relative(gap, row_norms(image), floor)
         none, ones = torch.zeros_like(rows), torch.ones_like(rows)
-        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit, gap, none)
+        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit, gap)
+        self.estimate = _ASSUMED * residual
         self.codes: Tensor | None = None
 
     @property
@@ -113,10 +112,7 @@ class AcceleratedIteration:
         return self.at.point
 
     def first(self) -> tuple[Tensor, Tensor]:
-        at = self.at
-        if self.error:  # one point alone tells nothing about distances, unless it is a fixed point
-            return at.point, _ASSUMED * at.residual
-        return at.point, at.residual
+        return self.at.point, self.estimate if self.error else self.at.residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """One accelerated step, accepted or taken back row by row."""
@@ -133,8 +129,9 @@ class AcceleratedIteration:
     def _estimated_error(self) -> Tensor:
         # Where the residual is down to the map's rounding, no further step comes closer.
         beyond = (self.at.residual - 4 * self.eps).clamp_min(0)
-        amplified = torch.where(self.at.moves < _YOUNG, self.at.amplified.clamp_min(_ASSUMED), self.at.amplified)
-        return self.at.residual + (amplified - 1) * beyond
+        error = self.at.residual + (self.at.amplified - 1) * beyond
+        self.estimate = torch.where(beyond > 0, torch.maximum(error, _FADING * self.estimate), error)
+        return self.estimate
 
 
 @overridable
@@ -189,7 +186,10 @@ def accept(
     shorter = torch.where(steep & finite, at.share / (at.share * met).clamp(1.0, 4.0), longer)
     shorter = torch.where(plain & bad, at.share / 2, shorter)
     share = torch.where(active, shorter, at.share)
-    ratio = (far / turned.clamp_min(torch.finfo(turned.dtype).tiny)).clamp(1.0, 1e12)
+    noise = (8 * rounding).clamp_min(torch.finfo(turned.dtype).tiny)
+    # A change that stays the same but for rounding may be that of a slope without an end in sight.
+    ratio = (far / torch.maximum(turned, noise)).clamp(1.0, 1e12)
+    ratio = torch.where((turned <= noise) & (far > noise), ratio.clamp_min(_ASSUMED), ratio)
     # A move along a stiff direction says little about the distance along others: memory fades slowly.
     ratio = torch.maximum(ratio, 0.9 * at.amplified)
     lost = ~finite & plain & (share < 1e-12)
@@ -206,9 +206,8 @@ def accept(
         residual=torch.where(taken, residual, at.residual),
         share=share,
         age=torch.where(active, torch.where(taken & ~steep, age + 1, 0.0), at.age),
-        amplified=torch.where(taken & (turned > 8 * rounding), ratio, at.amplified),
+        amplified=torch.where(taken & (torch.maximum(far, turned) > noise), ratio, at.amplified),
         merit=at.merit if merit is None or at.merit is None else torch.where(taken, merit, at.merit),
         least=torch.where(active, torch.fmin(gap, at.least), at.least),
-        moves=torch.where(active, at.moves + 1, at.moves),
     )
     return accepted, codes

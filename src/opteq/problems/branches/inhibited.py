@@ -86,9 +86,12 @@ class Inhibited(AcceleratedProblem):
             raise ValueError(
                 f"the state has {len(blocks(start))} tensors, so A should be as many; got {len(operators)}"
             )
+        penalty, *others = rest.penalties(start)
+        if any(other != penalty for other in others):
+            raise ValueError(f"Inhibited needs the same penalty in all parts; got {[penalty, *others]}")
         common = prepare_common(operators, start)
         curvature = self.m + measured_square(common, start) + self._steepest(rest)
-        return BoundInhibition(rest.penalty, start, common, self.m, curvature, rest, self._known_convexity())
+        return BoundInhibition(penalty, start, common, self.m, curvature, rest, self._known_convexity())
 
     @for_finite_weights
     def certificate(self) -> Certificate:
