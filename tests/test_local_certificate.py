@@ -213,7 +213,7 @@ def test_the_share_of_certified_samples(options: dict[str, object], share: float
             branch.W.weight.data.mul_(1.8)
         assert model.equilibrium.problem.certificate().unique is None
     seen: list[object] = []
-    model.equilibrium.observer = lambda hidden, state: seen.append(state)  # a user's own
+    model.equilibrium.register_observer(lambda hidden, state: seen.append(state))  # a user's own
     counted = CertifiedShare(model, torch.device("cpu"))
     with counted.counting(), torch.no_grad():
         model(torch.randn(5, 3, 8, 8))

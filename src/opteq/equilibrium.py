@@ -93,9 +93,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             The first calls then take some seconds longer.
 
     ``layer(x)`` returns the features; ``layer.solve(x)`` returns a :class:`Solution` with features, state and report.
-    Both are differentiable, in training and in evaluation mode. ``layer.last`` keeps the reports of the latest call. A
-    function in ``layer.observer`` is called with the bound problem and the state of every solve, and so are those of
-    ``layer.register_observer``.
+    Both are differentiable, in training and in evaluation mode. ``layer.last`` keeps the reports of the latest call.
+    Functions given to ``layer.register_observer`` are called with the bound problem and the state of every solve.
 
     >>> import torch, opteq
     >>> W = opteq.operators.Dense(4, 8, bound=0.9)
@@ -127,7 +126,6 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             )
         self.compile_functions = compile
         self.last: tuple[Report, BackwardSlot] | None = None
-        self.observer: Observer | None = None
         self._observers: OrderedDict[int, Observer] = OrderedDict()
         self._monitor = ConvergenceMonitor()
 
@@ -220,9 +218,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if self.on_failure != "ignore" and (report.pending or any_row(report.failures())):
             failure = FailureCheck(report, "no equilibrium within the tolerance", "forward", x)
             self._monitor.check(failure, self.on_failure)
-        for observer in (self.observer, *self._observers.values()):
-            if observer is not None:
-                observer(hidden, state)
+        for observer in self._observers.values():
+            observer(hidden, state)
         features = hidden.features(state) if outcome.features is None else outcome.features
         if not isinstance(hidden, Hidden):  # others may have features that are cut off, and lose a NaN on its way back
             features = attach(features, features)
@@ -245,7 +242,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
     def __getstate__(self) -> dict[str, Any]:
         # Reports belong to the process that made them: a copy begins without any, and warns for itself.
-        fresh = {"last": None, "observer": None, "_observers": OrderedDict[int, Observer]()}
+        fresh = {"last": None, "_observers": OrderedDict[int, Observer]()}
         return {**self.__dict__, **fresh, "_monitor": ConvergenceMonitor()}
 
     def _refuse_forward_mode(self, x: State) -> None:
