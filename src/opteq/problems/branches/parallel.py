@@ -22,6 +22,7 @@ from opteq.problems.hidden import (
     Hidden,
     Linearisation,
     Product,
+    Reduction,
     Structure,
     SymmetricLinearisation,
 )
@@ -36,6 +37,9 @@ class BoundParallel(BoundMap):
 
     fusion: Callable[[tuple[Tensor, ...]], Tensor] | None = None
     """Combines the features of all parts; None returns the tuple."""
+
+    alike: bool = False
+    """Whether parts differ in their operators alone. Where each may be solved in its features, so may then all."""
 
     def __init__(self, parts: Sequence[BoundMap]) -> None:
         self.parts = list(parts)
@@ -92,11 +96,13 @@ class BoundParallel(BoundMap):
         local = [part.linearise(piece, within) for (part, piece), within in pairs]
         symmetric = [one for one in local if isinstance(one, SymmetricLinearisation)]
         if len(symmetric) == len(local):
+            reduced = [one.reduction for one in symmetric if one.reduction is not None]
             return SymmetricLinearisation(
                 self._each(one.curvature for one in symmetric),
                 self._each(one.factor for one in symmetric),
                 self._each(one.factor_adjoint for one in symmetric),
                 self._each(one.derivative for one in symmetric),
+                self._reduction(reduced) if len(reduced) == len(local) else None,
             )
         return Linearisation(self._each(one.product for one in local), self._each(one.adjoint for one in local))
 
@@ -112,9 +118,24 @@ class BoundParallel(BoundMap):
         """Every part written for its features."""
         if self.fusion is not None:
             raise ValueError('a solver that works on features needs those of every branch: use fuse="none"')
-        forms = [part.feature_form() for part in self.parts]
-        features = BoundParallel([_Form(form) for form in forms])
-        return FeatureForm(features.step, features.start(), features.features, self.features)
+        return self._joint_form([part.feature_form() for part in self.parts])
+
+    def compact_form(self) -> FeatureForm | None:
+        """Every part in its own, where all have one and are alike.
+
+        The residual of all states is then at most that of all features, as for each part; where ``mu`` differs, a part
+        with small features and a large state may hide behind one with large features.
+        """
+        forms = [form for part in self.parts if self.alike and (form := part.compact_form()) is not None]
+        return self._joint_form(forms) if len(forms) == len(self.parts) else None
+
+    def _joint_form(self, forms: Sequence[FeatureForm]) -> FeatureForm:
+        joint, to = BoundParallel([_Form(form) for form in forms]), self._each(form.of_state for form in forms)
+        return FeatureForm(joint.step, joint.start(), joint.features, to)
+
+    def _reduction(self, parts: Sequence[Reduction]) -> Reduction:
+        known = self.fusion is None and all(one.of_features for one in parts)
+        return Reduction(self._each(one.restrict for one in parts), self._each(one.expand for one in parts), known)
 
     def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
         pairs = [part._step_and_merit(piece) for part, piece in self.pairs(y)]

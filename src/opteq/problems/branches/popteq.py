@@ -64,6 +64,7 @@ class POptEq(SeparableProblem):
     def bind(self, x: State) -> BoundParallel:
         """Every branch with its own view of ``x``, and the fusion."""
         bound = super().bind(x)
+        bound.alike = True
         if self.fuse != "none":
             bound.fusion = self.fusion
         return bound
