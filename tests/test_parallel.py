@@ -164,7 +164,7 @@ def test_a_maximum_of_a_part_is_none_of_the_sum(beside: Callable[[], list[opteq.
     layer = opteq.Equilibrium(Parallel([Well(), *beside()]).double(), opteq.Anderson(), on_failure="ignore")
     x = torch.zeros(2, 4, dtype=DOUBLE)
     assert layer.solve(x).status == (Status.NOT_A_MINIMUM,) * 2
-    around = (torch.full_like(x, 0.3), *layer.problem(x).start()[1:])
+    around = tuple(piece + 0.9 for piece in layer.problem(x).start())
     found = layer.solve(x, start=around)
     assert Status.NOT_A_MINIMUM not in found.status
     torch.testing.assert_close(found.state[0].abs(), torch.ones_like(x), atol=1e-3, rtol=0)
@@ -273,6 +273,34 @@ def test_popteq_is_opteq_in_every_branch() -> None:
         torch.testing.assert_close(z, alone(F.avg_pool2d(x, branch.scale)), rtol=1e-9, atol=1e-10)
     assert [branch.scale for branch in problem.branches] == [1, 2, 4]
     assert problem.branches[1].W is branches[1].W
+
+
+@pytest.mark.parametrize("fuse", ["none", "sum"])
+def test_popteq_is_solved_in_its_features(fuse: str) -> None:
+    """As each branch alone: with the gradients of the state's equation, and steps and residuals no worse."""
+    problem = POptEq(picture_branches(1, 2), fuse=fuse).double()
+    x = gaussian(2, 2, 4, 8)
+    assert problem.bind(x).compact_form() is not None
+    assert Parallel([part for part, _ in problem.parts()], scales=[1, 2]).bind(x).compact_form() is None
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=100))
+    unrolled = opteq.Equilibrium(problem, opteq.Picard(tol=0, max_steps=400), gradient=opteq.Unrolled())
+    solution = layer.solve(x)
+    assert solution.converged.all()
+    y = solution.state
+    bound = problem.bind(x)
+    moved = torch.stack([(a - b).flatten(1).norm(dim=1) for a, b in zip(bound.step(y), y, strict=True)]).norm(dim=0)
+    size = torch.stack([piece.flatten(1).norm(dim=1) for piece in y]).norm(dim=0)
+    assert (moved / size <= solution.residual + 1e-15).all()
+
+    def gradients(of: opteq.Equilibrium) -> tuple[Tensor, ...]:
+        loss = sum(
+            (piece * torch.linspace(-1, 2, piece.numel(), dtype=DOUBLE).view_as(piece)).sum() for piece in blocks(of(x))
+        )
+        return torch.autograd.grad(loss, [x, *problem.parameters()])
+
+    x.requires_grad_()
+    for found, expected in zip(gradients(layer), gradients(unrolled), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_fusions() -> None:
