@@ -30,7 +30,7 @@ def test_step_is_sigma_of_minus_the_gradient_of_smooth(case: Case) -> None:
     assert isinstance(hidden, Hidden)
     y = map_state(lambda part: part.requires_grad_(), some_state(hidden))
     slopes = torch.autograd.grad(hidden.smooth(y).sum(), blocks(y))
-    expected = [hidden.penalty.prox(-slope) for slope in slopes]
+    expected = [penalty.prox(-slope) for penalty, slope in zip(hidden.penalties(y), slopes, strict=True)]
     for found, wanted in zip(blocks(hidden.step(y)), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
@@ -41,8 +41,8 @@ def test_closed_forms_agree_with_autograd(case: Case) -> None:
     assert isinstance(hidden, Hidden)
     y, v = some_state(hidden), some_state(hidden)
     v = map_state(torch.cos, v)
-    by_autograd = Hidden.preactivation(hidden, y), Hidden.curvature_at(hidden, y)(v)
-    closed = hidden.preactivation(y), hidden.curvature_at(y)(v)
+    by_autograd = Hidden.preactivation(hidden, y), Hidden.negative_hessian_at(hidden, y)(v)
+    closed = hidden.preactivation(y), hidden.negative_hessian_at(y)(v)
     for found, wanted in zip(closed, by_autograd, strict=True):
         torch.testing.assert_close(flatten(found), flatten(wanted), rtol=1e-10, atol=1e-10)
 
