@@ -33,7 +33,7 @@ def test_closed_forms_agree_with_autograd(kernel: InnerProduct) -> None:
     for own, other in zip(hidden.preactivation(y), Hidden.preactivation(hidden, y), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
     v = tuple(torch.randn(2, 4).double() for _ in range(3))
-    for own, other in zip(hidden.curvature_at(y)(v), Hidden.curvature_at(hidden, y)(v), strict=True):
+    for own, other in zip(hidden.negative_hessian_at(y)(v), Hidden.negative_hessian_at(hidden, y)(v), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
 
 

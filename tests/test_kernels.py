@@ -52,8 +52,8 @@ def test_closed_forms_agree_with_autograd(kind: str, name: str) -> None:
     similarity, y, v = bound(kind, name)
     slope = kernels.Similarity.gradient(similarity, y)
     torch.testing.assert_close(similarity.gradient(y), slope, rtol=1e-11, atol=1e-12)
-    product = kernels.Similarity.curvature_at(similarity, y)(v)
-    torch.testing.assert_close(similarity.curvature_at(y)(v), product, rtol=1e-11, atol=1e-12)
+    product = kernels.Similarity.hessian_at(similarity, y)(v)
+    torch.testing.assert_close(similarity.hessian_at(y)(v), product, rtol=1e-11, atol=1e-12)
     gradient, value = similarity.gradient_and_value(y)
     torch.testing.assert_close(gradient, slope, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(value, similarity.value(y))
@@ -157,9 +157,9 @@ def test_an_empty_patch_or_input_leaves_everything_finite(dtype: torch.dtype) ->
     c[1] = 0
     similarity = similarity_of(kernels.Gaussian(patch=2, split=2), c)
     y = torch.full_like(c, 0.1)
-    for result in (similarity.value(y), similarity.gradient(y), similarity.curvature_at(y)(c)):
+    for result in (similarity.value(y), similarity.gradient(y), similarity.hessian_at(y)(c)):
         assert torch.isfinite(result).all()
-    assert similarity.gradient(y).dtype == similarity.curvature_at(y)(c).dtype == dtype
+    assert similarity.gradient(y).dtype == similarity.hessian_at(y)(c).dtype == dtype
     assert similarity.value(y).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -196,7 +196,7 @@ def test_gaussian_curvature_stays_in_its_interval(seed: int, scale: float, gamma
     c = scale * torch.randn(1, 3, dtype=torch.float64)
     similarity = kernels.Gaussian(gamma).bind(W.prepare(), c)
     y = torch.randn(1, 4, dtype=torch.float64)
-    hessian = torch.cat([similarity.curvature_at(y)(e[None]) for e in torch.eye(4, dtype=torch.float64)])
+    hessian = torch.cat([similarity.hessian_at(y)(e[None]) for e in torch.eye(4, dtype=torch.float64)])
     spectrum = torch.linalg.eigvalsh(hessian)
     square = torch.linalg.matrix_norm(W.weight.detach(), 2) ** 2
     low, high = kernels.Gaussian.curvature
@@ -209,9 +209,9 @@ def test_both_ends_of_the_interval_are_reached() -> None:
     W = op.Identity().prepare()
     one = torch.ones(1, 1, dtype=torch.float64)
     at_rest = kernels.Gaussian(0.7).bind(W, 0 * one)
-    assert float(at_rest.curvature_at(0 * one)(one)) == pytest.approx(-1)
+    assert float(at_rest.hessian_at(0 * one)(one)) == pytest.approx(-1)
     far = kernels.Gaussian(0.7).bind(W, math.sqrt(1.5 / 0.7) * one)
-    assert float(far.curvature_at(0 * one)(one)) == pytest.approx(DIP)
+    assert float(far.hessian_at(0 * one)(one)) == pytest.approx(DIP)
     assert pytest.approx(0.446260, abs=1e-6) == DIP
 
 

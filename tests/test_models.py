@@ -378,7 +378,7 @@ def test_the_measured_slope_on_four_scales_is_below_one() -> None:
     for branch in problem.branches:
         branch.W.weight.abs_().mul_(100)  # as large as the bound allows, and every channel in one direction
     hidden = problem(torch.rand(1, 8, 32, 32))
-    product, v = hidden.curvature_at(hidden.start()), tuple(torch.ones_like(part) for part in hidden.start())
+    product, v = hidden.negative_hessian_at(hidden.start()), tuple(torch.ones_like(part) for part in hidden.start())
     length = 0.0
     for _ in range(50):
         v = product(v)

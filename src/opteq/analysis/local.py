@@ -121,7 +121,7 @@ def local_certificate(
         apart = hidden.distance_to_kink(state)
         if apart is not None and hidden.quadratic and _affine(layer.problem):
             given = _norm(lambda v: back(into(v)), x, steps, failure / 8)
-            M = _norm(lambda v: local.curvature(local.curvature(v)), state, steps, failure / 8)
+            M = _norm(lambda v: local.negative_hessian(local.negative_hessian(v)), state, steps, failure / 8)
             # The pre-activation moves by |B d| + |M| |dy|, and |dy| <= |B d| / (1 - lambda_max).
             radius = torch.where(strict, apart / (given * (1 + M / gap)), 0.0)
         contraction = torch.maximum(upper.abs(), lower.abs())

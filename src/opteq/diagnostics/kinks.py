@@ -43,12 +43,12 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     sides = _sides(penalties, inside, origin, hidden.step(state), state)
     if sides is None or not any_row(asked & layout.per_sample(layout.pack(sides.rising).ne(0).any(dim=1)), unseen=True):
         return torch.zeros_like(asked)
-    curvature = hidden.curvature_at(state)
+    negative_hessian = hidden.negative_hessian_at(state)
     root = layout.pack(sides.slopes).sqrt()
     rising = layout.pack(sides.rising)
 
     def bent(rows: Tensor) -> Tensor:  # F'MF with the larger slopes
-        return root * layout.pack(curvature(layout.unpack(root * rows)))
+        return root * layout.pack(negative_hessian(layout.unpack(root * rows)))
 
     extremes = extreme_eigenvalues(lambda rows: rows - bent(rows), layout.pack(state), steps)
     shift = (extremes.largest - 1).clamp_min(0).to(root.dtype)[:, None]  # makes F'MF positive

@@ -146,7 +146,7 @@ def with_traced_functions(flat: Flattened, traces: Traces, tensors: Sequence[Ten
     if isinstance(hidden, Hidden):
         hidden.contracts = functions.contracts = traces.contracts(flat, tensors)
         hidden.preactivation = functions.by_graph("preactivation")  # type: ignore
-        hidden.curvature_at = functions.curvature_at  # type: ignore[method-assign]
+        hidden.negative_hessian_at = functions.negative_hessian_at  # type: ignore[method-assign]
         hidden.linearise, hidden.compact_form = functions.linearise, functions.compact_form  # type: ignore
     else:
         hidden.linearise = functions.linearise_freely  # type: ignore[method-assign]
@@ -189,15 +189,15 @@ class _Functions:
         *image, merit = self.both(y)
         return like(y, tuple(image)), merit
 
-    def curvature_at(self, y: State) -> Callable[[State], State]:
+    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """As the problem's."""
-        return self.at("curvature", y)
+        return self.at("negative_hessian", y)
 
     def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """As the problem's, in the variable of a bottleneck where the Hessian has one."""
         local: SymmetricLinearisation = self.plain.linearise(self.hidden, y, inside)  # type: ignore
         fixed = [*self.fixed, *blocks(y)]
-        narrow = self.traces.bottleneck("curvature", self.of_tensors("curvature"), fixed, y)
+        narrow = self.traces.bottleneck("negative_hessian", self.of_tensors("negative_hessian"), fixed, y)
         return replace(local, reduction=narrow.reduce(local, fixed)) if narrow and narrow.symmetric else local
 
     def linearise_freely(self, y: State, inside: State | None = None) -> Linearisation:  # noqa: ARG002
@@ -239,7 +239,7 @@ _FUNCTIONS: dict[str, Callable[[Any, State, State], Any]] = {
     "step": lambda problem, y, _: problem.step(y),
     "preactivation": lambda problem, y, _: problem.preactivation(y),
     "merit": lambda problem, y, _: problem._step_and_merit(y),
-    "curvature": lambda problem, v, y: problem.curvature_at(y)(v),
+    "negative_hessian": lambda problem, v, y: problem.negative_hessian_at(y)(v),
     "adjoint": lambda problem, v, y: problem.linearise(y).adjoint(v),
 }
 

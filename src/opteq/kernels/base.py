@@ -20,7 +20,7 @@ class Similarity(ABC):
     """A kernel with its input bound: the function ``s(y)`` of the state that GEQ rewards.
 
     A plain object that lives for one batch. Only :meth:`value` has to be written; :meth:`gradient` and
-    :meth:`curvature_at` follow by autograd, and closed forms make them faster.
+    :meth:`hessian_at` follow by autograd, and closed forms make them faster.
 
     ``W`` is the operator of the problem, with prepared weights, and ``c`` is ``U x + b``.
     """
@@ -46,7 +46,7 @@ class Similarity(ABC):
         """Both at once, for kernels where they share work."""
         return self.gradient(y), self.value(y)
 
-    def curvature_at(self, y: Tensor) -> Product:
+    def hessian_at(self, y: Tensor) -> Product:
         """``v -> hess s(y) v``; what can be computed once for all products is."""
         return pullback(self.gradient, y)[1]  # a Hessian is symmetric, so its transpose will do
 

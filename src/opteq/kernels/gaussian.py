@@ -169,7 +169,7 @@ class GaussianSimilarity(Similarity):
         weights, weighed = weigh(q, self.gamma)
         return self.W.adjoint(self.view.adjoint(weighed)), weights
 
-    def curvature_at(self, y: Tensor) -> Product:
+    def hessian_at(self, y: Tensor) -> Product:
         """``v -> -W' R' [e_i (a_i - 2 gamma q_i <q_i, a_i>) P']`` with ``a_i`` patch i of ``W v``, projected."""
         q, weights = self._compare(y)
 

@@ -61,7 +61,7 @@ class InnerProductSimilarity(Similarity):
         """``W'W y + k'(<c, y>) c``."""
         return self.W.adjoint(self.W(y)) + self._times_c(self.kernel.derivative(inner(self.c, y)))
 
-    def curvature_at(self, y: Tensor) -> Product:
+    def hessian_at(self, y: Tensor) -> Product:
         """``v -> W'W v + k''(<c, y>) c <c, v>``."""
         second = self.kernel.second(inner(self.c, y))
         return lambda v: self.W.adjoint(self.W(v)) + self._times_c(second * inner(self.c, v))

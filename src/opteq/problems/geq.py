@@ -176,9 +176,9 @@ class BoundGEQ(Hidden):
         """``grad s(y)``."""
         return self.similarity.gradient(single(y))
 
-    def curvature_at(self, y: State) -> Callable[[State], State]:
+    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> hess s(y) v``."""
-        product = self.similarity.curvature_at(single(y))
+        product = self.similarity.hessian_at(single(y))
         return lambda v: product(single(v))
 
     def _step_and_merit(self, y: State) -> tuple[State, Tensor]:

@@ -62,14 +62,14 @@ class SymmetricLinearisation:
     numbers, the features of OptEq for instance, and C is a multiple of ``B'``, ``(I - C D B) u = C D g`` is smaller.
 
     Attributes:
-        curvature: ``v -> M v``, minus the Hessian of the smooth part.
+        negative_hessian: ``v -> M v``, minus the Hessian of the smooth part.
         factor: ``w -> F w``.
         factor_adjoint: ``v -> F' v``.
         derivative: ``v -> D v``.
         reduction: the smaller system, where there is one.
     """
 
-    curvature: Product
+    negative_hessian: Product
     factor: Product
     factor_adjoint: Product
     derivative: Product
@@ -78,19 +78,19 @@ class SymmetricLinearisation:
     @property
     def system(self) -> Reduction:
         """The symmetric form of the adjoint system, the smaller one where there is one."""
-        return self.reduction or Reduction(self.factor_adjoint, lambda w: self.curvature(self.factor(w)))
+        return self.reduction or Reduction(self.factor_adjoint, lambda w: self.negative_hessian(self.factor(w)))
 
     def product(self, v: State) -> State:
         """``J v``."""
-        return self.derivative(self.curvature(v))
+        return self.derivative(self.negative_hessian(v))
 
     def adjoint(self, v: State) -> State:
         """``J' v``."""
-        return self.curvature(self.derivative(v))
+        return self.negative_hessian(self.derivative(v))
 
     def scaled(self, w: State) -> State:
         """``F' M F w``, the symmetric form of J."""
-        return self.factor_adjoint(self.curvature(self.factor(w)))
+        return self.factor_adjoint(self.negative_hessian(self.factor(w)))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Hidden(BoundMap):
     """``G(y) = sum f(y) + 1/2 |y|^2 + g(y)`` with its input bound, and the step ``T(y) = sigma(-grad g(y))``.
 
     Subclasses give ``smooth`` or its terms; everything else follows by autograd. Those that know closed forms override
-    :meth:`preactivation` and :meth:`curvature_at`, and tests hold these against the ones here.
+    :meth:`preactivation` and :meth:`negative_hessian_at`, and tests hold these against the ones here.
     """
 
     structure = Structure.SYMMETRIC
@@ -293,7 +293,7 @@ class Hidden(BoundMap):
         """``G(y)``, one value per sample; infinite where the penalty is."""
         return torch.stack(list(self.terms(y).values())).sum(dim=0)
 
-    def curvature_at(self, y: State) -> Callable[[State], State]:
+    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> M v`` with ``M = -hess g(y)``; what can be computed once for all products is."""
         return pullback(self.preactivation, y)[1]  # M is symmetric, so its transpose will do
 
@@ -306,4 +306,6 @@ class Hidden(BoundMap):
             parts = [getattr(one, name) for one in local]
             return lambda v: like(v, tuple(part(block) for part, block in zip(parts, blocks(v), strict=True)))
 
-        return SymmetricLinearisation(self.curvature_at(y), each("factor"), each("factor_adjoint"), each("derivative"))
+        return SymmetricLinearisation(
+            self.negative_hessian_at(y), each("factor"), each("factor_adjoint"), each("derivative")
+        )

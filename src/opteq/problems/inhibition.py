@@ -180,7 +180,7 @@ class BoundInhibition(BoundObjective):
 
     def hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> m v + A A'v``, and what the other terms add."""
-        other = None if self.rest is None else self.rest.curvature_at(y)
+        other = None if self.rest is None else self.rest.negative_hessian_at(y)
 
         def product(v: State) -> State:
             image = map_state(lambda part, back: torch.add(back, part, alpha=self.m), v, self.A(self.A.adjoint(v)))

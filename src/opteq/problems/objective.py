@@ -160,7 +160,7 @@ class BoundObjective(Hidden):
         """``y - t grad F(y)``."""
         return self._forward_step(y, self.gradient(y))
 
-    def curvature_at(self, y: State) -> Callable[[State], State]:
+    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> v - t H v`` with H the Hessian of F."""
         hessian = self.hessian_at(y)
         return lambda v: self._forward_step(v, hessian(v))
@@ -172,7 +172,7 @@ class BoundObjective(Hidden):
     def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""
         if not self.penalised:
-            return SymmetricLinearisation(self.curvature_at(y), lambda w: w, lambda v: v, lambda v: v)
+            return SymmetricLinearisation(self.negative_hessian_at(y), lambda w: w, lambda v: v, lambda v: v)
         return super().linearise(y, inside)
 
     def _step_and_merit(self, y: State) -> tuple[State, Tensor]:

@@ -201,7 +201,7 @@ class BoundOptEq(Hidden):
         inside = self._preactivation_of(z)
         return self.activate(inside), inside, z
 
-    def curvature_at(self, y: State) -> Callable[[State], State]:
+    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> W (I - gamma hess R(z)) W'v / mu``."""
         block, regularizer, gamma = self.block, self.regularizer, self.gamma
         if regularizer is None:

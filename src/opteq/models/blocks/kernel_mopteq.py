@@ -97,9 +97,9 @@ class BoundKernelMOptEq(BoundMOptEq):
         driven = self._times_injections([self.kernel.derivative(t) for t in self._inner_products(y)])
         return self._carry(self.coupling.negative_gradient(self.features(y), signs), driven)
 
-    def curvature_at(self, y: State) -> Callable[[State], State]:
+    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> W_i [h'(z) W'v]_i + k''(<c_i, y_i>) c_i <c_i, v_i>``."""
-        coupled = super().curvature_at(y)
+        coupled = super().negative_hessian_at(y)
         seconds = [self.kernel.second(t) for t in self._inner_products(y)]
 
         def product(v: State) -> State:

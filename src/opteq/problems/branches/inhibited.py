@@ -155,6 +155,6 @@ class Inhibited(AcceleratedProblem):
             squares = [squared_norm([branch.W], blocks(start)[0]) for branch in inner.branch_list()]
             return torch.stack(squares).amax()
         layout = Layout.of(start)
-        product = rest.curvature_at(start)
+        product = rest.negative_hessian_at(start)
         measured = largest_magnitude(lambda rows: layout.pack(product(layout.unpack(rows))), layout.pack(start))
         return 1.1 * torch.where(torch.isfinite(measured), measured, 1.0)

@@ -195,7 +195,7 @@ class BoundMOptEq(Hidden):
         h = self.coupling.negative_gradient(self.features(y), signs)
         return self._carry(h, self.injections)
 
-    def curvature_at(self, y: State) -> Callable[[State], State]:
+    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> W_i [h'(z) W'v]_i``, with the signs of D fixed where it is not smoothed."""
         jacobian = self.coupling.jacobian_at(tuple(z.detach() for z in self.features(y)))
         return lambda v: self._carry(jacobian(self.features(v)))

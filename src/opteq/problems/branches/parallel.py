@@ -98,7 +98,7 @@ class BoundParallel(BoundMap):
         if len(symmetric) == len(local):
             reduced = [one.reduction for one in symmetric if one.reduction is not None]
             return SymmetricLinearisation(
-                self._each(one.curvature for one in symmetric),
+                self._each(one.negative_hessian for one in symmetric),
                 self._each(one.factor for one in symmetric),
                 self._each(one.factor_adjoint for one in symmetric),
                 self._each(one.derivative for one in symmetric),
@@ -188,9 +188,9 @@ class HiddenParallel(BoundParallel, Hidden):  # type: ignore[misc]
         """Every part by itself."""
         return self._join(part.preactivation(piece) for part, piece in self._hidden_pairs(y))
 
-    def curvature_at(self, y: State) -> Callable[[State], State]:
+    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """Block by block."""
-        return self._each(part.curvature_at(piece) for part, piece in self._hidden_pairs(y))
+        return self._each(part.negative_hessian_at(piece) for part, piece in self._hidden_pairs(y))
 
     def _hidden_pairs(self, y: State) -> list[tuple[Hidden, State]]:
         return list(zip(self.hidden, self._pieces(y), strict=True))
