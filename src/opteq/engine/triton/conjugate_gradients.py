@@ -43,7 +43,7 @@ class FusedConjugateGradients:
         self.lengths = lengths
         self.rule = rule
         self.eps = torch.finfo(wide).eps
-        self.book = RowState(layout, 3, rule, wide)
+        self.row_state = RowState(layout, 3, rule, wide)
         self.rhs = layout.arranged(blocks(rhs))
         device = self.rhs[0].device
         self.scale = torch.empty(layout.rows, dtype=torch.float64, device=device)
@@ -60,106 +60,106 @@ class FusedConjugateGradients:
 
     def begin(self) -> None:
         """The answer zero, whose residual is the right side."""
-        book, lengths = self.book, self.lengths
-        layout = book.blocks
+        row_state, lengths = self.row_state, self.lengths
+        layout = row_state.blocks
         if lengths is None:
             lengths = torch.empty(layout.rows, layout.parts, dtype=torch.float64, device=self.scale.device)
             for i, width in enumerate(layout.widths):
-                kernels.cg_squares[book.grid(i)](
+                kernels.cg_squares[row_state.grid(i)](
                     self.rhs[i], lengths, width, layout.firsts[i], layout.parts, BLOCK=layout.piece, num_warps=WARPS
                 )
         for i, width in enumerate(layout.widths):
-            kernels.cg_begin[book.grid(i)](
-                self.rhs[i], lengths, self.directions[i][0], self.scale, book.flags,
-                book.numbers, book.trace, layout.rows, width, layout.parts, book.tol, NON_FINITE=NON_FINITE,
-                FIRST=i == 0, SQUARED=self.lengths is None, P=book.width_of_sums,
-                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+            kernels.cg_begin[row_state.grid(i)](
+                self.rhs[i], lengths, self.directions[i][0], self.scale, row_state.flags, row_state.numbers,
+                row_state.trace, layout.rows, width, layout.parts, row_state.tol, NON_FINITE=NON_FINITE,
+                FIRST=i == 0, SQUARED=self.lengths is None, P=row_state.width_of_sums,
+                WIDE=row_state.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def advance(self) -> None:
         """One product and one step."""
-        book = self.book
-        layout = book.blocks
-        place = book.step % self.kept
-        book.step += 1
+        row_state = self.row_state
+        layout = row_state.blocks
+        place = row_state.step % self.kept
+        row_state.step += 1
         direction = [part[place] for part in self.directions]
         images = layout.arranged(blocks(self.product(like(self.form, tuple(direction)))))
         self._load(images)
-        self._measure(place, images, book.flags)
-        self._update(place, images, book.flags, start=book.step == 1)
-        self._accept_step(book.flags)
+        self._measure(place, images, row_state.flags)
+        self._update(place, images, row_state.flags, start=row_state.step == 1)
+        self._accept_step(row_state.flags)
         fold, again = place + 1 == self.kept, self.folded > 0
         if fold:
-            self.folded = book.step
+            self.folded = row_state.step
             if not again:
-                self.point, book.best = layout.new(book.wide), layout.new(book.wide)
-        self._redirect(place, book.flags, fold, fold and again)
+                self.point, row_state.best = layout.new(row_state.wide), layout.new(row_state.wide)
+        self._redirect(place, row_state.flags, fold, fold and again)
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
-        return self.book.unfinished()
+        return self.row_state.unfinished()
 
     def finish(self) -> Finish:
         """The best answers, and how they were reached."""
-        self._settle(self.book.flags, self.folded > 0)
-        return self.book.summary(self.answer)
+        self._settle(self.row_state.flags, self.folded > 0)
+        return self.row_state.summary(self.answer)
 
     def _measure(self, place: int, images: Sequence[Tensor], flags: Tensor) -> None:
-        book = self.book
-        layout = book.blocks
+        row_state = self.row_state
+        layout = row_state.blocks
         for i, width in enumerate(layout.widths):
-            kernels.cg_curvature[book.grid(i)](
-                self.directions[i][place], images[i], flags, book.sums, layout.rows, width,
-                layout.firsts[i], layout.parts, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+            kernels.cg_curvature[row_state.grid(i)](
+                self.directions[i][place], images[i], flags, row_state.sums, layout.rows, width,
+                layout.firsts[i], layout.parts, WIDE=row_state.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def _accept_step(self, flags: Tensor) -> None:
-        book = self.book
-        kernels.cg_accept[(book.blocks.rows,)](
-            book.sums, book.blocks.parts, flags, book.numbers, book.trace,
-            book.step, book.blocks.rows, book.tol, self.eps, P=book.width_of_sums,
-            num_warps=book.acceptance_warps, **_ENDS,
+        row_state = self.row_state
+        kernels.cg_accept[(row_state.blocks.rows,)](
+            row_state.sums, row_state.blocks.parts, flags, row_state.numbers, row_state.trace,
+            row_state.step, row_state.blocks.rows, row_state.tol, self.eps, P=row_state.width_of_sums,
+            num_warps=row_state.acceptance_warps, **_ENDS,
         )  # fmt: skip
 
     def _update(self, place: int, images: Sequence[Tensor], flags: Tensor, start: bool) -> None:
-        book = self.book
-        layout = book.blocks
+        row_state = self.row_state
+        layout = row_state.blocks
         for i, width in enumerate(layout.widths):
-            kernels.cg_update[book.grid(i)](
-                self.rhs[i], self.directions[i][place], images[i], self.residual[i], self.scale,
-                self.paces[place], flags, book.numbers, book.sums, layout.rows, width, layout.firsts[i], layout.parts,
+            kernels.cg_update[row_state.grid(i)](
+                self.rhs[i], self.directions[i][place], images[i], self.residual[i], self.scale, self.paces[place],
+                flags, row_state.numbers, row_state.sums, layout.rows, width, layout.firsts[i], layout.parts,
                 START=start, NARROW=self.narrow, SQUARED=self.lengths is None,
-                FIRST=i == 0, P=book.width_of_sums, WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+                FIRST=i == 0, P=row_state.width_of_sums, WIDE=row_state.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def _redirect(self, place: int, flags: Tensor, fold: bool, again: bool) -> None:
         """The next direction, in the place after this one."""
-        book = self.book
-        layout = book.blocks
+        row_state = self.row_state
+        layout = row_state.blocks
         point, best = self._sums()
         for i, width in enumerate(layout.widths):
             own = self.directions[i]
-            kernels.cg_direction[book.grid(i)](
+            kernels.cg_direction[row_state.grid(i)](
                 self.residual[i], own[place], own[(place + 1) % self.kept],
-                own, self.paces, point[i], best[i], flags, book.numbers, own.stride(0), self.paces.stride(0),
-                book.step, layout.rows, width, FOLD=fold, AGAIN=again, KEPT=self.kept,
-                WIDE=book.wide_type, BLOCK=layout.piece, num_warps=WARPS,
+                own, self.paces, point[i], best[i], flags, row_state.numbers, own.stride(0), self.paces.stride(0),
+                row_state.step, layout.rows, width, FOLD=fold, AGAIN=again, KEPT=self.kept,
+                WIDE=row_state.wide_type, BLOCK=layout.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def _settle(self, flags: Tensor, folded: bool) -> None:
-        book = self.book
+        row_state = self.row_state
         point, best = self._sums()
-        for i, width in enumerate(book.blocks.widths):
+        for i, width in enumerate(row_state.blocks.widths):
             own = self.directions[i]
-            kernels.cg_settle[book.grid(i)](
+            kernels.cg_settle[row_state.grid(i)](
                 own, self.paces, point[i], best[i], self.answer[i], self.scale, flags, own.stride(0),
-                self.paces.stride(0), book.blocks.rows, width, FOLDED=folded,
-                KEPT=self.kept, WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
+                self.paces.stride(0), row_state.blocks.rows, width, FOLDED=folded,
+                KEPT=self.kept, WIDE=row_state.wide_type, BLOCK=row_state.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
 
     def _sums(self) -> tuple[list[Tensor], list[Tensor]]:
         """Where sums of directions are written to, or what can stand there as long as there are none."""
-        return (self.point, self.book.best) if self.folded else (self.residual, self.residual)
+        return (self.point, self.row_state.best) if self.folded else (self.residual, self.residual)
 
     def _load(self, images: Sequence[Tensor]) -> None:
         """Launch all variants of kernels once, for no rows at all, before a capture needs them.
@@ -170,14 +170,14 @@ class FusedConjugateGradients:
         if is_capturing(parts[0]) or not parts[0].is_cuda:
             return
         sizes = tuple((part.dtype, part.numel(), part.data_ptr() % 16) for part in parts)
-        form = (parts[0].device, self.book.wide, self.book.blocks.rows, self.lengths is None, sizes)
+        form = (parts[0].device, self.row_state.wide, self.row_state.blocks.rows, self.lengths is None, sizes)
         if form not in _loaded:
             _loaded.add(form)
             self._launch_all(images)
 
     def _launch_all(self, images: Sequence[Tensor]) -> None:
         """All kernels of a step and of its end."""
-        no_flags = torch.zeros_like(self.book.flags)
+        no_flags = torch.zeros_like(self.row_state.flags)
         self._measure(0, images, no_flags)
         self._accept_step(no_flags)
         for start in (False, True):

@@ -88,10 +88,10 @@ class FusedAnderson:
         self.ridge = ridge
         damping = task.damping_by_row()
         self.damping = None if damping is None else damping.contiguous()
-        self.book = RowState(layout, 4 + 2 * memory, rule, task.wide)
+        self.row_state = RowState(layout, 4 + 2 * memory, rule, task.wide)
         self.point = self.before = layout.arranged(blocks(task.start))
         self.image = self.image_before = self.older_image = layout.arranged(blocks(task.known[0]))
-        self.book.best = [torch.empty_like(part) for part in self.point]
+        self.row_state.best = [torch.empty_like(part) for part in self.point]
         # Points in turn: a refused proposal leaves the point before it in force while the next one is tried. Rows that
         # have finished leave them as they are; what the map makes of those is not looked at.
         self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(3)]
@@ -109,41 +109,41 @@ class FusedAnderson:
 
     def unfinished(self) -> Tensor:
         """Rows that go on."""
-        return self.book.unfinished()
+        return self.row_state.unfinished()
 
     def finish(self) -> Finish:
         """The best points, and how they were reached."""
         # The second pass of a step has made all copies that its decision asked for.
-        return self.book.summary(self.book.settle(self.point))
+        return self.row_state.summary(self.row_state.settle(self.point))
 
     def begin(self) -> None:
         """Measure the start, and propose the first step, which is plain."""
-        book, merit = self.book, self.task.known[1]
-        for i, width in enumerate(book.blocks.widths):
-            measure_start[book.grid(i)](
-                self.point[i], self.image[i], book.sums, width, book.blocks.firsts[i], book.blocks.parts,
-                K=4 + 2 * self.memory, WIDE=book.wide_type, BLOCK=book.blocks.piece, num_warps=WARPS,
+        row_state, merit = self.row_state, self.task.known[1]
+        for i, width in enumerate(row_state.blocks.widths):
+            measure_start[row_state.grid(i)](
+                self.point[i], self.image[i], row_state.sums, width, row_state.blocks.firsts[i], row_state.blocks.parts,
+                K=4 + 2 * self.memory, WIDE=row_state.wide_type, BLOCK=row_state.blocks.piece, num_warps=WARPS,
             )  # fmt: skip
-        accept_start[(book.blocks.rows,)](
-            book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
-            *self._columns(), book.trace, book.blocks.rows, book.tol, self.floor, NON_FINITE=NON_FINITE,
-            MERITED=merit is not None, MP=self.padded, K=4 + 2 * self.memory, P=book.width_of_sums,
-            num_warps=book.acceptance_warps,
+        accept_start[(row_state.blocks.rows,)](
+            row_state.sums, row_state.blocks.parts, row_state.flags if merit is None else merit.contiguous(),
+            row_state.flags, row_state.numbers, *self._columns(), row_state.trace, row_state.blocks.rows, row_state.tol,
+            self.floor, NON_FINITE=NON_FINITE, MERITED=merit is not None, MP=self.padded, K=4 + 2 * self.memory,
+            P=row_state.width_of_sums, num_warps=row_state.acceptance_warps,
         )  # fmt: skip
         self._mix(self.ring[1])
         self._project(self.ring[1])
 
     def advance(self) -> None:
         """Evaluate the proposal, accept or refuse it, make the next one."""
-        book = self.book
-        book.step += 1
-        older, self.before, self.point = self.before, self.point, self.ring[book.step % 3]
+        row_state = self.row_state
+        row_state.step += 1
+        older, self.before, self.point = self.before, self.point, self.ring[row_state.step % 3]
         self.older_image, self.image_before = self.image_before, self.image
         image, merit = self.task.evaluate(like(self.task.start, tuple(self.point)))
-        self.image = book.blocks.arranged(blocks(image))
+        self.image = row_state.blocks.arranged(blocks(image))
         self._compare(older)
         self._accept_step(merit)
-        following = self.ring[(book.step + 1) % 3]
+        following = self.ring[(row_state.step + 1) % 3]
         self._mix(following)
         self._project(following)
 
@@ -152,53 +152,53 @@ class FusedAnderson:
         return self.used, self.gram, self.scale, self.weights
 
     def _damping(self) -> Tensor:
-        return self.book.numbers if self.damping is None else self.damping
+        return self.row_state.numbers if self.damping is None else self.damping
 
     def _slot(self) -> int:
         """Where the newest difference is."""
-        return (self.book.step - 1) % self.memory
+        return (self.row_state.step - 1) % self.memory
 
     def _at_a_time(self) -> int:
-        layout = self.book.blocks
+        layout = self.row_state.blocks
         return min(layout.piece, 256 if layout.parts * layout.rows >= MANY_PROGRAMS else 512)
 
     def _compare(self, older: Sequence[Tensor]) -> None:
-        book = self.book
-        for i, width in enumerate(book.blocks.widths):
-            anderson_observe[book.grid(i)](
+        row_state = self.row_state
+        for i, width in enumerate(row_state.blocks.widths):
+            anderson_observe[row_state.grid(i)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
-                self.residuals[i], self.moves[i], self._damping(), book.flags, self.used, book.sums,
-                book.blocks.rows, width, self._slot(), book.blocks.firsts[i], book.blocks.parts,
+                self.residuals[i], self.moves[i], self._damping(), row_state.flags, self.used, row_state.sums,
+                row_state.blocks.rows, width, self._slot(), row_state.blocks.firsts[i], row_state.blocks.parts,
                 self.moves[i].stride(0), M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
-                WIDE=book.wide_type, PIECE=book.blocks.piece, BLOCK=self._at_a_time(), num_warps=1,
+                WIDE=row_state.wide_type, PIECE=row_state.blocks.piece, BLOCK=self._at_a_time(), num_warps=1,
             )  # fmt: skip
 
     def _accept_step(self, merit: Tensor | None) -> None:
-        book = self.book
-        accept_step[(book.blocks.rows,)](
-            book.sums, book.blocks.parts, book.flags if merit is None else merit.contiguous(), book.flags, book.numbers,
-            *self._columns(), book.trace, book.step, book.blocks.rows, self._slot(), book.tol,
-            self.floor, self.growth, 64 * self.task.eps, self.ridge, NON_FINITE=NON_FINITE,
-            MERITED=merit is not None, M=self.memory, MP=self.padded,
-            P=book.width_of_sums, num_warps=book.acceptance_warps,
+        row_state = self.row_state
+        accept_step[(row_state.blocks.rows,)](
+            row_state.sums, row_state.blocks.parts, row_state.flags if merit is None else merit.contiguous(),
+            row_state.flags, row_state.numbers, *self._columns(), row_state.trace, row_state.step,
+            row_state.blocks.rows, self._slot(), row_state.tol, self.floor, self.growth, 64 * self.task.eps,
+            self.ridge, NON_FINITE=NON_FINITE, MERITED=merit is not None, M=self.memory, MP=self.padded,
+            P=row_state.width_of_sums, num_warps=row_state.acceptance_warps,
         )  # fmt: skip
 
     def _mixers(self) -> tuple[int, int]:
         """Entries a program of the second pass, and its warps."""
-        layout = self.book.blocks
+        layout = self.row_state.blocks
         few = sum(layout.widths) * layout.rows < _FEW_ENTRIES
         return _MIXED[few], _MIXERS[few]
 
     def _mix(self, following: Sequence[Tensor]) -> None:
-        book = self.book
+        row_state = self.row_state
         mixed, mixers = self._mixers()
-        for i, width in enumerate(book.blocks.widths):
-            anderson_mix[(-(-width // mixed), book.blocks.rows)](
+        for i, width in enumerate(row_state.blocks.widths):
+            anderson_mix[(-(-width // mixed), row_state.blocks.rows)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
-                self.weights, self._damping(), book.best[i], book.flags, book.blocks.rows, width,
+                self.weights, self._damping(), row_state.best[i], row_state.flags, row_state.blocks.rows, width,
                 self.moves[i].stride(0), *self._ends(), M=self.memory, MP=self.padded,
                 DAMPED=self.damping is not None, CLAMPED=self.interval is not None,
-                WIDE=book.wide_type, BLOCK=mixed, num_warps=mixers,
+                WIDE=row_state.wide_type, BLOCK=mixed, num_warps=mixers,
             )  # fmt: skip
 
     def _ends(self) -> tuple[float, float]:
