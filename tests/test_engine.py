@@ -305,7 +305,7 @@ def test_compiled_steps_of_a_solver_are_the_plain_ones(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     wide, narrow = torch.rand(4, 4, 9), torch.rand(5, 4)
     for merit in (None, torch.rand(4)):
-        at = fista.Point(*wide, *narrow, merit, *torch.rand(2, 4))
+        at = fista.Point(*wide, *narrow, merit, torch.rand(4))
         active = torch.tensor([True, False, True, True])
         arguments = (active, at, torch.ones(4))
         main, proposal, age, longer = fista.propose(*arguments)
