@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 
 import pytest
@@ -78,3 +79,22 @@ def test_a_network_without_equilibria_and_one_that_lost_them() -> None:
     quiet = io.StringIO()
     ProgressDisplay(3, 4, shown=False, console=Console(file=quiet)).line(LINE)
     assert quiet.getvalue() == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_closed_pipe_or_terminal_ends_no_training(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "nobody reads")
+
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    monkeypatch.setattr(progress, "REFRESH", 0.0)
+    numbers = Numbers()
+    with ProgressDisplay(epochs=3, batches=4) as display:
+        assert display.console.is_terminal == terminal
+        display.epoch(0)
+        display.batch(1, numbers)
+        display.line(LINE)

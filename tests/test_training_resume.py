@@ -83,7 +83,9 @@ def test_killed_from_outside(root: Path, undisturbed: Path, tmp_path: Path) -> N
     same(out, undisturbed)
 
 
-@pytest.mark.parametrize(("number", "event", "batch"), [(signal.SIGTERM, 27, 2), (signal.SIGINT, 29, 3)])
+@pytest.mark.parametrize(
+    ("number", "event", "batch"), [(signal.SIGTERM, 27, 2), (signal.SIGINT, 29, 3), (signal.SIGHUP, 27, 2)]
+)
 def test_a_polite_signal_saves_and_leaves(
     root: Path, undisturbed: Path, tmp_path: Path, number: int, event: int, batch: int
 ) -> None:

@@ -27,6 +27,7 @@ from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.run import environment, rng, state
 from opteq.training.run.checkpoints import Checkpoint, Checkpoints
 from opteq.training.run.folder import RunFolder
+from opteq.training.run.progress import training_console
 from opteq.training.run.records import Line, Records
 from opteq.training.run.signals import StopRequest
 
@@ -42,7 +43,7 @@ def train(recipe: DenoisingRecipe, out: str | Path, resume: bool = False, consol
     if accelerator.num_processes > 1:
         raise UserError(f"denoisers are trained by one process; got {accelerator.num_processes}")
     folder.check(recipe, resume)
-    console = console or Console()
+    console = console or training_console()
     with folder.prepared():
         rng.seed(recipe.train.seed)
         trainer = DenoisingTrainer(recipe, accelerator)

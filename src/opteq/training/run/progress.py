@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -17,6 +20,30 @@ WIDE = 110
 
 REFRESH = 0.5
 """Seconds between two updates: each waits for the GPU once."""
+
+
+class _Tolerant:
+    """A file whose writes may fail: a training goes on where its terminal or pipe has been closed."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def training_console() -> Console:
+    """Standard output, for as long as somebody reads it."""
+    return Console(file=cast("IO[str]", _Tolerant(sys.stdout)))
 
 
 class ProgressDisplay:
@@ -33,7 +60,7 @@ class ProgressDisplay:
         self.epochs = epochs
         self.batches = batches
         self.shown = shown
-        self.console = console or Console()
+        self.console = console or training_console()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._updated = 0.0

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the loop saves a checkpoint, then stops."""
+"""SIGTERM, Ctrl-C and a closed terminal: the loop saves a checkpoint, then stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ AGREE_EVERY = 10
 
 
 class StopRequest:
-    """While this context is open, the first SIGTERM or SIGINT is recorded; a second one has its default effect.
+    """While this context is open, the first SIGTERM, SIGINT or SIGHUP is recorded; a second one has its default effect.
+
+    SIGHUP, which a terminal sends when it closes, stays ignored where nohup has it ignored.
 
     Several processes do not receive a signal at the same step, so they agree on it every :data:`AGREE_EVERY` steps.
     """
@@ -29,7 +31,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         # Only the main thread can handle signals.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+            kept = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
+            for number in (signal.SIGTERM, signal.SIGINT, *(() if kept else (hang_up,))):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
