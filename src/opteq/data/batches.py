@@ -138,8 +138,8 @@ class Batches(metaclass=NamedOptions):
                 "use crop_height and crop_width, scale_min and scale_max, flip, color_jitter or erase"
             )
         padding, side = self.augmentation.crop_padding, min(self.height, self.width)
-        if self.augmentation.crop_fill == "reflect" and padding >= side:
-            raise UserError(f"crop_padding {padding} cannot be reflected in {side} pixels; take less than {side}")
+        if padding >= side:  # a crop could show nothing of the image, and there is nothing to reflect
+            raise UserError(f"crop_padding should be less than the {side} pixels of an image; got {padding}")
 
     def _check_shares(self) -> None:
         smallest = self.global_size(len(self) - 1)

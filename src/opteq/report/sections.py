@@ -44,10 +44,12 @@ def objective(formulas: Sequence[tuple[str, Formula]]) -> Html:
     )
     if not formulas:
         return section("objective", "Objective", _no_equilibrium())
+    title = "Objective"
     if not any(one.terms for _, one in formulas):
+        title = "Equilibrium"
         lead = join("The middle of this network is an equilibrium layer: a fixed point of its steps.")
     several = len({name for name, _ in formulas}) > 1
-    return section("objective", "Objective", *(_formula(name, one, several) for name, one in formulas), lead=lead)
+    return section("objective", title, *(_formula(name, one, several) for name, one in formulas), lead=lead)
 
 
 def _no_equilibrium() -> Html:
