@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from opteq import operators as op
 from opteq.diagnostics import strict
 from opteq.diagnostics.extremes import outer_bounds
 from opteq.diagnostics.strict import certified_minima, strict_minima
+from opteq.penalties import ELU, FromActivation
 from opteq.solvers.linear.lanczos import Lanczos, tridiagonal
 from opteq.states import blocks
 from oracles import dense_jacobian
@@ -115,3 +118,63 @@ def test_ritz_values_stay_in_the_spectrum_and_bounds_hold_where_orthogonality_is
         assert float(smallest) > 0.05 - rounding
         assert float(outer_bounds(smallest, largest, 400, steps, 2e-3)[0]) < 0.05
     assert float(smallest) == pytest.approx(0.05, rel=0.02)
+
+
+class Term(opteq.Objective):
+    """``1/2 (y - x)^2 + term(y)``, whose term has a kink that autograd does not tell of."""
+
+    curvature = 2.0
+
+    def __init__(self, term: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.term = term
+
+    def terms(self, y: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"data": (y - x).square().sum(1) / 2, "term": self.term(y).sum(1)}
+
+
+def unit(activation: opteq.penalties.Penalty, feedback: float) -> opteq.OptEq:
+    """``f(y) + y^2/2 - feedback y^2/2 - x y`` of one unit."""
+    problem = opteq.OptEq(op.Dense(1, 1), activation=activation)
+    problem.W.weight.data.fill_(feedback**0.5)
+    return problem
+
+
+KINKED: dict[str, tuple[opteq.problems.Problem, Callable[[torch.Tensor], torch.Tensor]]] = {
+    # The problem, and its objective at x = 0 by hand for y >= 0, which falls from 0 on.
+    "own": (unit(FromActivation(torch.relu, 1.0), 1.5), lambda y: -y.square() / 4),
+    "elu": (unit(ELU(0.5), 1.5), lambda y: -y.square() / 4),
+    "abs": (Term(lambda y: -y.abs()), lambda y: y.square() / 2 - y),
+    "square": (Term(lambda y: -torch.relu(y).square()), lambda y: -y.square() / 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", KINKED)
+def test_no_kink_is_certified_where_nothing_tells_of_it(name: str, dtype: torch.dtype) -> None:
+    """The objective falls on one side, and the derivative at the kink itself is that of the other side, or neither."""
+    problem, beside = KINKED[name]
+    assert float(beside(torch.tensor(1e-3))) < 0  # as at 0
+    x = torch.zeros(2, 1, dtype=dtype)
+    state = torch.zeros_like(x)
+    hidden = problem.to(dtype)(x)
+    assert torch.equal(hidden.step(state), state)
+    assert strict_minima(hidden, state)[0].tolist() == [False, False]
+    assert certified_minima(problem, x, state, torch.ones(2, dtype=torch.bool)).tolist() == [False, False]
+    x = x - 1  # a minimum on the other side
+    state = problem(x).start()
+    for _ in range(200):
+        state = problem(x).step(state)
+    assert strict_minima(problem(x), state)[0].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", ["tanh", "elu", "softplus", "softsign", "sigmoid", "identity"])
+def test_what_bends_without_a_kink_is_certified(activation: str, dtype: torch.dtype) -> None:
+    problem, x = network(0.6, activation, dtype), torch.randn(4, 5).to(dtype)
+    x[0] = 0
+    state = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6)).solve(x).state
+    assert strict_minima(problem(x), state)[0].all()
+    soft = Term(lambda y: -0.4 * torch.log1p(y.square()) + y.exp())
+    state = opteq.Equilibrium(soft, opteq.Anderson(tol=1e-6)).solve(x).state
+    assert strict_minima(soft(x), state)[0].all()

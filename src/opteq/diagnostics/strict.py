@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from opteq.diagnostics.minimum import curvature_at_solution, curvature_product
 from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solvers.linear.lanczos import Lanczos, tridiagonal
-from opteq.states import Layout, State, blocks, map_state
+from opteq.states import Layout, State, blocks, like, map_state
 
 _STAGES = ((16, 1 / 8), (24, 1 / 8), (36, 1 / 4), (64, 1 / 2))
 """Lanczos steps after which bounds are looked at, and the shares of the probability of a failure. The last stage
@@ -18,6 +20,9 @@ decides what 60 steps at once would."""
 
 _SMALL = 256
 """States of up to that size get an orthogonal basis, which finds all eigenvalues in as many steps."""
+
+_ZERO = 1e-12
+"""Entries of that size are as good as 0, where most kinks are."""
 
 _CHUNK = 2**24
 """Entries of the states that are looked at together."""
@@ -39,9 +44,7 @@ def strict_minima(hidden: BoundMap, state: State, steps: int = 60, failure: floa
     lower, upper = 1 - extremes.upper, 1 - extremes.lower  # the extremes are those of I - S
     rounding = 100 * torch.finfo(Layout.of(state).dtype).eps * torch.maximum(lower.abs(), upper.abs())
     lower, upper = lower - rounding, upper + rounding
-    apart = hidden.distance_to_kink(map_state(Tensor.detach, state))
-    strict = upper < 1
-    return (strict if apart is None else strict & (apart > 0)), lower, upper
+    return (upper < 1) & smooth_beside(hidden, state), lower, upper
 
 
 @torch.no_grad()
@@ -82,7 +85,6 @@ def _decide(problem: Problem, x: State, state: State, width: int, failure: float
         minima = strict_minima(hidden, state, failure=failure)
         return None if minima is None else minima[0]
     rows = Layout.of(state).pack(state)
-    apart = hidden.distance_to_kink(state)
     strict = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     left = torch.arange(len(rows), device=rows.device)
     lanczos = Lanczos(rows)
@@ -101,7 +103,43 @@ def _decide(problem: Problem, x: State, state: State, width: int, failure: float
             break
         left = left[undecided]
         lanczos.keep(undecided)
-    return strict if apart is None else strict & (apart > 0)
+    return strict & smooth_beside(hidden, state)
+
+
+@torch.no_grad()
+def smooth_beside(hidden: Hidden, state: State) -> Tensor:
+    """Where derivatives of sigma and of g are the same a few roundings away, ``(B,)``; at a kink they are not.
+
+    Kinks need not be known: a user's own sigma, or a term with ``y.abs()``, may have some that nothing tells of, and
+    autograd gives one of many derivatives there. Entries are moved to both sides by random multiples of their rounding.
+    """
+    layout = Layout.of(state)
+    eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
+    state = map_state(Tensor.detach, state)
+    rows = layout.pack(state)
+    # The same for all samples: a batch equals its samples one by one.
+    random = 2 * torch.rand(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows) - 1
+    along = (random + random.sign()).expand_as(rows)
+    direction = layout.unpack(along)
+
+    def slopes(inside: State) -> State:
+        parts = zip(hidden.penalties(inside), blocks(inside), blocks(direction), strict=True)
+        return like(inside, tuple(penalty.linearise(at).derivative(v) for penalty, at, v in parts))
+
+    largest = rows.abs().amax(dim=1)
+    one = torch.ones_like(largest)
+    checks: list[tuple[Callable[[State], State], State, Tensor]] = [(slopes, hidden.preactivation(state), one)]
+    if not hidden.quadratic:
+        checks.append((hidden.preactivation, state, largest + 0.01))
+        checks.append((lambda at: hidden.negative_hessian_at(at)(direction), state, one))
+    smooth = one.bool()
+    for derivative, at, scale in checks:
+        here, point = layout.pack(derivative(at)), layout.pack(at)
+        for side in (1, -1):
+            beside = point + side * (2 * eps * point.abs() + _ZERO) * along
+            change = (layout.pack(derivative(layout.unpack(beside))) - here).abs().amax(dim=1)
+            smooth = smooth & (change <= eps**0.5 * (scale + here.abs().amax(dim=1)))
+    return smooth
 
 
 def _at(state: State, rows: Tensor) -> State:
