@@ -105,6 +105,56 @@ def test_what_is_not_piecewise_linear_has_no_radius() -> None:
     assert solved(cases()["geq"])[2].radius is None
 
 
+class Steep(opteq.penalties.ElementwisePenalty):
+    """``3 t`` above 0 and ``t / 2`` below."""
+
+    name, bounded, lipschitz, kinks = "steep", False, 3.0, (0.0,)
+
+    def prox(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.where(t > 0, 3 * t, t / 2)
+
+    def derivative(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.where(t > 0, 3.0, 0.5).to(t)
+
+    def _antiderivative(self, t: torch.Tensor) -> torch.Tensor:
+        return t * self.prox(t) / 2
+
+    def _value(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.where(y > 0, -1 / 3, 0.5) * y.square()
+
+
+@pytest.mark.parametrize("size", [0.5, 0.56])
+def test_the_radius_ends_at_the_kink_where_slopes_are_above_1(size: float) -> None:
+    """``y = 3 (size^2 y + x)`` is 0 where x is, so that x itself is how far the nearest kink is."""
+    problem = opteq.OptEq(op.Dense(1, 1), activation=Steep()).double()
+    problem.W.weight.data.fill_(size)
+    x = torch.tensor([[1.0], [0.3]], dtype=torch.float64)
+    found = local_certificate(opteq.Equilibrium(problem, EXACT), x)
+    assert bool(found.strict_minimum.all())
+    torch.testing.assert_close(found.radius, x[:, 0], rtol=1e-6, atol=0)
+
+
+def test_kinks_that_a_subclass_inherits_say_nothing_of_its_own_activation() -> None:
+    class Bent(opteq.penalties.ReLU):
+        def prox(self, t: torch.Tensor) -> torch.Tensor:
+            return torch.relu(t) - torch.relu(t - 1) / 2
+
+        def derivative(self, t: torch.Tensor) -> torch.Tensor:
+            return (t > 0).to(t) - (t > 1).to(t) / 2
+
+    class Told(Bent):
+        kinks = (0.0, 1.0)
+
+    radii = []
+    for activation in (Bent(), Told()):
+        problem = opteq.OptEq(op.Dense(1, 1), activation=activation).double()
+        problem.W.weight.data.fill_(0.5)
+        layer = opteq.Equilibrium(problem, EXACT)
+        radii.append(local_certificate(layer, torch.tensor([[0.7]], dtype=torch.float64)).radius)
+    assert radii[0] is None
+    assert float(radii[1]) == pytest.approx(0.05)  # a = x + a / 4 is 1 at x = 0.75
+
+
 @pytest.mark.parametrize("kind", ["relu", "group", "own", "container"])
 def test_an_injection_that_is_not_affine_leaves_no_radius(kind: str) -> None:
     """Its kinks may be nearer than those of sigma, and between them the equilibrium is not affine."""

@@ -39,7 +39,7 @@ class LocalCertificate:
 
     Attributes:
         strict_minimum: whether the state is a strict local minimum of the objective, isolated, and the implicit
-            gradient exists: ``lambda_max(S) < 1``, and no pre-activation lies at a kink of a piecewise linear sigma.
+            gradient exists: ``lambda_max(S) < 1``, and neither sigma nor g has a kink there.
             False where the solver did not reach its tolerance (with ``tol=0``, a residual of 1e-3): such a state is
             not known to be close to an equilibrium.
         contraction: a bound on ``max |lambda(S)|``: near the state plain steps converge at that rate where it is
@@ -122,8 +122,9 @@ def local_certificate(
         if apart is not None and hidden.quadratic and _affine(layer.problem):
             given = _norm(lambda v: back(into(v)), x, steps, failure / 8)
             M = _norm(lambda v: local.negative_hessian(local.negative_hessian(v)), state, steps, failure / 8)
-            # The pre-activation moves by |B d| + |M| |dy|, and |dy| <= |B d| / (1 - lambda_max).
-            radius = torch.where(strict, apart / (given * (1 + M / gap)), 0.0)
+            slope = max(penalty.lipschitz for penalty in hidden.penalties(state))
+            # The pre-activation moves by |B d| + |M| |dy|, and |dy| <= |D| |B d| / (1 - lambda_max).
+            radius = torch.where(strict, apart / (given * (1 + slope * M / gap)), 0.0)
         contraction = torch.maximum(upper.abs(), lower.abs())
         return LocalCertificate(strict, contraction, lipschitz, radius, (lower, upper), 1 - failure)
 

@@ -108,8 +108,9 @@ class ElementwisePenalty(Penalty):
 
     def distance_to_kink(self, t: Tensor) -> Tensor | None:
         """The distance of each entry to the nearest of the :attr:`kinks`, infinite where there is none."""
-        if self.kinks is None:
-            return None
+        kinks, prox = (next(kind for kind in type(self).__mro__ if name in vars(kind)) for name in ("kinks", "prox"))
+        if self.kinks is None or not ("kinks" in vars(self) or issubclass(kinks, prox)):
+            return None  # kinks of a base class, whose sigma is another one
         nearest = torch.full_like(t, math.inf)
         for kink in self.kinks:
             nearest = torch.minimum(nearest, (t - kink).abs())

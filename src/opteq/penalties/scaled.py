@@ -25,6 +25,8 @@ class ScaledPenalty:
         length: t, ``(B,)``.
     """
 
+    lipschitz = 1.0  # as f is convex
+
     def __init__(self, penalty: Penalty, length: Tensor) -> None:
         self.penalty = _check(penalty)
         self.length = length
