@@ -36,6 +36,41 @@ def test_norm_is_above_the_dense_one_and_close_to_it(channels):
     assert dense > 0.55
 
 
+def exact_norm(A: ConvChain) -> float:
+    """The largest response over a fine grid of frequencies, of the weights as they act, in float64."""
+    kernel, *rest = (weight.detach().double() for weight in A.prepare().weights)
+    spectrum = torch.fft.fft2(kernel, s=(256, 256)).permute(2, 3, 0, 1)
+    for weight in rest:
+        spectrum = torch.fft.fft2(weight.double(), s=(256, 256)).permute(2, 3, 0, 1) @ spectrum
+    return float(torch.linalg.matrix_norm(spectrum, 2).max())
+
+
+@pytest.mark.parametrize("channels", [(1, 3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 1e20, 1e30])
+@pytest.mark.parametrize("bound", [None, 0.9])
+def test_norms_of_weights_of_any_size(channels, size, bound):
+    A = ConvChain(channels, kernel_size=3, bound=bound)
+    for weight in A.weights:
+        weight.data.mul_(size if bound else size**0.5)
+    exact = 0.9 if bound and size > 1 else exact_norm(A)
+    assert exact <= A.norm() * (1 + 1e-6) <= 1.06 * exact
+
+
+@pytest.mark.parametrize("channels", [(1, 3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norms_in_low_precision(channels, dtype):
+    for bound in (None, 0.9):
+        A = ConvChain(channels, kernel_size=3, bound=bound).to(dtype)
+        A.weights[1].data.mul_(3)
+        exact = exact_norm(A)
+        assert exact <= A.norm() <= 1.06 * exact
+        assert bound is None or exact <= bound
+        with torch.autocast("cpu"):
+            assert exact == exact_norm(A) <= A.norm()
+            powers = torch.ones(3, 10)
+            assert largest_response(powers, torch.full((1, 3), 1.003), torch.ones(3, 1, 1, 1)) >= 3.009
+
+
 def test_weighted_suprema_hold_between_frequencies_of_the_grid():
     torch.manual_seed(2)
     kernel = torch.randn(5, 1, 13, 13).double()

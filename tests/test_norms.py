@@ -287,6 +287,28 @@ def test_separable_stays_within_its_bound(depthwise: float, pointwise: float) ->
     assert symbol_norm(composed) <= A.norm() <= 0.9 * 1.0001
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 1e10, 1e30])
+def test_norms_of_weights_of_any_size(size: float) -> None:
+    """Squares of the weights would overflow or vanish, or products of weights that balance each other."""
+    A = op.SeparableConv2d(2, 2, 3)
+    with torch.no_grad():
+        A.depthwise.zero_()
+        A.depthwise[:, 0, 1, 1] = torch.tensor([size, 1])
+        A.pointwise[:] = torch.tensor([1 / size, 1])[:, None, None]
+    assert 2 <= A.norm() <= 2.01
+    both = op.Stack([op.Dense(2, 2), op.Dense(2, 2)])
+    for part in both.parts():
+        part.load_state_dict({"weight": size * torch.eye(2)})
+    assert math.sqrt(2) <= both.norm() / size <= 1.42
+    assert op.Downsample(2, torch.full((2, 2), size)).norm() / size == pytest.approx(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_of_downsampling_in_low_precision(dtype: torch.dtype) -> None:
+    A = op.Downsample(4, torch.linspace(0.1, 1, 16).reshape(4, 4)).to(dtype)
+    assert A.norm() == pytest.approx(float(torch.linalg.vector_norm(A.kernel.double())), rel=1e-6)
+
+
 @pytest.mark.parametrize("make", [lambda: op.Dense(4, 6, 0.9), lambda: op.Conv2d(2, 3, 3, 0.9)])
 def test_bound_survives_an_absurd_step(make: Callable[[], op.Dense | op.Conv2d]) -> None:
     A = make()

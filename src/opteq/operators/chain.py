@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from opteq.operators.base import LinearMap, Operator, check_bound, check_size, initial_norm
 from opteq.operators.conv import check_image
+from opteq.operators.spectral.bound import normalise, rounding
 from opteq.operators.spectral.norms import kernel_norm
+from opteq.states import full_precision, widest_dtype, working_dtype
 
 
 class ChainMap(LinearMap):
@@ -43,14 +45,16 @@ class ChainMap(LinearMap):
         return F.conv_transpose2d(out, first, padding=self.padding)
 
     def composed_kernel(self) -> Tensor:
-        """The kernel ``(m, c, K1, K2)`` of the one convolution that the chain is."""
-        if len(self.weights) == 1:
-            return self.weights[0]
+        """The kernel ``(m, c, K1, K2)`` of the one convolution that the chain is, in float64 where the device has it.
+
+        A product of float32 may be rounded to fewer digits, by autocast or TensorFloat-32, and overflow.
+        """
+        wide = ChainMap([weight.to(widest_dtype(weight)) for weight in self.weights])
         c = self.weights[0].shape[1]
-        size = [2 * p + 1 for p in self.padding]
-        impulse = self.weights[0].new_zeros(c, c, *size)
+        impulse = wide.weights[0].new_zeros(c, c, *(2 * p + 1 for p in self.padding))
         impulse[range(c), range(c), self.padding[0], self.padding[1]] = 1
-        return self(impulse).flip(2, 3).transpose(0, 1).contiguous()
+        with full_precision(impulse.device):
+            return wide(impulse).flip(2, 3).transpose(0, 1).contiguous()
 
 
 class ConvChain(Operator):
@@ -92,35 +96,39 @@ class ConvChain(Operator):
         """Draw the weights again and scale them to the initial norm."""
         for weight in self.weights:
             nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
-        self.weights[-1].mul_(
-            initial_norm(self.bound) / self._norm(ChainMap(self._centred_weights()).composed_kernel())
-        )
+        self.weights[-1].mul_(initial_norm(self.bound) / self._norm(ChainMap(self._centred_weights())))
 
     def prepare(self) -> ChainMap:
         weights = self._centred_weights()
         if self.bound is not None:
-            norm = self._norm(ChainMap(weights).composed_kernel())
-            weights[-1] = weights[-1] * (self.bound / torch.maximum(norm, torch.full_like(norm, self.bound)))
+            last, allowed = weights[-1], self.bound / (1 + rounding(weights[-1].dtype))
+            scale = allowed / self._norm(ChainMap(weights)).clamp_min(allowed)
+            weights[-1] = (last.to(scale.dtype) * scale).to(last.dtype)
         chain = ChainMap(weights)
         # One convolution with the composed kernel where that takes fewer multiplications, as with one input channel; on
         # a CPU its adjoint, from many channels to one, takes four times as long as that of the chain.
         size = [2 * p + 1 for p in chain.padding]
         together = self.channels[0] * self.channels[-1] * size[0] * size[1]
-        fewer = together <= sum(weight.numel() for weight in weights)
-        return ChainMap([chain.composed_kernel()]) if fewer and not weights[0].is_cpu else chain
+        if weights[0].is_cpu or together > sum(weight.numel() for weight in weights):
+            return chain
+        return ChainMap([chain.composed_kernel().to(weights[0].dtype)])
 
     def norm(self) -> Tensor:
         with torch.no_grad():
-            return self._norm(self.prepare().composed_kernel())
+            return self._norm(self.prepare()).to(working_dtype(self.weights[0].dtype))
 
     def _centred_weights(self) -> list[Tensor]:
         first, *rest = self.weights
         return [first - first.mean(dim=(2, 3), keepdim=True) if self.zero_mean else first, *rest]
 
-    def _norm(self, kernel: Tensor) -> Tensor:
+    def _norm(self, chain: ChainMap) -> Tensor:
+        """The norm, in float64 where the device has it."""
+        kernel, magnitude = normalise(chain.composed_kernel())
+        kernel = kernel.to(working_dtype(chain.weights[0].dtype))
         if kernel.shape[1] > 1:
-            return kernel_norm(kernel)
-        return largest_response(response_powers(kernel), kernel.new_ones(1, kernel.shape[0]), kernel)[0].sqrt()
+            return kernel_norm(kernel) * magnitude
+        ones = kernel.new_ones(1, kernel.shape[0])
+        return largest_response(response_powers(kernel), ones, kernel)[0].sqrt() * magnitude
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, kernel_size={self.kernel_size}, bound={self.bound}"
@@ -149,6 +157,8 @@ def largest_response(powers: Tensor, weights: Tensor, kernel: Tensor, grid: int 
     if max(kernel.shape[2:]) > grid // 2:
         raise ValueError(f"a grid of {grid} frequencies is too coarse for kernels of size {tuple(kernel.shape[2:])}")
     missed: float = math.prod(math.cos((size - 1) * math.pi / (2 * grid)) ** 2 for size in kernel.shape[2:])
-    largest: Tensor = (weights.to(powers.dtype) @ powers).amax(dim=1)
-    bound: Tensor = largest * ((1 + 1e-5) / missed)
+    with full_precision(powers.device):
+        largest: Tensor = (weights.to(powers.dtype) @ powers).amax(dim=1)
+    slack = 2**-10 if powers.dtype == torch.float32 else 1e-9  # for products in TensorFloat-32
+    bound: Tensor = largest * ((1 + slack) / missed)
     return bound

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq.operators.base import LinearMap, Operator, check_size, wrong_shape
+from opteq.operators.spectral.bound import normalise
 from opteq.operators.spectral.norms import kernel_norm
 
 _BOUNDARIES = ("zeros", "circular", "valid")
@@ -196,8 +197,8 @@ class Downsample(Operator):
         """An upper bound; exact for the mean over blocks."""
         with torch.no_grad():
             if all(size == self.factor for size in self.kernel.shape):  # blocks do not overlap
-                norm: Tensor = torch.linalg.vector_norm(self.kernel)
-                return norm
+                unit, magnitude = normalise(self.kernel)
+                return unit.square().sum().sqrt() * magnitude
             # Of the phases that the stride takes apart, each is a convolution of its own; rows of A side by side.
             return self._polyphase_norm()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.operators.base import LinearMap, Operator
+from opteq.operators.spectral.bound import normalise
 
 
 class IdentityMap(LinearMap):
@@ -106,7 +107,8 @@ class Stack(Operator):
         Certified, and attained only if all parts stretch the same input most; it may exceed the norm by up to
         ``sqrt(L)``.
         """
-        return torch.stack([A.norm() for A in self.parts()]).square().sum().sqrt()
+        unit, magnitude = normalise(torch.stack([A.norm() for A in self.parts()]))
+        return unit.square().sum().sqrt() * magnitude
 
     def parts(self) -> list[Operator]:
         """The operators, in order."""

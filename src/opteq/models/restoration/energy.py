@@ -23,7 +23,7 @@ from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import Structure
 from opteq.problems.objective import BoundObjective, Objective
 from opteq.solvers.fista import FISTA
-from opteq.states import State, single, sum_over_sample
+from opteq.states import State, single, sum_over_sample, working_dtype
 
 
 class FilterPrior(nn.Module, metaclass=NamedOptions):
@@ -72,7 +72,7 @@ class FilterPrior(nn.Module, metaclass=NamedOptions):
             image: the given image, which the guide reads.
         """
         chain = self.filters.prepare()
-        kernel = chain.composed_kernel()
+        kernel = chain.composed_kernel().to(working_dtype(chain.weights[0].dtype))
         powers = response_powers(kernel)
         scale, weight = self.levels(sigma)
         low, high = (end.to(weight.dtype).expand(weight.shape[1]) for end in self.potential.curvature())

@@ -76,12 +76,8 @@ known_scales: ContextVar[dict[int, Tensor] | None] = ContextVar("known_scales", 
 
 def scale_for(bound: float, weight: Tensor, *before: Tensor) -> Tensor:
     """The factor of :func:`bounded`: ``min(1, bound / s)``, exactly 1 where the norm is within the bound."""
-    # Magnitudes are divided out one by one, so that nothing overflows however large the weights are.
-    kernel, magnitude = normalise(weight)
+    kernel, magnitude = normalise(weight, *before)
     allowed = bound / (1 + rounding(weight.dtype)) / magnitude
-    for factor in before:
-        unit, magnitude = normalise(factor)
-        kernel, allowed = kernel * unit, allowed / magnitude
     limits = torch.finfo(allowed.dtype)
     allowed = allowed.clamp_max(limits.max / 2)
     return allowed / torch.maximum(unit_norm(kernel), allowed).clamp_min(limits.tiny)
@@ -92,14 +88,20 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 if torch.finfo(dtype).bits < 32 else 0.0
 
 
-def normalise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def normalise(weight: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
     """``weight`` in computing precision, divided by its largest magnitude, and that magnitude.
 
-    The magnitude carries no gradient: norms are homogeneous, so derivatives come out right for any constant divisor.
+    With ``factors``, of the product of them all, in which every part is divided by its own magnitude first. The
+    magnitude carries no gradient: norms are homogeneous, so derivatives come out right for any constant divisor.
     """
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     magnitude = torch.linalg.vector_norm(weight.detach(), math.inf).clamp_min(torch.finfo(weight.dtype).tiny ** 0.75)
-    return weight / magnitude, magnitude
+    weight = weight / magnitude
+    for factor in factors:
+        unit, size = normalise(factor)
+        weight, rest = normalise(weight * unit)
+        magnitude = magnitude * rest * size
+    return weight, magnitude
 
 
 def unit_norm(kernel: Tensor, groups: int = 1, supremum: Callable[..., Tensor] | None = None) -> Tensor:

@@ -59,10 +59,7 @@ def kernel_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
 @torch.no_grad()
 def certified_norm(weight: Tensor, bound: float | None, *before: Tensor) -> Tensor:
     """The norm, from above and within 0.5 %, of a ``weight`` that :func:`bounded` made from the same ``before``."""
-    kernel, scale = normalise(weight)
-    for factor in before:
-        unit, magnitude = normalise(factor)
-        kernel, scale = kernel * unit, scale * magnitude
+    kernel, scale = normalise(weight, *before)
     norm = unit_norm(kernel, supremum=_fine_supremum) * scale
     # Both numbers are certified; but rounding to 16 bits after the bound was applied takes its certificate away.
     return norm if bound is None or rounding(weight.dtype) else norm.clamp_max(bound)

@@ -121,7 +121,7 @@ def by_slots(network: FeedForward, nonexpansive: bool) -> tuple[Layers, nn.Modul
     shrink = 1.0
     if nonexpansive:
         _check_homogeneous(network.activation)
-        shrink = max(1.0, *(_norm(W) for W in kernels))
+        shrink = max(1.0, *(float(kernel_norm(W, fine=True)) for W in kernels))
     layers: Layers = [(_operator(out.new_zeros(1, width, *taps)), None)]
     for k, W in enumerate(kernels):
         scale = shrink ** (2 * (k + 1))
@@ -202,10 +202,6 @@ def _check_homogeneous(activation: Penalty) -> None:
             f"nonexpansive=True scales the layers, which {type(activation).__name__} does not allow; "
             "ReLU, LeakyReLU and Identity do"
         )
-
-
-def _norm(weight: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(weight, 2) if weight.ndim == 2 else kernel_norm(weight, fine=True))
 
 
 def _enlarged(kernel: Tensor, taps: list[int]) -> Tensor:
