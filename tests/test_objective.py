@@ -441,6 +441,30 @@ def test_checkpoints_and_vmap_go_around_an_objective():
     torch.testing.assert_close(mapped, found.detach(), rtol=1e-8, atol=1e-8)
 
 
+def test_a_solve_under_vmap_ends_when_all_samples_have_finished():
+    class Counted(opteq.Objective):
+        calls = 0
+
+        def terms(self, y, x):
+            self.calls += 1
+            return {"data": 0.5 * (y - x).square().sum(1), "rough": 0.3 * (y[:, 1:] - y[:, :-1]).square().sum(1)}
+
+    problem = Counted()
+    layer = opteq.Equilibrium(problem, on_failure="raise")
+    x = torch.randn(3, 4)
+    expected = layer.solve(x)
+    slopes = torch.autograd.functional.jacobian(lambda x: layer(x).square().sum(), x)
+    problem.calls = 0
+    features, steps = torch.func.vmap(
+        lambda one: (lambda found: (found.features[0], found.steps[0]))(layer.solve(one[None]))
+    )(x)
+    torch.testing.assert_close(features, expected.features)
+    assert steps.tolist() == expected.steps.tolist()
+    found = torch.func.vmap(torch.func.grad(lambda one: layer(one[None]).square().sum()))(x)
+    torch.testing.assert_close(found, slopes, rtol=1e-4, atol=1e-4)
+    assert problem.calls < 200  # of 10,000 steps
+
+
 @pytest.mark.parametrize("calls", [0, 1, 2, 3])
 def test_a_checkpoint_saves_the_same_the_second_time(calls):
     """Whichever path its first pass has seen: the very first call, the plain path, or graphs."""

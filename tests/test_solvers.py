@@ -399,7 +399,7 @@ def test_how_often_the_host_looks_changes_no_answer(kind: type[Solver], name: st
 
 def test_the_host_never_looks_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    monkeypatch.setattr("opteq.solvers.loop.any_row", lambda mask, unseen: looks.append(1) or bool(mask.any()))
+    monkeypatch.setattr("opteq.solvers.loop.any_row", lambda mask, of_all: looks.append(1) or bool(mask.any()))
     for kind in KINDS.values():
         kind(max_steps=9, check_every=10).solve(lambda y: y.cos(), torch.zeros(2, 3))
         assert not looks
@@ -750,8 +750,9 @@ def test_small_helpers() -> None:
     assert any_row(torch.tensor([False, True]))
     assert not any_row(torch.zeros(0, dtype=torch.bool))
     seen: list[bool] = []
-    torch.func.vmap(lambda mask: seen.append(any_row(mask, unseen=True)) or mask)(torch.zeros(2, 2, dtype=torch.bool))
-    assert seen == [True]
+    for mask in (torch.zeros(2, 2, dtype=torch.bool), torch.tensor([[False, False], [False, True]])):
+        torch.func.vmap(lambda one: seen.extend((any_row(one), any_row(one, of_all=True))) or one)(mask)
+    assert seen == [False, False, False, True]
 
 
 @pytest.mark.parametrize("flat", [0.1, 0.01, 0.001])

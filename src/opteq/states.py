@@ -96,14 +96,16 @@ def may_branch_on_values(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not written and not batched
 
 
-def any_row(mask: Tensor, unseen: bool = False) -> bool:
-    """Whether any entry is set; ``unseen`` where a transformation of torch.func does not let the host look."""
+def any_row(mask: Tensor, of_all: bool = False) -> bool:
+    """Whether any entry is set. Under vmap, where the host sees no single sample: False, or with ``of_all`` of any."""
     try:
         return bool(mask.any())
     except RuntimeError as error:
-        if "vmap" in str(error):
-            return unseen
-        raise
+        if "vmap" not in str(error):
+            raise
+    while of_all and torch._C._functorch.is_functorch_wrapped_tensor(mask):
+        mask = torch._C._functorch.get_unwrapped(mask)
+    return of_all and bool(mask.any())
 
 
 def choose_rows(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:

@@ -41,7 +41,7 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     # What sigma is applied to at zero; elsewhere no other than at the state.
     origin = hidden.preactivation(layout.unpack(torch.where(zero[:, None], 0.0, layout.pack(state))))
     sides = _sides(penalties, inside, origin, hidden.step(state), state)
-    if sides is None or not any_row(asked & layout.per_sample(layout.pack(sides.rising).ne(0).any(dim=1)), unseen=True):
+    if sides is None or not any_row(asked & layout.per_sample(layout.pack(sides.rising).ne(0).any(dim=1)), of_all=True):
         return torch.zeros_like(asked)
     negative_hessian = hidden.negative_hessian_at(state)
     root = layout.pack(sides.slopes).sqrt()

@@ -63,7 +63,7 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
     # Without a basis that is kept orthogonal, eigenvalues stay within the spectrum, and memory does not grow.
     lanczos = Lanczos(rows)
     for steps in _MORE if rows.shape[1] > STEPS else ():
-        if not any_row(converged & layout.per_sample(doubtful), unseen=True):
+        if not any_row(converged & layout.per_sample(doubtful), of_all=True):
             break
         found = lanczos.run(product, steps)
         negative = negative | below(*found, -tolerance)

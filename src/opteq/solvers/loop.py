@@ -195,7 +195,7 @@ def iterate(iteration: Iteration) -> None:
     iteration.begin()
     rule = iteration.rule
     for step in range(rule.max_steps):
-        if (step + 1) % rule.check_every == 0 and not any_row(iteration.unfinished(), unseen=True):
+        if (step + 1) % rule.check_every == 0 and not any_row(iteration.unfinished(), of_all=True):
             break
         iteration.advance()
 
