@@ -140,6 +140,10 @@ def test_divergence_is_reported() -> None:
         layer(torch.ones(2, 2))
 
 
+def call(**functions) -> Tensor:
+    return opteq.Equilibrium(opteq.FixedPoint(lambda z, x: z / 2 + x, **functions))(torch.ones(2, 3))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -149,6 +153,14 @@ def test_divergence_is_reported() -> None:
             lambda: opteq.Equilibrium(opteq.FixedPoint(lambda z, x: z[:, :1]))(torch.ones(2, 3)),
             r"should have shape \(2, 3\)",
         ),
+        (lambda: call(features=lambda z: None), r"FixedPoint.features\(y\) should be a tensor .* got NoneType"),
+        (
+            lambda: call(features=lambda z: z.sum()),
+            r"FixedPoint.features\(y\) should be .* \(2, ...\).* got shape \(\)",
+        ),
+        (lambda: call(features=lambda z: z[:1]), r"FixedPoint.features\(y\) should be .* got shape \(1, 3\)"),
+        (lambda: call(start=lambda x: None), r"FixedPoint.start\(x\) should be a tensor .* got NoneType"),
+        (lambda: call(start=lambda x: x.sum()), r"FixedPoint.start\(x\) should be a tensor .* got shape \(\)"),
     ],
 )
 def test_wrong_arguments_are_named(make, message: str) -> None:

@@ -117,7 +117,7 @@ class HiddenProblem(WrittenProblem):
     def bind(self, x: Tensor) -> BoundMap:
         """The problem with ``x`` bound, everything by autograd."""
         check_called(self)
-        return WrittenHidden(self._activation(), self, x, self.start(x))
+        return WrittenHidden(self._activation(), self, x)
 
     @for_finite_weights
     def certificate(self) -> Certificate:

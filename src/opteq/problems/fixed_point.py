@@ -9,8 +9,7 @@ import torch
 
 from opteq.problems.base import WrittenProblem, check_called
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
-from opteq.problems.hidden import BoundMap
-from opteq.problems.written import BoundModule
+from opteq.problems.written import WrittenMap
 from opteq.states import State, blocks
 
 
@@ -68,21 +67,10 @@ class FixedPoint(WrittenProblem):
         return unknown("a map f(z, x) that is written freely has no hidden objective, and nothing is known about it")
 
 
-class BoundFixedPoint(BoundMap):
+class BoundFixedPoint(WrittenMap):
     """``z -> f(z, x)`` with its input bound."""
-
-    def __init__(self, problem: FixedPoint, x: Any) -> None:
-        self.bound = BoundModule(problem, x)
-        self._start = problem.start(x)
-
-    def start(self) -> State:
-        return self._start
 
     def step(self, y: State) -> State:
         """``f(y, x)``."""
         image: State = self.bound.call("f", y, self.bound.x)
         return image
-
-    def features(self, y: State) -> State:
-        features: State = self.bound.call("features", y)
-        return features

@@ -13,13 +13,13 @@ from torch import Tensor
 from opteq import penalties
 from opteq.common.convexity import certify_objective, without_memory
 from opteq.common.derivatives import gradient, pullback
-from opteq.common.returns import check_features, check_start, check_terms
+from opteq.common.returns import check_terms
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import WrittenProblem, check_called
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
-from opteq.problems.written import BoundModule
+from opteq.problems.written import WrittenMap
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_magnitude
 from opteq.states import Layout, State, blocks, inner, map_state, per_row, working_dtype
@@ -85,7 +85,7 @@ class Objective(WrittenProblem):
         return Certificate(**certify_objective(without_memory(self).terms, *plain, getattr(self, "curvature", None)))
 
 
-class BoundObjective(Hidden):
+class BoundObjective(WrittenMap, Hidden):
     """An objective with its input bound.
 
     In the form of all hidden problems it is ``t (F + h)``, with penalty ``t h`` and smooth part ``t F - 1/2 |y|^2``;
@@ -104,8 +104,7 @@ class BoundObjective(Hidden):
     penalised: bool
 
     def __init__(self, problem: Objective, x: Any) -> None:
-        self.bound = BoundModule(problem, x)
-        self._start = check_start(problem.start(x), x, type(problem).__name__)
+        super().__init__(problem, x)
         self.bound.try_once(self._smooth_parts, self._start)
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
@@ -116,13 +115,6 @@ class BoundObjective(Hidden):
         self.penalised = chosen is not None
         self.penalty = ScaledPenalty(written, self.length)
         self.has_merit = written.has_total
-
-    def start(self) -> State:
-        return self._start
-
-    def features(self, y: State) -> State:
-        features: State = self.bound.call("features", y)
-        return check_features(features, y, type(self.bound.module).__name__)
 
     def value(self, y: State) -> Tensor:
         """F(y), one number per sample."""

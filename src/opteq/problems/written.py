@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from opteq.common.returns import check_features, check_start, check_terms
 from opteq.operators import LinearMap, Operator, use_prepared
 from opteq.penalties import Penalty
-from opteq.problems.hidden import Hidden, Structure
+from opteq.problems.hidden import BoundMap, Hidden, Structure
 from opteq.states import State, blocks
 
 
@@ -49,7 +49,22 @@ class BoundModule:
             ) from error
 
 
-class WrittenHidden(Hidden):
+class WrittenMap(BoundMap):
+    """A user's problem with its input bound: its start and its features are the user's, and are checked."""
+
+    def __init__(self, problem: nn.Module, x: Any) -> None:
+        self.bound = BoundModule(problem, x)
+        self._start: State = check_start(self.bound.module.start(x), x, type(problem).__name__)
+
+    def start(self) -> State:
+        return self._start
+
+    def features(self, y: State) -> State:
+        features: State = self.bound.call("features", y)
+        return check_features(features, y, type(self.bound.module).__name__)
+
+
+class WrittenHidden(WrittenMap, Hidden):
     """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's.
 
     The adjoint system of a strict minimiser is positive definite. Where a state turns out to be none, conjugate
@@ -58,21 +73,13 @@ class WrittenHidden(Hidden):
 
     structure = Structure.POSITIVE
 
-    def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor, start: State) -> None:
+    def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor) -> None:
+        super().__init__(problem, x)
         self.penalty = penalty
-        self.bound = BoundModule(problem, x)
-        self._start = check_start(start, x, type(problem).__name__)
-        self.bound.try_once(self.smooth_terms, start)
-
-    def start(self) -> State:
-        return self._start
+        self.bound.try_once(self.smooth_terms, self._start)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The user's terms by name, or one called "smooth"."""
         values = self.bound.call("smooth", y, self.bound.x)
         terms = values if isinstance(values, dict) else {"smooth": values}
         return check_terms(terms, blocks(y)[0].shape[0], "smooth(y, x)")
-
-    def features(self, y: State) -> State:
-        features: State = self.bound.call("features", y)
-        return check_features(features, y, type(self.bound.module).__name__)
