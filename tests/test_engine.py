@@ -299,6 +299,42 @@ def test_off_and_report_on_a_cpu() -> None:
         assert "the engine is off" in opteq.engine.report(layer, images())
 
 
+class Busy(opteq.Objective):
+    """Normalises, draws, counts, and keeps a tensor with its tape and something that can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.seen = nn.BatchNorm1d(4), nn.Dropout(), []
+        self.lock = threading.Lock()
+
+    def start(self, x: Tensor) -> Tensor:
+        self.centre = self.drop(self.norm(x))
+        self.seen.append(len(x))
+        return torch.zeros_like(x)
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": 0.5 * (y - self.centre).square().sum(1), "rough": 3 * (y[:, 1:] - y[:, :-1]).square().sum(1)}
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "raise"])
+def test_a_report_leaves_the_layer_as_it_is(on_failure: str) -> None:
+    problem = Busy()
+    layer = opteq.Equilibrium(problem, opteq.FISTA(max_steps=1), on_failure="ignore")
+    x, watched = torch.randn(5, 4, requires_grad=True), []
+    layer.register_observer(lambda hidden, state: watched.append(1))
+    layer(x)  # the centre has a tape now
+    layer.on_failure = on_failure
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    kept, random, last = dict(vars(problem)), torch.get_rng_state(), layer.last
+    assert "plain path" in opteq.engine.report(layer, x)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert all(vars(problem)[name] is value for name, value in kept.items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert (problem.seen, len(watched), layer.last is last, layer.on_failure) == ([5], 1, True, on_failure)
+    assert x.grad is None
+    assert problem.norm.weight.grad is None
+
+
 def test_compiled_steps_of_a_solver_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     # What Inductor makes of a graph is torch's; that the graph and its arguments are right is ours.
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, _, options: graph)

@@ -87,7 +87,7 @@ def bounded_weights(module: nn.Module) -> AbstractContextManager[None]:
 def report(layer: Any, x: Any) -> str:
     """Which path ``layer(x)`` takes, forward and backward, and why, in one line each.
 
-    The layer is called a few times, as in training, so that captures have happened.
+    A copy of the layer is called a few times, as in training, so that captures have happened.
     """
     from opteq.engine.log import describe
 
