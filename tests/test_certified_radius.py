@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+import opteq
 from opteq import models
-from opteq.analysis.certified_radius import CertifiedClassifier, head_slopes, lipschitz_bound
+from opteq.analysis.certified_radius import CertifiedClassifier, _pooling, head_slopes, lipschitz_bound
+from opteq.common.errors import UserError
 from opteq.models import Classifier
 from opteq.models.blocks.pyramid import Pyramid
 from opteq.models.blocks.residual import InvertedBlock, ResidualBlock
@@ -97,6 +100,137 @@ def test_bounds_of_parts_hold_and_are_not_far_off(part: str) -> None:
         largest = max(largest, float(torch.linalg.matrix_norm(jacobian, 2)))
     assert largest <= bound
     assert bound < (100 if part == "pyramid" else 12) * largest  # products of norms add up
+
+
+def largest_singular_value(module: nn.Module, *shape: int) -> float:
+    at = torch.rand(shape, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(module, at).reshape(-1, at.numel())
+    return float(torch.linalg.matrix_norm(jacobian, 2))
+
+
+class Louder(nn.ReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class LouderSequence(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class LouderConv(nn.Conv2d):
+    def _conv_forward(self, *given: Any) -> Tensor:
+        return 3 * super()._conv_forward(*given)
+
+
+class LouderNorm(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *given: 3 * given[-1])
+    return module
+
+
+LOUDER: dict[str, Callable[[], nn.Module]] = {
+    "Louder": Louder,
+    "LouderSequence": lambda: LouderSequence(nn.ReLU()),
+    "LouderConv": lambda: nn.Sequential(LouderConv(3, 3, 1), nn.BatchNorm2d(3)),
+    "LouderNorm": lambda: nn.Sequential(nn.Conv2d(3, 3, 1), LouderNorm(3)),
+    "ReLU": lambda: hooked(nn.ReLU()),
+    "Conv2d": lambda: nn.Sequential(hooked(nn.Conv2d(3, 3, 1)), nn.BatchNorm2d(3)),
+    "ResidualBlock": lambda: hooked(ResidualBlock(3, 3)),
+    "AvgPool2d": lambda: nn.AvgPool2d(2, divisor_override=1),
+}
+
+
+@pytest.mark.parametrize("name", LOUDER)
+def test_what_is_not_as_its_class_says_is_named(name: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match=f"no Lipschitz constant is known for a {name}"):
+        lipschitz_bound(LOUDER[name]().double().eval())
+
+
+@pytest.mark.parametrize("wrap", [spectral_norm, weight_norm])
+def test_a_parametrised_convolution_is_folded_with_its_normalisation(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(wrap(nn.Conv2d(3, 3, 3, padding=1, bias=False)), nn.BatchNorm2d(3)).double().eval()
+    nn.init.constant_(module[1].weight, 20.0)
+    state = torch.get_rng_state()
+    bound = lipschitz_bound(module)
+    assert torch.equal(torch.get_rng_state(), state)
+    largest = largest_singular_value(module, 1, 3, 9, 9)
+    assert largest <= bound < 1.3 * largest
+
+
+@pytest.mark.parametrize(("side", "count"), [(1, 4), (2, 4), (3, 4), (5, 3), (8, 3), (8, 4)])
+def test_the_norm_of_the_pooling_is_exact(side: int, count: int) -> None:
+    """Windows overlap where a side is no multiple of their number, and more than two do where there are more."""
+    pool = nn.AdaptiveAvgPool2d(count)
+    found = _pooling(pool, torch.Size((side, side)))
+    assert found == pytest.approx(largest_singular_value(pool, 1, 1, side, side))
+
+
+@pytest.mark.parametrize("change", ["weights", "part", "problem"])
+def test_constants_follow_the_model(change: str) -> None:
+    model, x = small("opteq-digits"), torch.rand(3, 1, 8, 8, dtype=torch.float64)
+    certify = CertifiedClassifier(model)
+    before = certify(x).radius
+    assert torch.equal(certify(x).radius, before)
+    if change == "weights":
+        model.equilibrium.problem.U.weight.data.mul_(30)  # past the counters of changes
+    elif change == "part":
+        model.stem.append(nn.Conv2d(4, 4, 1, bias=False).double())
+        nn.init.eye_(model.stem[-1].weight[:, :, 0, 0].data.fill_(0)).mul_(30)
+    else:
+        model.equilibrium.problem.U = nn.Sequential(model.equilibrium.problem.U, Louder())
+        with pytest.raises(UserError, match="known neither from the weights nor in a ball"):
+            certify(x)
+        return
+    found = certify(x)
+    torch.testing.assert_close(found.radius, CertifiedClassifier(model)(x).radius)
+    assert bool((attacked(model, x, found.predicted, 0.999 * found.radius) > 0).all())
+    assert not torch.equal(found.radius, before)
+
+
+def test_a_model_is_refused_whose_parts_do_something_else() -> None:
+    def louder_head(model: Classifier) -> None:
+        model.head.norms[0].append(Louder())
+
+    changes: dict[str, Callable[[Classifier], Any]] = {
+        "Equilibrium": lambda model: hooked(model.equilibrium),
+        "Head": lambda model: hooked(model.head),
+        "Linear": lambda model: hooked(model.head.linear),
+        "Louder": louder_head,
+        "Classifier": hooked,
+    }
+    x = torch.rand(1, 1, 8, 8, dtype=torch.float64)
+    for name, change in changes.items():
+        model = small("opteq-digits")
+        certify = CertifiedClassifier(model)
+        change(model)
+        with pytest.raises(UserError, match=f"no Lipschitz constant is known for a {name}"):
+            certify(x)
+
+
+def test_another_problem_than_the_certificate_is_of_has_no_radius() -> None:
+    class Other(opteq.OptEq):
+        def bind(self, x: Tensor) -> Any:
+            return super().bind(30 * x)
+
+    model = small("opteq-digits")
+    model.equilibrium.problem.__class__ = Other
+    with pytest.raises(UserError, match="known neither from the weights nor in a ball"):
+        CertifiedClassifier(model)(torch.rand(1, 1, 8, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("options", [{}, {"injection_norm": "batch"}])
+def test_an_equilibrium_that_was_not_found_has_radius_0(options: dict[str, Any]) -> None:
+    x = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+    for tol, max_steps, found in ((1e-9, 1, False), (0.0, 1, False), (0.0, 300, True)):
+        model = small("opteq-digits", max_steps=max_steps, on_failure="ignore", tol=tol, **options)
+        assert CertifiedClassifier(model)(x, steps=20).radius.gt(0).tolist() == [found] * 2
 
 
 def _joined(made: Any) -> Tensor:

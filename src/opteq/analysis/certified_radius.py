@@ -8,14 +8,14 @@ logit_b) / (h[a, b] q s)``.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opteq.analysis.local import LocalCertificate, local_certificate
+from opteq.analysis.local import LocalCertificate, does_as, is_solved, local_certificate
 from opteq.analysis.terms import evaluation_mode
 from opteq.common.errors import UserError
 from opteq.equilibrium import Equilibrium
@@ -24,6 +24,7 @@ from opteq.models.blocks.pyramid import Pyramid
 from opteq.models.blocks.residual import InvertedBlock, ResidualBlock
 from opteq.models.classifier import Classifier
 from opteq.operators.spectral.norms import module_norm
+from opteq.problems.base import is_hooked
 from opteq.states import blocks
 
 _CONTRACTIONS = (nn.ReLU, nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Hardtanh, nn.Tanh, nn.Sigmoid)
@@ -50,8 +51,9 @@ class CertifiedRadius:
 class CertifiedClassifier:
     """The Lipschitz constants of a classifier, computed once, and certified radii from them.
 
-    The radii hold for exact equilibria, so give the layer a tight tolerance. Certificates at the point hold for the
-    equilibrium that continues the computed one; it is the only one if the certificate says so.
+    The radii hold for exact equilibria, so give the layer a tight tolerance; they are 0 where a solve failed.
+    Certificates at the point hold for the equilibrium that continues the computed one; it is the only one if the
+    certificate says so. Where the model has changed since, its constants are computed again.
 
     Args:
         model: with one equilibrium layer between stem and head.
@@ -62,19 +64,29 @@ class CertifiedClassifier:
     """
 
     def __init__(self, model: Classifier, std: tuple[float, ...] = (1.0,)) -> None:
-        if not isinstance(model, Classifier) or not isinstance(model.equilibrium, Equilibrium):
-            raise UserError("a certified radius needs a classifier with one equilibrium layer between stem and head")
-        if not isinstance(model.head, Head):
-            kind = type(model.head).__name__
-            raise UserError(f"a certified radius needs the head of opteq's own models; this one has a {kind}")
-        if model.head.fuse is not None:
-            raise UserError("a certified radius needs a head without a fusion of branches before it")
-        if not isinstance(model.head.linear, nn.Linear):
-            raise UserError("a certified radius needs classes, and this model has none")
-        self.model, self.layer = model, model.equilibrium
+        self.model, self.std = model, std
+        self._computed_for: tuple[object, list[Tensor]] = (None, [])
+        self._compute()
+
+    def _compute(self) -> None:
+        """The constants, anew where the model has changed."""
+        model = self.model
+        _check(model)
+        parts = [(type(part), is_hooked(part)) for part in model.modules()]
+        values = [value.detach() for value in (*model.parameters(), *model.buffers())]
+        form = (repr(model), parts, [(value.dtype, value.device) for value in values])
+        before, kept = self._computed_for
+        if form == before and all(map(torch.equal, values, kept)):
+            return
+        assert isinstance(model.equilibrium, Equilibrium)
+        problem = model.equilibrium.problem
         with evaluation_mode(model):
-            self.stem = lipschitz_bound(model.stem) / min(std)
-            self.equilibrium = self.layer.problem.certificate().lipschitz
+            self.stem = lipschitz_bound(model.stem) / min(self.std)
+            self.equilibrium = problem.certificate().lipschitz
+        binds, certifies = (next(k for k in type(problem).__mro__ if n in vars(k)) for n in ("bind", "certificate"))
+        if is_hooked(problem) or not issubclass(certifies, binds):  # a certificate of something else
+            self.equilibrium = None
+        self._computed_for = form, [value.clone() for value in values]
 
     @torch.no_grad()
     def __call__(
@@ -88,18 +100,25 @@ class CertifiedClassifier:
             failure: probability that its bounds fail for an image.
             local: that certificate, where it is known already.
         """
-        model, layer = self.model, self.layer
+        self._compute()
+        model, layer = self.model, self.model.equilibrium
+        assert isinstance(layer, Equilibrium)
         with evaluation_mode(model):
             given = model.stem(x)
             features = layer(given)
-            logits: Tensor = model.head(features).double()
+            assert layer.last is not None
+            solved = is_solved(layer, layer.last[0])
+            scores = model.head(features)
+            logits: Tensor = scores.double()
             assert isinstance(model.head, Head)
             slopes = head_slopes(model.head, blocks(features))
             predicted = logits.argmax(dim=1)
-            margin = logits.gather(1, predicted[:, None]) - logits
+            rounding = 16 * torch.finfo(scores.dtype).eps * logits.abs().amax(dim=1, keepdim=True)
+            margin = logits.gather(1, predicted[:, None]) - logits - rounding
             # Of the own class: no margin, and nothing to fear.
             distance = torch.where(margin > 0, margin / slopes[predicted].clamp_min(1e-300), 0.0)
             distance = distance.scatter(1, predicted[:, None], torch.inf).amin(dim=1)
+            distance = torch.where(solved, distance, 0.0)
             if self.equilibrium is not None:
                 radius = distance / max(self.equilibrium, 1e-300) / self.stem
                 return CertifiedRadius(radius, predicted, "weights", 1.0)
@@ -117,6 +136,33 @@ class CertifiedClassifier:
             return CertifiedRadius(torch.nan_to_num(reach, nan=0.0) / self.stem, predicted, "point", local.probability)
 
 
+def _check(model: Classifier) -> None:
+    """Raise unless the model is a chain of parts that do what their classes say."""
+    if not isinstance(model, Classifier) or not isinstance(model.equilibrium, Equilibrium):
+        raise UserError("a certified radius needs a classifier with one equilibrium layer between stem and head")
+    head = model.head
+    if not isinstance(head, Head):
+        raise UserError(
+            f"a certified radius needs the head of opteq's own models; this one has a {type(head).__name__}"
+        )
+    if head.fuse is not None:
+        raise UserError("a certified radius needs a head without a fusion of branches before it")
+    if not isinstance(head.linear, nn.Linear):
+        raise UserError("a certified radius needs classes, and this model has none")
+    expected = {head: Head, head.pool: nn.AdaptiveAvgPool2d, head.dropout: nn.Dropout, head.linear: nn.Linear}
+    for part, kind in {model.equilibrium: Equilibrium, **expected}.items():
+        if not does_as(part, kind):
+            raise _unknown(part)
+    # A wrapper of the model's forward, for mixed precision say, calls the same parts.
+    if any([type(model).forward is not Classifier.forward, model._forward_hooks, model._forward_pre_hooks]):
+        raise _unknown(model)
+
+
+def _unknown(module: nn.Module) -> UserError:
+    why = ": it has hooks, which may change what it gives" if is_hooked(module) else ""
+    return UserError(f"no Lipschitz constant is known for a {type(module).__name__}{why}")
+
+
 def head_slopes(head: Head, features: tuple[Tensor, ...]) -> Tensor:
     """``h[a, b]``: a Lipschitz constant of ``logit_a - logit_b`` by the features, ``(K, K)``, in evaluation mode.
 
@@ -125,7 +171,7 @@ def head_slopes(head: Head, features: tuple[Tensor, ...]) -> Tensor:
     """
     assert isinstance(head.linear, nn.Linear)
     weight = head.linear.weight.double()
-    if isinstance(head.hidden, nn.Identity):
+    if does_as(head.hidden, nn.Identity):
         widths = [len(_scale(norm)) * _windows(head.pool) for norm in head.norms]
         shared = head.readout == "mean"
         parts = [weight / len(widths)] * len(widths) if shared else list(torch.split(weight, widths, dim=1))
@@ -155,27 +201,28 @@ def lipschitz_bound(module: nn.Module) -> float:
     >>> lipschitz_bound(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) > 0
     True
     """
-    if isinstance(module, Pyramid):
+    if does_as(module, Pyramid):
         return _pyramid(module)
-    if isinstance(module, ResidualBlock) and isinstance(module.weights, nn.Identity):
+    if does_as(module, ResidualBlock) and does_as(module.weights, nn.Identity):
         return lipschitz_bound(module.past) + lipschitz_bound(module.first) * lipschitz_bound(module.second)
-    if isinstance(module, InvertedBlock) and isinstance(module.weights, nn.Identity):
+    if does_as(module, InvertedBlock) and does_as(module.weights, nn.Identity):
         bound = math.prod(lipschitz_bound(part) for part in (module.spread, module.widen, module.narrow))
         return lipschitz_bound(module.past) + bound
-    if isinstance(module, nn.Sequential):
+    if does_as(module, nn.Sequential):
         return math.prod(lipschitz_bound(part) for part in _fold_batch_norms(list(module)))
-    if isinstance(module, nn.BatchNorm2d):
+    if does_as(module, nn.BatchNorm2d):
         return float(_scale(module).max())
-    if isinstance(module, nn.LayerNorm):
+    if does_as(module, nn.LayerNorm):
         weight = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
         return weight / math.sqrt(module.eps)
-    if isinstance(module, _CONTRACTIONS):
+    if does_as(module, *_CONTRACTIONS):
         return 1.0
-    if isinstance(module, nn.AvgPool2d) and module.padding in (0, (0, 0)) and module.kernel_size == module.stride:
+    plain = {"padding": (0, (0, 0)), "divisor_override": (None,), "stride": (getattr(module, "kernel_size", None),)}
+    if does_as(module, nn.AvgPool2d) and all(getattr(module, name) in right for name, right in plain.items()):
         return 1.0  # windows do not overlap; at the border they may hold a single pixel
     norm = module_norm(module)
     if norm is None:
-        raise UserError(f"no Lipschitz constant is known for a {type(module).__name__}")
+        raise _unknown(module)
     return float(norm)
 
 
@@ -184,8 +231,11 @@ def _fold_batch_norms(parts: list[nn.Module]) -> list[nn.Module]:
     result: list[nn.Module] = []
     for part in parts:
         before = result[-1] if result else None
-        if isinstance(part, nn.BatchNorm2d) and isinstance(before, nn.Conv2d):
-            scaled = copy.deepcopy(before)
+        if before is not None and does_as(part, nn.BatchNorm2d) and does_as(before, nn.Conv2d):
+            names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+            sizes: dict[str, Any] = {name: getattr(before, name) for name in names}
+            # A copy would keep what parametrises the weight.
+            scaled = nn.Conv2d(**sizes, padding_mode=before.padding_mode, device="meta")
             scaled.weight = nn.Parameter(before.weight.detach() * _scale(part).to(before.weight)[:, None, None, None])
             result[-1] = scaled
         else:
@@ -203,10 +253,12 @@ def _pyramid(stem: Pyramid) -> float:
 
 
 def _scale(norm: nn.Module) -> Tensor:
-    """By what a batch normalisation multiplies every channel, ``(C,)``; of a sequence, its first part."""
-    if isinstance(norm, nn.Sequential):
-        return _scale(norm[0])
-    assert isinstance(norm, nn.BatchNorm2d)
+    """By what a batch normalisation multiplies every channel, ``(C,)``; of a sequence, its first part times a bound."""
+    if does_as(norm, nn.Sequential):
+        first, *rest = norm
+        return _scale(first) * math.prod(map(lipschitz_bound, rest))
+    if not does_as(norm, nn.BatchNorm2d):
+        raise _unknown(norm)
     if norm.running_var is None:
         raise UserError("batch normalisation without running averages has no Lipschitz constant")
     weight = torch.ones_like(norm.running_var) if norm.weight is None else norm.weight.detach()
@@ -224,12 +276,9 @@ def _windows(pool: nn.AdaptiveAvgPool2d) -> int:
 
 
 def _pooling(pool: nn.AdaptiveAvgPool2d, size: torch.Size) -> float:
-    """A Lipschitz constant of the pooling: ``1 / sqrt(n)`` for disjoint windows of n pixels.
-
-    Where a side is not a multiple of the number of windows, a pixel may lie in two of them.
-    """
-    count = _side(pool)
-    return math.sqrt(math.prod((1 if side % count == 0 else 2) / max(1, side // count) for side in size))
+    """The norm of the pooling, row by row and column by column: ``1 / sqrt(n)`` for disjoint windows of n pixels."""
+    sides = [nn.functional.adaptive_avg_pool1d(torch.eye(side).double(), _side(pool)) for side in size]
+    return math.prod(float(torch.linalg.matrix_norm(side, 2)) for side in sides)
 
 
 def _side(pool: nn.AdaptiveAvgPool2d) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,11 @@ from opteq.penalties import Penalty
 from opteq.problems.base import Problem, is_hooked
 from opteq.problems.branches.branch import Branch
 from opteq.problems.hidden import Hidden, SymmetricLinearisation
+from opteq.solvers.base import Report
 from opteq.states import Layout, State, blocks, like, map_state
 
 Map = Callable[[State], State]
+Kind = TypeVar("Kind", bound=nn.Module)
 
 _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.AvgPool2d, nn.Flatten, nn.Unflatten, nn.Identity)
 
@@ -101,8 +104,7 @@ def local_certificate(
             why = "its samples depend on each other" if hidden.coupled else "its Jacobian has no symmetric form"
             raise ValueError(f"a local certificate needs an objective and independent samples; here {why}")
         strict, lower, upper = minima
-        reached = solution.residual <= _FIXED_TOL if layer.solver.tol == 0 else solution.converged
-        strict = strict & reached
+        strict = strict & is_solved(layer, solution.report)
         local = hidden.linearise(state)
         assert isinstance(local, SymmetricLinearisation)
         gap = torch.where(strict, 1 - upper, torch.nan)
@@ -129,14 +131,32 @@ def local_certificate(
         return LocalCertificate(strict, contraction, lipschitz, radius, (lower, upper), 1 - failure)
 
 
+def is_solved(layer: Equilibrium, report: Report) -> Tensor:
+    """Which samples are as close to an equilibrium as was asked for, ``(B,)``."""
+    return report.residual <= _FIXED_TOL if layer.solver.tol == 0 else report.converged
+
+
+def does_as(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
+    """Whether a call of ``module`` does what one of these classes does: no subclass overrides it, and no hook.
+
+    A subclass that overrides nothing, a parametrised layer say, counts as its base class.
+    """
+    own = [name for name in ("forward", "_conv_forward", "embed", "solve", "__call__") if hasattr(type(module), name)]
+    same = (all(getattr(type(module), name) is getattr(kind, name, None) for name in own) for kind in kinds)
+    return any(isinstance(module, kind) and one for kind, one in zip(kinds, same, strict=True)) and not is_hooked(
+        module
+    )
+
+
 def _uses_batch(norm: _BatchNorm) -> bool:
     return norm.training or norm.running_mean is None
 
 
 def _affine(module: nn.Module) -> bool:
     """Whether everything that a problem applies to its input is known to be affine."""
-    written = getattr(type(module).forward, "__module__", "").partition(".")[0] not in ("torch", "opteq")
-    if written or is_hooked(module):
+    makers = [getattr(type(module), name) for name in ("forward", "bind") if hasattr(type(module), name)]
+    known = all(getattr(maker, "__module__", "").partition(".")[0] in ("torch", "opteq") for maker in makers)
+    if not known or is_hooked(module):
         return False
     if isinstance(module, Operator | Penalty):  # linear, and applied to the state
         return True
@@ -144,8 +164,7 @@ def _affine(module: nn.Module) -> bool:
         return not _uses_batch(module)
     if isinstance(module, nn.Dropout):
         return not module.training
-    # A subclass may compute something else in its forward; one that inherits it (a parametrised layer, say) does not.
-    if any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _AFFINE):
+    if does_as(module, *_AFFINE):
         return True
     known = isinstance(module, Problem | Branch | nn.Sequential | nn.ModuleList)
     return known and all(map(_affine, module.children()))
