@@ -100,6 +100,19 @@ def test_within_the_radius_the_equilibrium_is_affine(name: str) -> None:
     torch.testing.assert_close(2 * moved[0], moved[1], rtol=1e-5, atol=1e-10)
 
 
+def test_a_radius_in_float32_is_not_above_that_in_float64() -> None:
+    """Far from 0, a pre-activation beside its kink is known no better than to the rounding of its terms."""
+    torch.manual_seed(0)
+    problem = opteq.OptEq(op.Dense(20, 40, bound=0.9), nn.Linear(5, 40))
+    x = torch.randn(1000, 5) * 3 + 50 * torch.randn(1000, 1)
+    solver = opteq.Anderson(tol=3e-7, max_steps=300)
+    found = local_certificate(opteq.Equilibrium(problem, solver, on_failure="ignore"), x)
+    exact = local_certificate(opteq.Equilibrium(problem.double(), EXACT), x.double())
+    assert found.radius is not None
+    assert int((found.radius > 0).sum()) > 900
+    assert bool((found.radius.double() <= exact.radius).all())
+
+
 def test_what_is_not_piecewise_linear_has_no_radius() -> None:
     assert solved(cases()["beyond"])[2].radius is None
     assert solved(cases()["geq"])[2].radius is None

@@ -124,9 +124,11 @@ def local_certificate(
         if apart is not None and hidden.quadratic and _affine(layer.problem):
             given = _norm(lambda v: back(into(v)), x, steps, failure / 8)
             M = _norm(lambda v: local.negative_hessian(local.negative_hessian(v)), state, steps, failure / 8)
+            rows = Layout.of(state).pack(hidden.preactivation(state))
             slope = max(penalty.lipschitz for penalty in hidden.penalties(state))
+            rounding = 8 * torch.finfo(rows.dtype).eps * rows.abs().amax(dim=1)
             # The pre-activation moves by |B d| + |M| |dy|, and |dy| <= |D| |B d| / (1 - lambda_max).
-            radius = torch.where(strict, apart / (given * (1 + slope * M / gap)), 0.0)
+            radius = torch.where(strict, (apart - rounding).clamp_min(0) / (given * (1 + slope * M / gap)), 0.0)
         contraction = torch.maximum(upper.abs(), lower.abs())
         return LocalCertificate(strict, contraction, lipschitz, radius, (lower, upper), 1 - failure)
 
