@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import opteq
 from all_cases import CASES as ALL_CASES
 from cases import CASES, Case, combined
+from opteq import kernels, penalties, potentials, regularizers
 from opteq import operators as op
-from opteq import penalties, regularizers
+from opteq.models.restoration.energy import FilterPrior, Restoration
+from opteq.models.restoration.noise_levels import NoiseLevels
 from opteq.problems.base import Problem
 from opteq.states import State, blocks, map_state
 
@@ -409,6 +411,78 @@ def test_weights_that_are_not_finite_have_no_certificate(case: Case, bad: float)
         if bad != 1e200:
             assert set(known.values()) == {None}
             assert f"{name} has entries that are not finite" in certificate.reasons["exists"]
+
+
+class Steep(opteq.Objective):
+    """A constant times squares, whose Hessian overflows where the constant does not."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": self.weight * (10 * y - x).square().sum(1)}
+
+
+def overflowing_restoration() -> Problem:
+    prior = FilterPrior(op.ConvChain((1, 2, 3), 3), potentials.Student(), NoiseLevels(3), margin=0.1)
+    for weight in prior.filters.weights:
+        weight.data.mul_(1e10)
+    return Restoration(prior, sigma=0.1)
+
+
+def overflowing_branches() -> list[opteq.Branch]:
+    chain = op.ConvChain((2, 3, 3), 3)
+    chain.weights[0].data.fill_(3e38)  # the mean over its entries is infinite
+    return [opteq.Branch(W, nn.Conv2d(2, 3, 1)) for W in (op.Conv2d(2, 3, 3), chain)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Steep(1e308),
+        lambda: Steep(math.inf),
+        lambda: Steep(math.nan),
+        overflowing_restoration,
+        lambda: opteq.MOptEq(overflowing_branches()),
+        lambda: opteq.Inhibited(opteq.MOptEq(overflowing_branches()), [op.Conv2d(2, 3, 3) for _ in range(2)]),
+        lambda: opteq.OptEq(op.Dense(2, 2), regularizer=regularizers.Incay(1e-200)),
+    ],
+    ids=["product", "infinite", "nan", "restoration", "mopteq", "inhibited", "prior"],
+)
+def test_nothing_is_certified_where_bounds_overflow(make: Callable[[], Problem]) -> None:
+    """A NaN compares as if it were small, and an infinite bound from below as if it were a proof."""
+    certificate = make().certificate()
+    assert {getattr(certificate, field) for field in FIELDS} == {None}
+    assert set(certificate.reasons) == set(FIELDS)
+
+
+class JumpingStep(opteq.HiddenProblem):
+    penalty = "tanh"
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return 5 * (y - 0.1 - x).abs().sum(1)
+
+
+class JumpingSimilarity(kernels.Similarity):
+    def value(self, y: Tensor) -> Tensor:
+        return -5 * (y - 0.1).abs().sum(1)
+
+
+class JumpingKernel(kernels.Kernel):
+    growth = 0.0
+
+    def bind(self, W: op.LinearMap, c: Tensor) -> kernels.Similarity:
+        return JumpingSimilarity(W, c)
+
+
+@pytest.mark.parametrize(
+    "make", [JumpingStep, lambda: opteq.GEQ(op.Dense(1, 1), kernel=JumpingKernel(), activation="tanh")]
+)
+def test_a_step_that_jumps_has_no_equilibrium_by_brouwer(make: Callable[[], Problem]) -> None:
+    problem, y = make(), torch.linspace(-1, 1, 2001)[:, None]
+    assert (problem(torch.zeros_like(y)).step(y) - y).abs().min() > 0.8
+    assert problem.certificate().exists is None
 
 
 class Sparse(opteq.Objective):

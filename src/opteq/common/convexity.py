@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -353,6 +353,8 @@ def certify_objective(terms: Terms, shaped_like_input: bool, returns_state: bool
         least, most, mixed = curvature_of_terms(terms, shaped_like_input)
     except NotKnown as reason:
         return {"reasons": dict.fromkeys(names, f"nothing is known about terms(y, x): {reason}")}
+    if least == inf:
+        raise OverflowError("the bound of the terms' Hessian overflows")
     if not least > 0:
         why = f"the Hessian of the terms is only known to lie above {least:.4g}, and not above 0"
         return {"reasons": dict.fromkeys(names, why)}
@@ -435,9 +437,12 @@ def _cut(parts: tuple[Any, ...]) -> frozenset[tuple[int, int]] | None:
 
 
 def _number(value: Any) -> float | None:
-    if _is(value, Tensor) and value.numel() == 1:
-        return float(value.detach())
-    return float(value) if _is(value, int, float) else None
+    value = value.detach() if _is(value, Tensor) and value.numel() == 1 else value
+    if not _is(value, int, float, Tensor) or (_is(value, Tensor) and value.numel() != 1):
+        return None
+    if not isfinite(number := float(value)):
+        raise NotKnown("it uses a number that is not finite")
+    return number
 
 
 def _times(one: float, other: float) -> float:

@@ -129,7 +129,9 @@ class HiddenProblem(WrittenProblem):
         activation = self._activation()
         terms, slope = without_memory(self)._terms, activation.lipschitz
         strong, contraction, lipschitz, why = certify_smooth_part(terms, *plain, slope)
-        exists, unique, reasons = existence(contraction, activation.bounded)
+        smooth = contraction is not None  # the gradient of g is continuous, which Brouwer needs
+        no_brouwer = "the activation is unbounded, or a step is not known to be continuous"
+        exists, unique, reasons = existence(contraction, activation.bounded and smooth, no_brouwer)
         if strong and not unique:
             exists, unique, reasons = True, True, {"exists": why, "unique": why}
         return Certificate(exists, unique, contraction, lipschitz, {**reasons, "contraction": why, "lipschitz": why})

@@ -71,7 +71,9 @@ def for_finite_weights(certify: Callable[[M], Certificate]) -> Callable[[M], Cer
         overflow = "the weights are so large that bounds of what they do overflow"
         try:
             result = certify(problem)
-        except OverflowError:
+        except ArithmeticError:  # a square that overflows, a division by one that vanishes
+            return unknown(overflow)
+        if any(math.isnan(bound or 0.0) for bound in (result.contraction, result.lipschitz)):
             return unknown(overflow)
         for name in ("contraction", "lipschitz"):
             if not math.isfinite(getattr(result, name) or 0.0):

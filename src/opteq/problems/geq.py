@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.kernels import Gaussian, Kernel, Similarity
-from opteq.kernels.inner_product import InnerProductSimilarity
+from opteq.kernels.inner_product import InnerProduct, InnerProductSimilarity
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject, unknown_norm
@@ -81,10 +81,11 @@ class GEQ(Problem):
         """
         kernel, slope, norm = self.kernel, self.penalty.lipschitz, self._norm(_norm)
         unknown = kernel.caveat or f"{type(kernel).__name__} declares no bound of its curvature"
-        exists, unique, reasons = existence(None, self.penalty.bounded)
+        smooth = kernel.curvature is not None or isinstance(kernel, InnerProduct)  # no jumps of the gradient
+        exists, unique, reasons = existence(None, self.penalty.bounded and smooth)
         if exists is None:
             reasons["exists"] = unknown
-        if kernel.growth is not None and slope * kernel.growth * norm**2 < 1:
+        if smooth and kernel.growth is not None and slope * kernel.growth * norm**2 < 1:
             exists, reasons["exists"] = True, "the objective grows like |y|^2, since s grows less: it has a minimiser"
         contraction = None
         if kernel.curvature is None:

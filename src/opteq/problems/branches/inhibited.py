@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -105,7 +106,8 @@ class Inhibited(AcceleratedProblem):
             channels = inner.channels() if inner.coupling.diversity else 1
             if channels is None:
                 return unknown("the operators do not say how many channels there are")
-            norm = max(float(check_unhooked(branch.W, "W of a branch").norm()) for branch in inner.branch_list())
+            norms = [float(check_unhooked(branch.W, "W of a branch").norm()) for branch in inner.branch_list()]
+            norm = float(np.max(norms))  # a NaN stays
             pull = norm**2 * inner.coupling.curvature_bound(channels)
             carried, missing = injection_norm(inner.branch_list())
             steepest = float("inf") if inner.coupling.diversity else pull
@@ -118,7 +120,7 @@ class Inhibited(AcceleratedProblem):
         """The Hessian of the other terms lies in ``[-pull, steepest]``; ``out`` is the norm from state to features."""
         squared = sum(float(check_unhooked(A, "A").norm()) ** 2 for A in self.operators())
         strong, shown = strong_convexity(self.m, self.problem.penalty)  # type: ignore[arg-type]
-        if strong <= pull:
+        if not strong > pull:
             no = f"the couplings pull by up to {pull:.4g}, not less than the strong convexity {shown} of the rest"
             return unknown(no)
         strong -= pull

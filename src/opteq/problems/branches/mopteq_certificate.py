@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from torch import nn
 
 from opteq.couplings import Coupling
@@ -24,7 +25,7 @@ def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], ch
     branches of one size; between scales, resampling makes it smaller (see :func:`opteq.couplings.ring_norm`).
     ``channels`` is C, or None where it is not known.
     """
-    zeta = max(float(check_unhooked(branch.W, "W of a branch").norm()) for branch in branches)
+    zeta = float(np.max([float(check_unhooked(branch.W, "W of a branch").norm()) for branch in branches]))  # NaN stays
     if channels is None and coupling.diversity:
         return unknown("the operators do not say how many channels there are")
     sizes = _relative_sizes(branches)
