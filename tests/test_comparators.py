@@ -16,7 +16,7 @@ from opteq import models
 from opteq.common.errors import UserError
 from opteq.models.comparators.feedforward import PlainLayers
 from opteq.models.comparators.mdeq import MultiscaleStep, Zeros
-from opteq.models.comparators.monotone import SPLITTINGS, MonDEQ
+from opteq.models.comparators.monotone import SPLITTINGS, MonDEQ, scaled_weight
 from opteq.models.comparators.monotone_tiers import TieredMonDEQ
 from opteq.models.comparators.neural_ode import convolve_with_time
 from opteq.models.registry import on_meta_device
@@ -78,6 +78,27 @@ def test_gradients_of_mondeq(splitting: str) -> None:
         return found
 
     assert_slopes(features, [x, *(getattr(problem, name) for name in names)])
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+def test_a_kernel_of_zeros_weighs_nothing(name: str) -> None:
+    problem, x = mondeq(), torch.randn(1, 2, SIDE, SIDE, dtype=torch.float64)
+    kernel = getattr(problem, name)
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-12, max_steps=500))
+    kernel.data.zero_()
+    z = layer(x)
+    z.sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in problem.parameters())
+    getattr(problem, f"gain_{name}").data.zero_()
+    kernel.data.fill_(1)
+    torch.testing.assert_close(layer(x), z)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_kernels_of_any_size_weigh_as_much_as_their_gain(size: float) -> None:
+    kernel = torch.randn(2, 2, 3, 3)
+    weight = scaled_weight(size * kernel, torch.tensor(0.7), 4, 4)
+    torch.testing.assert_close(weight, 0.7 * kernel / kernel.norm())
 
 
 def test_mondeq_is_an_ordinary_module() -> None:

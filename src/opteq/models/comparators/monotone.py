@@ -12,6 +12,7 @@ from opteq.common.validate import positive, share
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.fixed_point import FixedPoint
+from opteq.states import widest_dtype
 
 SPLITTINGS = ("peaceman-rachford", "forward-backward")
 
@@ -26,10 +27,11 @@ def identity(kernel: Tensor) -> Tensor:
 
 
 def scaled_weight(kernel: Tensor, gain: Tensor, height: int, width: int) -> Tensor:
-    """``gain A / |A|_F`` in float32 or better; an error where images are smaller than the kernel."""
+    """``gain A / |A|_F`` in float32 or better, 0 for A = 0; an error where images are smaller than the kernel."""
     if max(kernel.shape[2:]) > min(height, width):
         raise ValueError(f"images of {height} x {width} are smaller than the kernels, {tuple(kernel.shape[2:])}")
-    scaled: Tensor = gain / torch.linalg.vector_norm(kernel) * kernel
+    norm = torch.linalg.vector_norm(kernel, dtype=widest_dtype(kernel))
+    scaled: Tensor = gain / torch.where(norm > 0, norm, 1.0) * kernel
     return scaled.to(torch.promote_types(kernel.dtype, torch.float32))
 
 
