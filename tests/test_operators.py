@@ -386,6 +386,17 @@ def test_downsampling_is_the_mean_of_blocks(factor):
     torch.testing.assert_close(op.Downsample(factor).double()(images), means)
 
 
+def test_masks_keep_their_precision():
+    weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
+    mask = op.Mask(weights)
+    assert torch.equal(mask(torch.ones(1, 4, dtype=torch.float64))[0], weights)
+    assert float(mask.norm()) == float(torch.linalg.matrix_norm(torch.diag(weights), 2))
+    assert mask(torch.ones(1, 4)).dtype == torch.float32
+    for made in (op.Mask(weights > 0.5), op.Mask((weights > 0.5).long())):
+        assert made.mask.dtype == torch.float32
+        assert made.double().mask.tolist() == made.half().mask.tolist() == [0, 0, 1, 1]
+
+
 def test_masks_do_not_repeat_images():
     mask = op.Mask(torch.ones(3, 1, 1))
     assert mask(torch.ones(2, 3, 4, 4)).shape == (2, 3, 4, 4)

@@ -125,7 +125,8 @@ class Mask(Operator):
         super().__init__()
         if not isinstance(mask, Tensor) or mask.numel() == 0 or mask.is_complex():
             raise ValueError(f"Mask.mask should be a tensor of real numbers; got {mask!r}")
-        self.register_buffer("mask", mask.detach().to(torch.get_default_dtype()).clone())
+        dtype = mask.dtype if mask.is_floating_point() else torch.get_default_dtype()
+        self.register_buffer("mask", mask.detach().to(dtype, copy=True))
 
     def prepare(self) -> MaskMap:
         return MaskMap(self.mask)
