@@ -247,6 +247,27 @@ def test_bounds_hold_where_lanczos_sees_little() -> None:
         assert float(torch.linalg.matrix_norm(jacobian.detach(), 2)) <= float(found.lipschitz[sample])
 
 
+@pytest.mark.parametrize("where", ["injection", "features"])
+def test_no_derivative_is_bounded_at_a_kink_of_the_input_or_of_the_features(where: str) -> None:
+    """Autograd's derivative is 0 there, and that to the right is not."""
+
+    class Rectified(opteq.HiddenProblem):
+        penalty = "tanh"
+
+        def smooth(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return -((torch.relu(x) if where == "injection" else x) * y).sum(1)
+
+        def features(self, y: torch.Tensor) -> torch.Tensor:
+            return torch.relu(y) if where == "features" else y
+
+    layer = opteq.Equilibrium(Rectified(), EXACT)
+    x = torch.tensor([[0.0], [0.5]], dtype=torch.float64)
+    slope = (layer(x + 1e-6) - layer(x))[:, 0] / 1e-6
+    found = local_certificate(layer, x)
+    assert bool((slope <= found.lipschitz * (1 + 1e-5)).all())
+    assert found.lipschitz.isinf().tolist() == [True, False]
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [({"steps": 0}, "steps should be at least 1"), ({"failure": 2.0}, "failure should lie in"),

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from opteq.common.validate import check_share, check_whole
 from opteq.diagnostics.extremes import extreme_eigenvalues, missing_share
-from opteq.diagnostics.strict import strict_minima
+from opteq.diagnostics.strict import random_direction, same_beside, strict_minima
 from opteq.equilibrium import Equilibrium
 from opteq.operators import Operator
 from opteq.penalties import Penalty
@@ -49,7 +49,7 @@ class LocalCertificate:
             below 1. (Damped steps converge to every strict minimum.)
         lipschitz: a bound on the derivative of the features by the layer's input, ``|C D^1/2| |D^1/2 B| / (1 -
             lambda_max)`` with B and C the derivatives of the pre-activation by the input and of the features by the
-            state; infinite where the state is not known to be a strict minimum.
+            state; infinite where the state is not known to be a strict minimum, or at a kink of U or of the features.
         radius: the equilibrium is an affine function of the input as long as that moves by less (Euclidean norm);
             None unless sigma is piecewise linear, g quadratic and U known to be affine: made of linear layers,
             convolutions and normalisations by running statistics. 0 where the state is not known to be a strict
@@ -118,7 +118,9 @@ def local_certificate(
         entered = _norm(lambda v: back(local.derivative(into(v))), x, steps, failure / 4)
         out, home = _jvp_and_vjp(hidden.features, state)
         left = _norm(lambda v: local.factor_adjoint(home(out(local.factor(v)))), state, steps, failure / 4)
-        lipschitz = torch.where(strict, entered * left / gap, torch.inf)
+        smooth = same_beside(lambda at: _jvp_and_vjp(inside, at)[0](random_direction(x)), x)
+        smooth = smooth & same_beside(lambda at: _jvp_and_vjp(hidden.features, at)[0](random_direction(state)), state)
+        lipschitz = torch.where(strict & smooth, entered * left / gap, torch.inf)
         radius = None
         apart = hidden.distance_to_kink(state)
         if apart is not None and hidden.quadratic and _affine(layer.problem):

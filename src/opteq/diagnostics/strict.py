@@ -113,33 +113,39 @@ def smooth_beside(hidden: Hidden, state: State) -> Tensor:
     Kinks need not be known: a user's own sigma, or a term with ``y.abs()``, may have some that nothing tells of, and
     autograd gives one of many derivatives there. Entries are moved to both sides by random multiples of their rounding.
     """
-    layout = Layout.of(state)
-    eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
     state = map_state(Tensor.detach, state)
-    rows = layout.pack(state)
-    # The same for all samples: a batch equals its samples one by one.
-    random = 2 * torch.rand(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows) - 1
-    along = (random + random.sign()).expand_as(rows)
-    direction = layout.unpack(along)
+    direction, largest = random_direction(state), Layout.of(state).pack(state).abs().amax(dim=1)
 
     def slopes(inside: State) -> State:
         parts = zip(hidden.penalties(inside), blocks(inside), blocks(direction), strict=True)
         return like(inside, tuple(penalty.linearise(at).derivative(v) for penalty, at, v in parts))
 
-    largest = rows.abs().amax(dim=1)
-    one = torch.ones_like(largest)
-    checks: list[tuple[Callable[[State], State], State, Tensor]] = [(slopes, hidden.preactivation(state), one)]
+    smooth = same_beside(slopes, hidden.preactivation(state))
     if not hidden.quadratic:
-        checks.append((hidden.preactivation, state, largest + 0.01))
-        checks.append((lambda at: hidden.negative_hessian_at(at)(direction), state, one))
-    smooth = one.bool()
-    for derivative, at, scale in checks:
-        here, point = layout.pack(derivative(at)), layout.pack(at)
-        for side in (1, -1):
-            beside = point + side * (2 * eps * point.abs() + _ZERO) * along
-            change = (layout.pack(derivative(layout.unpack(beside))) - here).abs().amax(dim=1)
-            smooth = smooth & (change <= eps**0.5 * (scale + here.abs().amax(dim=1)))
+        smooth = smooth & same_beside(hidden.preactivation, state, largest + 0.01)
+        smooth = smooth & same_beside(lambda at: hidden.negative_hessian_at(at)(direction), state)
     return smooth
+
+
+def same_beside(function: Callable[[State], State], at: State, scale: Tensor | float = 1.0) -> Tensor:
+    """Where a function changes by rounding only if its argument does, to either side, ``(B,)``."""
+    point, here = Layout.of(at), function(at)
+    out = Layout.of(here)
+    eps = max(torch.finfo(dtype).eps for dtype in (*point.dtypes, *out.dtypes))
+    rows, values = point.pack(at), out.pack(here)
+    move = (2 * eps * rows.abs() + _ZERO) * point.pack(random_direction(at))
+    room = eps**0.5 * (scale + values.abs().amax(dim=1))
+    above, below = (out.pack(function(point.unpack(rows + side * move))) for side in (1, -1))
+    change: Tensor = torch.maximum((above - values).abs(), (below - values).abs()).amax(dim=1)
+    return change <= room
+
+
+def random_direction(shaped: State) -> State:
+    """Numbers between 1 and 2 in magnitude, the same for all samples: a batch equals its samples one by one."""
+    layout = Layout.of(shaped)
+    rows = layout.pack(shaped)
+    random = 2 * torch.rand(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows) - 1
+    return layout.unpack((random + random.sign()).expand_as(rows))
 
 
 def _at(state: State, rows: Tensor) -> State:
