@@ -70,16 +70,12 @@ class CertifiedClassifier:
 
     def _compute(self) -> None:
         """The constants, anew where the model has changed."""
-        model = self.model
-        _check(model)
+        model, problem = self.model, _check(self.model).problem
         parts = [(type(part), is_hooked(part)) for part in model.modules()]
         values = [value.detach() for value in (*model.parameters(), *model.buffers())]
         form = (repr(model), parts, [(value.dtype, value.device) for value in values])
-        before, kept = self._computed_for
-        if form == before and all(map(torch.equal, values, kept)):
+        if form == self._computed_for[0] and all(map(torch.equal, values, self._computed_for[1])):
             return
-        assert isinstance(model.equilibrium, Equilibrium)
-        problem = model.equilibrium.problem
         with evaluation_mode(model):
             self.stem = lipschitz_bound(model.stem) / min(self.std)
             self.equilibrium = problem.certificate().lipschitz
@@ -101,15 +97,14 @@ class CertifiedClassifier:
             local: that certificate, where it is known already.
         """
         self._compute()
-        model, layer = self.model, self.model.equilibrium
-        assert isinstance(layer, Equilibrium)
+        model, layer = self.model, _check(self.model)
         with evaluation_mode(model):
             given = model.stem(x)
             features = layer(given)
             assert layer.last is not None
             solved = is_solved(layer, layer.last[0])
             scores = model.head(features)
-            logits: Tensor = scores.double()
+            logits = scores.double()
             assert isinstance(model.head, Head)
             slopes = head_slopes(model.head, blocks(features))
             predicted = logits.argmax(dim=1)
@@ -136,8 +131,8 @@ class CertifiedClassifier:
             return CertifiedRadius(torch.nan_to_num(reach, nan=0.0) / self.stem, predicted, "point", local.probability)
 
 
-def _check(model: Classifier) -> None:
-    """Raise unless the model is a chain of parts that do what their classes say."""
+def _check(model: Classifier) -> Equilibrium:
+    """The layer of a model, or an error unless that is a chain of parts that do what their classes say."""
     if not isinstance(model, Classifier) or not isinstance(model.equilibrium, Equilibrium):
         raise UserError("a certified radius needs a classifier with one equilibrium layer between stem and head")
     head = model.head
@@ -156,6 +151,7 @@ def _check(model: Classifier) -> None:
     # A wrapper of the model's forward, for mixed precision say, calls the same parts.
     if any([type(model).forward is not Classifier.forward, model._forward_hooks, model._forward_pre_hooks]):
         raise _unknown(model)
+    return model.equilibrium
 
 
 def _unknown(module: nn.Module) -> UserError:

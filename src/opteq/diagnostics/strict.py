@@ -134,10 +134,9 @@ def same_beside(function: Callable[[State], State], at: State, scale: Tensor | f
     eps = max(torch.finfo(dtype).eps for dtype in (*point.dtypes, *out.dtypes))
     rows, values = point.pack(at), out.pack(here)
     move = (2 * eps * rows.abs() + _ZERO) * point.pack(random_direction(at))
-    room = eps**0.5 * (scale + values.abs().amax(dim=1))
+    room: Tensor = eps**0.5 * (scale + values.abs().amax(dim=1))
     above, below = (out.pack(function(point.unpack(rows + side * move))) for side in (1, -1))
-    change: Tensor = torch.maximum((above - values).abs(), (below - values).abs()).amax(dim=1)
-    return change <= room
+    return torch.maximum((above - values).abs(), (below - values).abs()).amax(dim=1) <= room
 
 
 def random_direction(shaped: State) -> State:
