@@ -172,7 +172,7 @@ def test_the_norm_of_the_pooling_is_exact(side: int, count: int) -> None:
     assert found == pytest.approx(largest_singular_value(pool, 1, 1, side, side))
 
 
-@pytest.mark.parametrize("change", ["weights", "part", "problem"])
+@pytest.mark.parametrize("change", ["weights", "part", "penalty", "eps", "problem"])
 def test_constants_follow_the_model(change: str) -> None:
     model, x = small("opteq-digits"), torch.rand(3, 1, 8, 8, dtype=torch.float64)
     certify = CertifiedClassifier(model)
@@ -183,6 +183,10 @@ def test_constants_follow_the_model(change: str) -> None:
     elif change == "part":
         model.stem.append(nn.Conv2d(4, 4, 1, bias=False).double())
         nn.init.eye_(model.stem[-1].weight[:, :, 0, 0].data.fill_(0)).mul_(30)
+    elif change == "penalty":
+        model.equilibrium.problem.penalty = opteq.penalties.ELU(1.02)
+    elif change == "eps":
+        model.stem[0].norm.eps = 1.0
     else:
         model.equilibrium.problem.U = nn.Sequential(model.equilibrium.problem.U, Louder())
         with pytest.raises(UserError, match="known neither from the weights nor in a ball"):

@@ -65,15 +65,18 @@ class CertifiedClassifier:
 
     def __init__(self, model: Classifier, std: tuple[float, ...] = (1.0,)) -> None:
         self.model, self.std = model, std
-        self._computed_for: tuple[object, list[Tensor]] = (None, [])
+        self._computed_for: tuple[list[object], list[Tensor]] = ([], [])
         self._compute()
 
     def _compute(self) -> None:
         """The constants, anew where the model has changed."""
         model, problem = self.model, _check(self.model).problem
-        parts = [(type(part), is_hooked(part)) for part in model.modules()]
         values = [value.detach() for value in (*model.parameters(), *model.buffers())]
-        form = (repr(model), parts, [(value.dtype, value.device) for value in values])
+        skipped = ("last", "training")
+        form: list[object] = [(value.dtype, value.device) for value in values]
+        for part in model.modules():
+            options = {name: one for name, one in vars(part).items() if name[0] != "_" and name not in skipped}
+            form.append((type(part), is_hooked(part), repr(options)))
         if form == self._computed_for[0] and all(map(torch.equal, values, self._computed_for[1])):
             return
         with evaluation_mode(model):
