@@ -545,6 +545,12 @@ def test_wrong_options_of_the_variants() -> None:
         opteq.AffineOptEq(plain, torch.ones(3, 2))
     with pytest.raises(ValueError, match="matrix should be invertible"):
         opteq.AffineOptEq(plain, torch.ones(3, 3))
+    with pytest.raises(ValueError, match="matrix should have entries, all of them finite"):
+        opteq.AffineOptEq(plain, torch.full((3, 3), torch.nan))
+    with pytest.raises(TypeError, match=r"matrix should be a matrix of floating-point numbers; got torch\.int64"):
+        opteq.AffineOptEq(plain, torch.ones(3, 3).long())
+    with pytest.raises(TypeError, match="shift should be a tensor of real numbers; got 3"):
+        opteq.AffineOptEq(plain, torch.eye(3), 3)
     with pytest.raises(ValueError, match=r"shift should have length 3; got shape \(2,\)"):
         opteq.AffineOptEq(plain, torch.eye(3), torch.ones(2))
     with pytest.raises(TypeError, match="Splitting wraps an OptEq without a regulariser"):

@@ -36,6 +36,7 @@ from opteq.penalties import (
     SoftThreshold,
     Tanh,
 )
+from opteq.penalties.scaled import ScaledPenalty
 from opteq.penalties.smooth import dilogarithm
 from opteq.regularizers import Ridge
 from opteq.solvers import SAM, Solver
@@ -167,6 +168,18 @@ def test_golden_values() -> None:
     assert value(Tanh(), 0.5) == pytest.approx(0.005812035941, abs=1e-12)
     assert value(Softplus(), 1.0) == pytest.approx(0.408754287349, abs=1e-12)
     assert value(ELU(alpha=0.7), -0.3) == pytest.approx(0.031153684826, abs=1e-12)
+
+
+def test_a_threshold_of_0_is_the_identity() -> None:
+    """Its slope at 0 was 0, and 0 was a kink."""
+    t = float64(-math.inf, -1.0, 0.0, 2.0, math.inf)
+    none, identity = SoftThreshold(threshold=0), Identity()
+    scaled = ScaledPenalty(none, torch.full((1,), 0.3))
+    for name in ("prox", "derivative", "value", "distance_to_kink"):
+        assert torch.equal(getattr(none, name)(t), getattr(identity, name)(t))
+    for name in ("prox", "derivative", "distance_to_kink"):
+        assert torch.equal(getattr(scaled, name)(t[None])[0], getattr(identity, name)(t))
+    assert torch.equal(grad(none.prox, t), torch.ones(5, dtype=torch.float64))
 
 
 # ---------------------------------------------------------------- derivative and antiderivative
@@ -543,8 +556,14 @@ def test_linear_activation_is_an_ordinary_module() -> None:
 
 
 def test_linear_activation_refuses_wrong_shapes() -> None:
-    with pytest.raises(ValueError, match=r"init should be a real \(3, 3\) factor.*got shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"init should be a \(3, 3\) factor.*got shape \(2, 2\)"):
         LinearActivation(3, init=torch.eye(2))
+    with pytest.raises(ValueError, match=r"LinearActivation\.init should be invertible; .* from 2.0e\+00 to .*e-"):
+        LinearActivation(2, init=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"LinearActivation\.init should have entries, all of them finite; got .*nan"):
+        LinearActivation(2, init=torch.full((2, 2), math.nan))
+    with pytest.raises(TypeError, match=r"LinearActivation\.init should be a tensor of real numbers; got 3"):
+        LinearActivation(2, init=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"LinearActivation\.n should be at least 1; got 0"):
         LinearActivation(0)
     with pytest.raises(ValueError, match=r"acts on dim 1, of size 3; got a tensor of shape \(5, 2\)"):

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from numbers import Integral, Real
 
+import torch
+from torch import Tensor
+
 
 def check_positive(name: str, value: object) -> float:
     """``value`` as a float if it is positive and finite."""
@@ -42,6 +45,37 @@ def check_whole(name: str, value: object, least: int = 1) -> int:
     if value < least:
         raise ValueError(f"{name} should be at least {least}; got {value!r}")
     return int(value)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """``value`` if it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} should be True or False; got {value!r}")
+    return value
+
+
+def check_tensor(name: str, value: object) -> Tensor:
+    """``value`` if it is a tensor with entries, all of them real and finite."""
+    if not isinstance(value, Tensor) or value.is_complex():
+        raise TypeError(f"{name} should be a tensor of real numbers; got {value!r}")
+    if not value.numel() or not (value.is_meta or bool(value.isfinite().all())):
+        raise ValueError(f"{name} should have entries, all of them finite; got {value!r}")
+    return value
+
+
+def check_invertible(name: str, value: object) -> Tensor:
+    """``value`` if it is an invertible matrix of floating-point numbers."""
+    matrix = check_tensor(name, value)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"{name} should be square; got shape {tuple(matrix.shape)}")
+    if not matrix.is_floating_point():
+        raise TypeError(f"{name} should be a matrix of floating-point numbers; got {matrix.dtype}")
+    if not matrix.is_meta:
+        spectrum = torch.linalg.svdvals(matrix.detach().double()).tolist()
+        if not spectrum[-1] > 1e-10 * spectrum[0]:
+            span = f"from {spectrum[0]:.1e} to {spectrum[-1]:.1e}"
+            raise ValueError(f"{name} should be invertible; its singular values run {span}")
+    return matrix
 
 
 def positive(options: object, field: str) -> None:

@@ -38,12 +38,10 @@ class LinearActivation(nn.Module, Penalty):
         super().__init__()
         self.n = n
         _validate.whole(self, "n")
-        if init is None:
-            init = torch.eye(n)
-        if init.shape != (n, n) or not init.is_floating_point():
+        init = torch.eye(n) if init is None else _validate.check_invertible("LinearActivation.init", init)
+        if init.shape != (n, n):
             raise ValueError(
-                f"LinearActivation: init should be a real ({n}, {n}) factor F of S = F F'; "
-                f"got shape {tuple(init.shape)}, {init.dtype}"
+                f"LinearActivation.init should be a ({n}, {n}) factor F of S = F F'; got shape {tuple(init.shape)}"
             )
         self.factor = nn.Parameter(init.detach().clone())
 

@@ -121,7 +121,8 @@ class LeakyReLU(ElementwisePenalty):
 class SoftThreshold(ElementwisePenalty):
     """``sigma(t) = sign(t) max(|t| - threshold, 0)``; ``f(y) = threshold |y|``: a sparse state.
 
-    The default, 0.1, sets a unit to zero if its pre-activation is below a tenth of the usual scale of 1.
+    The default, 0.1, sets a unit to zero if its pre-activation is below a tenth of the usual scale of 1. A threshold of
+    0 is the identity.
 
     >>> SoftThreshold(threshold=1.0).prox(torch.tensor([-3.0, 0.5]))
     tensor([-2.,  0.])
@@ -138,20 +139,20 @@ class SoftThreshold(ElementwisePenalty):
 
     @property
     def kinks(self) -> tuple[float, ...]:  # type: ignore[override]
-        return (-self.threshold, self.threshold)
+        return (-self.threshold, self.threshold) if self.threshold else ()
 
     def prox(self, t: Tensor) -> Tensor:
         # Not F.softshrink: on Apple's devices it turned a NaN into 0 until 2026 (pytorch pull request 183710).
-        return t - t.clamp(-self.threshold, self.threshold)
+        return t - t.clamp(-self.threshold, self.threshold) if self.threshold else t
 
     def derivative(self, t: Tensor) -> Tensor:
-        return (t.abs() > self.threshold).to(t.dtype)
+        return (t.abs() > self.threshold).to(t.dtype) if self.threshold else torch.ones_like(t)
 
     def _antiderivative(self, t: Tensor) -> Tensor:
         return self.prox(t).square() / 2
 
     def _value(self, y: Tensor) -> Tensor:
-        return self.threshold * y.abs()
+        return self.threshold * y.abs() if self.threshold else _zero(y)
 
 
 @dataclass(frozen=True)

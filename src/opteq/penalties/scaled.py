@@ -109,4 +109,4 @@ def _check(penalty: Penalty) -> ElementwisePenalty:
             f"the penalty of an objective should be convex, so that its activation has slopes of at most 1; "
             f"{penalty.name} has {penalty.lipschitz:g}"
         )
-    return penalty
+    return Identity() if type(penalty) is SoftThreshold and not penalty.threshold else penalty

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from opteq.common.validate import check_positive
+from opteq.common.validate import check_invertible, check_positive, check_tensor
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
@@ -38,15 +38,8 @@ class AffineOptEq(Problem):
         super().__init__()
         if not isinstance(problem, OptEq) or problem.regularizer is not None:
             raise TypeError("AffineOptEq wraps an OptEq without a regulariser of its own")
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(f"matrix should be square; got shape {tuple(matrix.shape)}")
-        spectrum = torch.linalg.svdvals(matrix.detach().double())
-        if float(spectrum[-1]) <= 1e-10 * float(spectrum[0]):
-            raise ValueError(
-                "matrix should be invertible; its singular values run "
-                f"from {float(spectrum[0]):.1e} to {float(spectrum[-1]):.1e}"
-            )
-        shift = matrix.new_zeros(matrix.shape[0]) if shift is None else shift
+        matrix = check_invertible("matrix", matrix)
+        shift = matrix.new_zeros(matrix.shape[0]) if shift is None else check_tensor("shift", shift).to(matrix)
         if shift.shape != (matrix.shape[0],):
             raise ValueError(f"shift should have length {matrix.shape[0]}; got shape {tuple(shift.shape)}")
         self.problem = problem
