@@ -270,6 +270,8 @@ def test_errors_name_the_option() -> None:
         Coupling(0.1, 0.1, 1)
     with pytest.raises(TypeError, match=r"Coupling\.smoothing should be a number of at least 0; got '1'"):
         Coupling(0.1, "1")
+    with pytest.raises(ValueError, match=re.escape("smoothing should be at least 0 and finite; got -1")):
+        diversity((torch.ones(1, 2),), smoothing=-1)
     with pytest.raises(TypeError, match="features should be a tuple with one tensor per branch; got Tensor"):
         heritage(torch.ones(2, 3))
     with pytest.raises(TypeError, match="features should be a tuple"):

@@ -258,9 +258,9 @@ def test_response_ends_where_convexity_does() -> None:
         (lambda: kernels.Gaussian(patch=2), ValueError, "go together.*got patch=2, split=None"),
         (lambda: kernels.Gaussian(split=2), ValueError, "go together"),
         (lambda: kernels.Gaussian(hidden=4), ValueError, "needs patch and split; got hidden=4 alone"),
-        (lambda: kernels.Gaussian(patch=0, split=2), ValueError, "patch should be a positive integer; got 0"),
-        (lambda: kernels.Gaussian(patch=2, split=2, hidden=0), ValueError, "positive integer; got 0"),
-        (lambda: kernels.Gaussian(patch=2, split=2, hidden=3, bound=-1.0), ValueError, "bound should be a positive"),
+        (lambda: kernels.Gaussian(patch=0, split=2), ValueError, "patch should be at least 1; got 0"),
+        (lambda: kernels.Gaussian(patch=2, split=2, hidden=0), ValueError, "should be at least 1; got 0"),
+        (lambda: kernels.Gaussian(patch=2, split=2, hidden=3, bound=-1.0), ValueError, "bound .* should be a positive"),
     ],
 )
 def test_wrong_options(build, error: type[Exception], message: str) -> None:

@@ -295,17 +295,33 @@ def test_inference_mode_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: op.Dense(0, 3), "m should be a positive integer; got 0"),
-        (lambda: op.Dense(3, 2.0), r"n should be a positive integer; got 2\.0"),
-        (lambda: op.Dense(True, 2), "m should be a positive integer; got True"),
-        (lambda: op.Conv2d(-1, 3, 3), "c should be a positive integer; got -1"),
-        (lambda: op.SeparableConv2d(3, "4", 3), "m should be a positive integer; got '4'"),
+        (lambda: op.Dense(0, 3), "m should be at least 1; got 0"),
+        (lambda: op.Dense(3, 2.0), r"n should be a whole number; got 2\.0"),
+        (lambda: op.Dense(True, 2), "m should be a whole number; got True"),
+        (lambda: op.Conv2d(-1, 3, 3), "c should be at least 1; got -1"),
+        (lambda: op.SeparableConv2d(3, "4", 3), "m should be a whole number; got '4'"),
         (lambda: op.Conv2d(3, 3, 4), "kernel_size should be odd; got 4"),
         (lambda: op.SeparableConv2d(3, 3, (3, 2)), r"kernel_size should be odd; got \(3, 2\)"),
-        (lambda: op.Conv2d(3, 3, 0), "kernel_size should be a positive integer; got 0"),
+        (lambda: op.Conv2d(3, 3, 0), "kernel_size should be at least 1; got 0"),
         (lambda: op.Conv2d(3, 3, (3, 3, 3)), "kernel_size should be an odd integer or a pair"),
-        (lambda: op.Patches(0, 2), "split should be a positive integer"),
-        (lambda: op.Patches(2, -2), "patch should be a positive integer"),
+        (lambda: op.Patches(0, 2), "split should be at least 1"),
+        (lambda: op.Patches(2, -2), "patch should be at least 1"),
+        (lambda: op.ConvChain(3), "at least input and output channels; got 3"),
+        (lambda: op.ConvChain((1, 2.0)), r"channels should be a whole number; got 2\.0"),
+        (lambda: op.ConvChain((1, 2), zero_mean=1), "zero_mean should be True or False; got 1"),
+        (
+            lambda: op.gaussian_kernel(math.inf),
+            "standard deviation of a blur should be a positive finite number; got inf",
+        ),
+        (lambda: op.gaussian_kernel(1.0, size=-1), "size should be at least 1; got -1"),
+        (lambda: op.Blur("1"), "standard deviation of a blur should be a positive number; got '1'"),
+        (lambda: op.Blur(torch.full((3, 3), math.nan)), "Blur.kernel should have entries, all of them finite"),
+        (lambda: op.Blur(torch.ones(3, 3, dtype=torch.complex64)), "Blur.kernel should be a tensor of real numbers"),
+        (lambda: op.Downsample(2, [[1.0]]), r"Downsample.kernel should be a tensor of real numbers; got \[\[1\.0\]\]"),
+        (lambda: op.Mask(torch.tensor([1.0, math.inf])), r"Mask.mask should have entries.*inf"),
+        (lambda: op.Mask(torch.ones(0)), "Mask.mask should have entries"),
+        (lambda: op.Mask(3), "Mask.mask should be a tensor of real numbers; got 3"),
+        (lambda: op.kernel_norm(torch.ones(2, 2, 3)), r"kernel should be .* got \(2, 2, 3\)"),
         (lambda: op.Stack([]), "at least one operator"),
         (lambda: op.Stack([op.Identity()]), "know the size of their output"),
         (lambda: op.Stack([op.Dense(3, 3), op.Conv2d(3, 3, 3)]), "convolutions or matrices, not both"),
@@ -313,14 +329,16 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     ],
 )
 def test_wrong_options(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
 @pytest.mark.parametrize("bound", [0, -1.0, float("inf"), float("nan"), "1", True])
 @pytest.mark.parametrize("make", [lambda b: op.Dense(2, 2, b), lambda b: op.Conv2d(2, 2, 3, b)])
 def test_wrong_bound(make: Callable[[object], op.Operator], bound: object) -> None:
-    with pytest.raises(ValueError, match="bound should be a positive finite number"):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"bound \(None for none\) should be a positive .*; got {bound!r}"
+    ):
         make(bound)
 
 

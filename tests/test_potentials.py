@@ -127,10 +127,13 @@ def test_odd_splines_are_odd_and_extreme_arguments_are_safe():
     assert out[..., 3].isnan().all()
 
 
-@pytest.mark.parametrize("options", [{"knots": 0}, {"rho": -1.0}, {"mu": 0.0}, {"scale": -1.0}, {"channels": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"knots": 0}, {"rho": -1.0}, {"mu": 0.0}, {"scale": -1.0}, {"channels": 0}, {"odd": 1}, {"learned": "yes"}],
+)
 def test_bad_options_are_named(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=name):
+    ((name, value),) = options.items()
+    with pytest.raises((TypeError, ValueError), match=rf"{name} should .*; got {value!r}"):
         P.Spline(**options)
 
 

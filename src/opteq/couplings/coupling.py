@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.common.validate import not_negative
+from opteq.common.validate import check_flag, check_not_negative, not_negative
 from opteq.couplings.ring import (
     Features,
     Pairs,
@@ -42,6 +42,7 @@ def diversity(features: Features, smoothing: float = 0.0) -> Tensor:
     tensor([[10.],
             [10.]])
     """
+    check_not_negative("smoothing", smoothing)
     return torch.stack([_diversity(matrix, smoothing) for matrix in products(features)])
 
 
@@ -68,8 +69,7 @@ class Coupling:
     def __post_init__(self) -> None:
         not_negative(self, "diversity")
         not_negative(self, "smoothing")
-        if not isinstance(self.heritage, bool):
-            raise TypeError(f"Coupling.heritage should be True or False; got {self.heritage!r}")
+        check_flag("Coupling.heritage", self.heritage)
 
     @property
     def ties_branches(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from opteq.common.convexity import Bounds
 from opteq.common.options import NamedOptions
+from opteq.common.validate import check_positive
 
 
 class LinearMap(ABC):
@@ -106,20 +107,9 @@ def initial_norm(bound: float | None) -> float:
     return 0.9 if bound is None else 0.98 * bound
 
 
-def check_size(name: str, value: object) -> int:
-    """``value`` if it is a positive integer; otherwise an error that names the option."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} should be a positive integer; got {value!r}")
-    return value
-
-
 def check_bound(value: object) -> float | None:
     """``value`` as a float if it is positive and finite, or None; otherwise an error."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"bound should be a positive finite number, or None for no bound; got {value!r}")
-    return float(value)
+    return None if value is None else check_positive("bound (None for none)", value)
 
 
 def wrong_shape(who: str, expected: str, got: Tensor) -> ValueError:

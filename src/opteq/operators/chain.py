@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.operators.base import LinearMap, Operator, check_bound, check_size, initial_norm
+from opteq.common.validate import check_flag, check_whole
+from opteq.operators.base import LinearMap, Operator, check_bound, initial_norm
 from opteq.operators.conv import check_image
 from opteq.operators.spectral.bound import normalise, rounding
 from opteq.operators.spectral.norms import kernel_norm
@@ -79,13 +80,13 @@ class ConvChain(Operator):
         self, channels: Sequence[int], kernel_size: int = 5, zero_mean: bool = True, bound: float | None = None
     ) -> None:
         super().__init__()
-        if len(channels) < 2:
+        if not isinstance(channels, Sequence) or len(channels) < 2:
             raise ValueError(f"ConvChain.channels should name at least input and output channels; got {channels!r}")
-        self.channels = tuple(check_size("channels", c) for c in channels)
-        self.kernel_size = check_size("kernel_size", kernel_size)
+        self.channels = tuple(check_whole("channels", c) for c in channels)
+        self.kernel_size = check_whole("kernel_size", kernel_size)
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size should be odd; got {kernel_size}")
-        self.zero_mean = zero_mean
+        self.zero_mean = check_flag("zero_mean", zero_mean)
         self.bound = check_bound(bound)
         pairs = zip(self.channels[:-1], self.channels[1:], strict=True)
         self.weights = nn.ParameterList(torch.empty(m, c, kernel_size, kernel_size) for c, m in pairs)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.operators.base import LinearMap, Operator, check_bound, check_size, initial_norm, wrong_shape
+from opteq.common.validate import check_whole
+from opteq.operators.base import LinearMap, Operator, check_bound, initial_norm, wrong_shape
 from opteq.operators.spectral.bound import bounded
 from opteq.operators.spectral.norms import certified_norm, kernel_norm
 
@@ -57,8 +58,8 @@ class _Convolution(Operator):
 
     def __init__(self, c: int, m: int, kernel_size: int | tuple[int, int], bound: float | None = None) -> None:
         super().__init__()
-        self.in_channels = check_size("c", c)
-        self.out_channels = check_size("m", m)
+        self.in_channels = check_whole("c", c)
+        self.out_channels = check_whole("m", m)
         self.kernel_size = _odd_pair(kernel_size)
         self.bound = check_bound(bound)
         self._make_parameters(c, m)
@@ -160,7 +161,7 @@ def _odd_pair(kernel_size: object) -> tuple[int, int]:
     pair = kernel_size if isinstance(kernel_size, (tuple, list)) else (kernel_size, kernel_size)
     if len(pair) != 2:
         raise ValueError(f"kernel_size should be an odd integer or a pair of them; got {kernel_size!r}")
-    height, width = (check_size("kernel_size", size) for size in pair)
+    height, width = (check_whole("kernel_size", size) for size in pair)
     if height % 2 == 0 or width % 2 == 0:
         raise ValueError(
             f"kernel_size should be odd; got {kernel_size!r}: "

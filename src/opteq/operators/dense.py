@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opteq.common.precision import matrix_product
-from opteq.operators.base import LinearMap, Operator, check_bound, check_size, initial_norm, wrong_shape
+from opteq.common.validate import check_whole
+from opteq.operators.base import LinearMap, Operator, check_bound, initial_norm, wrong_shape
 from opteq.operators.spectral.bound import bounded
 from opteq.operators.spectral.norms import certified_norm, kernel_norm
 
@@ -56,8 +57,8 @@ class Dense(Operator):
 
     def __init__(self, m: int, n: int, bound: float | None = None) -> None:
         super().__init__()
-        self.in_features = check_size("m", m)
-        self.out_features = check_size("n", n)
+        self.in_features = check_whole("m", m)
+        self.out_features = check_whole("n", n)
         self.bound = check_bound(bound)
         self.weight = nn.Parameter(torch.empty(n, m))
         self.reset_parameters()

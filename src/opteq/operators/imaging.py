@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opteq.operators.base import LinearMap, Operator, check_size, wrong_shape
+from opteq.common.validate import check_positive, check_tensor, check_whole
+from opteq.operators.base import LinearMap, Operator, wrong_shape
 from opteq.operators.spectral.bound import normalise
 from opteq.operators.spectral.norms import kernel_norm
 
@@ -19,9 +20,8 @@ def gaussian_kernel(sigma: float, size: int | None = None) -> Tensor:
     >>> gaussian_kernel(1.0).shape
     torch.Size([7, 7])
     """
-    if not sigma > 0:
-        raise ValueError(f"the standard deviation of a blur should be positive; got {sigma!r}")
-    size = 2 * max(1, round(3 * sigma)) + 1 if size is None else size
+    check_positive("the standard deviation of a blur", sigma)
+    size = 2 * max(1, round(3 * sigma)) + 1 if size is None else check_whole("size", size)
     line = torch.exp(-((torch.arange(size) - size // 2) ** 2) / (2 * sigma**2))
     kernel = line[:, None] * line
     return kernel / kernel.sum()
@@ -74,7 +74,7 @@ class Blur(Operator):
 
     def __init__(self, kernel: Tensor | float, boundary: str = "zeros") -> None:
         super().__init__()
-        kernel = kernel if isinstance(kernel, Tensor) else gaussian_kernel(float(kernel))
+        kernel = check_tensor("Blur.kernel", kernel) if isinstance(kernel, Tensor) else gaussian_kernel(kernel)
         if kernel.ndim != 2 or any(size % 2 == 0 for size in kernel.shape):
             raise ValueError(f"Blur.kernel should be a matrix with odd sizes; got shape {tuple(kernel.shape)}")
         if boundary not in _BOUNDARIES:
@@ -123,8 +123,7 @@ class Mask(Operator):
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        if not isinstance(mask, Tensor) or mask.numel() == 0 or mask.is_complex():
-            raise ValueError(f"Mask.mask should be a tensor of real numbers; got {mask!r}")
+        check_tensor("Mask.mask", mask)
         dtype = mask.dtype if mask.is_floating_point() else torch.get_default_dtype()
         self.register_buffer("mask", mask.detach().to(dtype, copy=True))
 
@@ -182,8 +181,9 @@ class Downsample(Operator):
 
     def __init__(self, factor: int, kernel: Tensor | None = None) -> None:
         super().__init__()
-        self.factor = check_size("factor", factor)
-        kernel = torch.full((factor, factor), factor**-2.0) if kernel is None else kernel
+        self.factor = check_whole("factor", factor)
+        blocks = torch.full((factor, factor), factor**-2.0)
+        kernel = blocks if kernel is None else check_tensor("Downsample.kernel", kernel)
         if kernel.ndim != 2 or any(not self._fits(size) for size in kernel.shape):
             raise ValueError(
                 f"Downsample.kernel should be a matrix of odd sizes, or of {factor} plus an even number; "

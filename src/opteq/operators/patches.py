@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opteq.operators.base import LinearMap, Operator, check_size, wrong_shape
+from opteq.common.validate import check_whole
+from opteq.operators.base import LinearMap, Operator, wrong_shape
 from opteq.states import is_channels_last
 
 
@@ -79,8 +80,8 @@ class Patches(Operator):
 
     def __init__(self, split: int, patch: int) -> None:
         super().__init__()
-        self.split = check_size("split", split)
-        self.patch = check_size("patch", patch)
+        self.split = check_whole("split", split)
+        self.patch = check_whole("patch", patch)
 
     def prepare(self) -> PatchesMap:
         return PatchesMap(self.split, self.patch)

@@ -48,7 +48,7 @@ class FromActivation(ElementwisePenalty):
         self._function = function
         self.lipschitz = lipschitz
         self.name = name
-        self.bounded = bounded
+        self.bounded = _validate.check_flag("FromActivation.bounded", bounded)
         self._given_antiderivative = antiderivative
         self._given_value = value
         self.has_total = value is not None

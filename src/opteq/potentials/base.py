@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opteq.common.convexity import Bounds
 from opteq.common.options import NamedOptions
 from opteq.common.override import overridable
-from opteq.common.validate import check_positive, check_whole
+from opteq.common.validate import check_flag, check_positive, check_whole
 
 
 class Curve(ABC):
@@ -63,7 +63,7 @@ class Potential(nn.Module, metaclass=NamedOptions):
         log_scale = torch.full(
             () if channels is None else (channels,), math.log(check_positive(f"{name}.scale", scale))
         )
-        if learned:
+        if check_flag(f"{name}.learned", learned):
             self.log_scale = nn.Parameter(log_scale)
         else:
             self.register_buffer("log_scale", log_scale)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opteq.common.validate import check_not_negative, check_positive, check_whole
+from opteq.common.validate import check_flag, check_not_negative, check_positive, check_whole
 from opteq.potentials.base import Curve, Potential
 from opteq.potentials.classic import Huber, Student
 from opteq.states import is_channels_last
@@ -94,7 +94,7 @@ class Spline(Potential):
         learned: bool = False,
     ) -> None:
         super().__init__(scale, channels, learned)
-        self.knots, self.odd = check_whole("Spline.knots", knots), odd
+        self.knots, self.odd = check_whole("Spline.knots", knots), check_flag("Spline.odd", odd)
         self.reach, self.mu = check_positive("Spline.reach", reach), check_positive("Spline.mu", mu)
         self.rho = check_not_negative("Spline.rho", rho)
         intervals = knots if odd else 2 * knots

@@ -50,6 +50,8 @@ def kernel_norm(kernel: Tensor, groups: int = 1, fine: bool = False) -> Tensor:
     >>> kernel_norm(torch.full((1, 1, 3, 3), 1 / 9, dtype=torch.float64), fine=True).item()  # doctest: +ELLIPSIS
     1.00...
     """
+    if kernel.ndim not in (2, 4) or kernel.is_complex():
+        raise ValueError(f"kernel should be (m, c / groups, k1, k2) or (m, c), and real; got {tuple(kernel.shape)}")
     if kernel.is_meta:  # a shape without numbers, of which none is the norm: 1 stands for any
         return torch.ones((), dtype=kernel.dtype, device="cpu")
     unit, magnitude = normalise(kernel)
