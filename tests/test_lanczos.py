@@ -7,7 +7,7 @@ import torch
 
 from opteq.diagnostics.extremes import extreme_eigenvalues, missing_share
 from opteq.diagnostics.minimum import below
-from opteq.solvers.linear.lanczos import Lanczos, largest_magnitude, tridiagonal
+from opteq.solvers.linear.lanczos import Lanczos, largest_curvature, largest_magnitude, tridiagonal
 
 
 def matrices(count: int, n: int, seed: int = 0) -> torch.Tensor:
@@ -105,3 +105,18 @@ def test_steps_can_be_continued_with_fewer_rows(kept):
     assert (ritz[:, 0] >= spectrum[:, 0] - 1e-9).all()
     assert (ritz[:, -1] <= spectrum[:, -1] + 1e-9).all()
     assert torch.allclose(ritz[0], torch.ones(9, dtype=torch.float64))
+
+
+def test_the_largest_curvature_of_a_map_of_states():
+    matrix = matrices(3, 7, seed=2)
+    matrix[1] *= torch.nan
+
+    def moved(state):
+        image = product(matrix)(torch.cat([part.flatten(1) for part in state], dim=1))
+        return image[:, :4].reshape(3, 2, 2), image[:, 4:]
+
+    start = torch.zeros(3, 2, 2, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
+    found = largest_curvature(moved, start)
+    exact = torch.linalg.eigvalsh(matrix[[0, 2]]).abs().amax(dim=1)
+    torch.testing.assert_close(found[[0, 2]], exact, rtol=1e-2, atol=0)
+    assert found[1] == 1

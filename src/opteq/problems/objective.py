@@ -21,7 +21,7 @@ from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
 from opteq.problems.written import WrittenMap
 from opteq.solvers.fista import FISTA
-from opteq.solvers.linear.lanczos import largest_magnitude
+from opteq.solvers.linear.lanczos import largest_curvature
 from opteq.states import Layout, State, blocks, inner, map_state, per_row, working_dtype
 
 _MARGIN = 1.1
@@ -184,16 +184,9 @@ class BoundObjective(WrittenMap, Hidden):
 
     def _measured_curvature(self) -> Tensor:
         start = map_state(Tensor.detach, self._start)
-        layout = Layout.of(start)
-        hessian = self.hessian_at(start)
-
-        def product(rows: Tensor) -> Tensor:
-            return layout.pack(hessian(layout.unpack(rows)))
-
-        curvature = largest_magnitude(product, layout.pack(start))
+        curvature, dtype = largest_curvature(self.hessian_at(start), start), Layout.of(start).dtype
         # Where the start knows nothing (a Hessian of zeros, or of NaN), any length is as good as another.
-        usable = torch.isfinite(curvature) & (curvature > torch.finfo(layout.dtype).tiny ** 0.5)
-        return torch.where(usable, curvature, 1.0).to(layout.dtype)
+        return torch.where(curvature > torch.finfo(dtype).tiny ** 0.5, curvature, 1.0).to(dtype)
 
     def _declared(self, curvature: Any) -> Tensor:
         first = blocks(self._start)[0]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from opteq.operators import Conv2d, Dense, LinearMap, Operator, kernel_norm, resample
 from opteq.problems.base import check_unhooked
-from opteq.solvers.linear.lanczos import largest_magnitude
-from opteq.states import Layout, State, blocks, map_state
+from opteq.solvers.linear.lanczos import largest_curvature
+from opteq.states import State, blocks, map_state
 
 Sizes = tuple[tuple[int, int], ...]
 
@@ -80,10 +80,7 @@ def measured_square(A: CommonSpaceMap, state: State) -> Tensor:
     contracts for lengths below ``2 / (m + |A|^2)``, so an estimate that is a little too small does no harm.
     """
     one = map_state(lambda part: part.new_zeros(1, *part.shape[1:]), state)
-    layout = Layout.of(one)
-    square = largest_magnitude(lambda rows: layout.pack(A(A.adjoint(layout.unpack(rows)))), layout.pack(one))
-    usable = torch.isfinite(square)
-    return _MARGIN * torch.where(usable, square, 1.0)[0]
+    return _MARGIN * largest_curvature(lambda y: A(A.adjoint(y)), one)[0]
 
 
 @torch.no_grad()

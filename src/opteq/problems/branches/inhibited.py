@@ -24,8 +24,8 @@ from opteq.problems.inhibition import (
 )
 from opteq.problems.objective import BoundObjective
 from opteq.problems.opteq import BoundOptEq, OptEq
-from opteq.solvers.linear.lanczos import largest_magnitude
-from opteq.states import Layout, State, blocks, map_state
+from opteq.solvers.linear.lanczos import largest_curvature
+from opteq.states import State, blocks, map_state
 
 
 class Inhibited(AcceleratedProblem):
@@ -156,7 +156,4 @@ class Inhibited(AcceleratedProblem):
         if isinstance(inner, MOptEq) and not inner.coupling.diversity:
             squares = [squared_norm([branch.W], blocks(start)[0]) for branch in inner.branch_list()]
             return torch.stack(squares).amax()
-        layout = Layout.of(start)
-        product = rest.negative_hessian_at(start)
-        measured = largest_magnitude(lambda rows: layout.pack(product(layout.unpack(rows))), layout.pack(start))
-        return 1.1 * torch.where(torch.isfinite(measured), measured, 1.0)
+        return 1.1 * largest_curvature(rest.negative_hessian_at(start), start)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from opteq.solvers.linear.base import Product
-from opteq.states import row_norms, widest_dtype
+from opteq.states import Layout, State, row_norms, widest_dtype
 
 
 @torch.no_grad()
@@ -27,6 +29,13 @@ def largest_magnitude(product: Product, like: Tensor, steps: int = 8, seed: int 
         exponent *= 2
     trace = power.diagonal(dim1=1, dim2=2).sum(dim=1).clamp_min(torch.finfo(power.dtype).tiny)
     return (scale + trace.log() / exponent).exp() + mark
+
+
+def largest_curvature(product: Callable[[State], State], at: State) -> Tensor:
+    """:func:`largest_magnitude` of a map of states that are shaped like ``at``; 1 in rows where it is not finite."""
+    layout = Layout.of(at)
+    found = largest_magnitude(lambda rows: layout.pack(product(layout.unpack(rows))), layout.pack(at))
+    return torch.where(torch.isfinite(found), found, 1.0)
 
 
 def tridiagonal(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
