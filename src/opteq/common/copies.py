@@ -1,12 +1,29 @@
-"""Copies of modules that hold what can't be copied."""
+"""Copies of modules, to be called and thrown away."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+import torch
+from torch import Tensor
 
-def copied(module: Any) -> Any:
+
+@contextmanager
+def tried_copy(module: Any, given: Sequence[Tensor], **options: Any) -> Iterator[Any]:
+    """A copy with other ``options``, to be called with what is given: without warnings or a trace in random numbers."""
+    copy = _copied(module)
+    for name, value in options.items():
+        setattr(copy, name, value)
+    with torch.random.fork_rng([part.device for part in given if part.is_cuda]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield copy
+
+
+def _copied(module: Any) -> Any:
     """A deep copy, which shares what can't be copied: an open file, or a tensor with its tape."""
     memo: dict[int, Any] = {}
     for part in reversed(list(module.modules())):  # parts before what holds them

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from opteq.common.copies import copied
+from opteq.common.copies import tried_copy
 from opteq.engine.flatten import flatten
 from opteq.engine.settings import settings
 from opteq.engine.traced import traces_of
@@ -23,23 +22,26 @@ def note(direction: str, reason: str | None, graph: str = "captured CUDA graph")
     latest_notes[direction] = graph if reason is None else f"plain path: {reason}"
 
 
+def latest(direction: str) -> str:
+    """The latest note as a sentence."""
+    return latest_notes.get(direction, "plain path: the engine was not asked")
+
+
 def describe(layer: Any, x: Any) -> str:
     """The text of :func:`opteq.engine.report`."""
     if settings.offs:
         return "forward: plain path: the engine is off\nbackward: plain path: the engine is off"
     latest_notes.clear()
-    layer, asked = copied(layer), "plain path: the engine was not asked"
-    layer.on_failure = "ignore"
-    with torch.random.fork_rng([part.device for part in blocks(x) if part.is_cuda]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tried_copy(layer, blocks(x), on_failure="ignore") as layer:
         for _ in range(settings.calls_before_tracing + 2):  # the last one replays
             tracked = [part for part in blocks(layer(x)) if part.requires_grad]
             if tracked:
                 torch.autograd.grad(tracked, [p for p in (*layer.parameters(), *blocks(x)) if p.requires_grad],
                                     [torch.ones_like(part) for part in tracked], allow_unused=True)  # fmt: skip
-        backward = latest_notes.get("backward", asked) if tracked else "nothing wants a gradient"
-        lines = [f"forward: {latest_notes.get('forward', asked)}", f"backward: {backward}"]
+        said = (
+            f"forward: {latest('forward')}\nbackward: {latest('backward') if tracked else 'nothing wants a gradient'}"
+        )
         with suppress(NotFlattenableError):
             traces = traces_of(flatten(layer.problem(x)), layer.compile_functions)
-            lines += [] if traces.reason is None else [f"functions: as they are written: {traces.reason}"]
-    return "\n".join(lines)
+            said += "" if traces.reason is None else f"\nfunctions: as they are written: {traces.reason}"
+    return said
