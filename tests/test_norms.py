@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -344,6 +345,24 @@ def test_bound_in_low_precision(dtype: torch.dtype) -> None:
         constant = op.Dense(4, 4, bound=float(bound)).to(dtype)
         nn.init.constant_(constant.weight, 7)
         assert 0.98 * bound <= matrix_norm(acting(constant), 4) <= bound * OVERSHOOT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_in_one_direction_stays_within_the_bound(dtype: torch.dtype) -> None:
+    """Where all entries of a matrix of signs are rounded up, the norm grows sqrt(n) times as much as they do."""
+    signs = torch.ones(1, 1)
+    for _ in range(3):
+        signs = torch.kron(signs, 1 - 2 * torch.eye(4))
+    eps = torch.finfo(dtype).eps
+    for place, gap, bound in itertools.product(range(0, 90, 9), (0, 1, 2), (0.63, 0.9, 1.0)):
+        weight = torch.where(signs > 0, 1 + place * eps, -1 - (place + gap) * eps).to(dtype)
+        A = op.Dense(64, 64, bound=bound).to(dtype)
+        A.load_state_dict({"weight": weight})
+        exact = matrix_norm(acting(A), 64)
+        assert 0.93 * bound <= exact <= bound * OVERSHOOT
+        kernel = op.Conv2d(64, 64, 1, bound=bound).to(dtype)
+        kernel.load_state_dict({"weight": weight[:, :, None, None]})
+        assert torch.equal(acting(kernel).weight[:, :, 0, 0], acting(A).weight)
 
 
 def test_autocast_does_not_touch_the_bound() -> None:

@@ -55,9 +55,9 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     The bounded weight is a function of the parameters alone. There are no buffers, so training, evaluation,
     checkpoints, copies and ``torch.func`` transformations all see the same map. (Where the bound acts, it differs
-    between dtypes by up to 0.05 %, by rounding in float32.) The weight is not cached either, since a cache would not
-    notice writes through ``parameter.data``. Where one weight serves many products, call :meth:`prepare` once and keep
-    its result; a layer does so for every operator of its problem.
+    between dtypes for rounding: by up to 0.05 % in float32, in 16 bits by some percent.) The weight is not cached
+    either, since a cache would not notice writes through ``parameter.data``. Where one weight serves many products,
+    call :meth:`prepare` once and keep its result; a layer does so for every operator of its problem.
     """
 
     bound: float | None = None

@@ -102,8 +102,10 @@ class ConvChain(Operator):
     def prepare(self) -> ChainMap:
         weights = self._centred_weights()
         if self.bound is not None:
-            last, allowed = weights[-1], self.bound / (1 + rounding(weights[-1].dtype))
-            scale = allowed / self._norm(ChainMap(weights)).clamp_min(allowed)
+            last, norm = weights[-1], self._norm(ChainMap(weights))
+            if growth := rounding(last.dtype):
+                norm = norm + growth * self._norm(ChainMap([weight.abs() for weight in weights]))
+            scale = self.bound / norm.clamp_min(self.bound)
             weights[-1] = (last.to(scale.dtype) * scale).to(last.dtype)
         chain = ChainMap(weights)
         # One convolution with the composed kernel where that takes fewer multiplications, as with one input channel; on
