@@ -166,3 +166,28 @@ def call(**functions) -> Tensor:
 def test_wrong_arguments_are_named(make, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(z)) / 2 + x
+
+
+def test_a_map_that_mixes_samples_is_refused() -> None:
+    x = torch.randn(4, 3)
+    layer = opteq.Equilibrium(opteq.FixedPoint(Normalised()))
+    message = (
+        r"FixedPoint.f\(z, x\) mixes the samples.* Batch normalisation \(f.norm\) is in training mode: use a Group"
+    )
+    with pytest.raises(ValueError, match=message):
+        layer(x)
+    layer.eval()(x)
+    with pytest.raises(ValueError, match=message):
+        layer.train()(x)
+    swapped = opteq.FixedPoint(lambda z, x: (z[1] / 2, z[0].flip(0) / 3 + x), start=lambda x: (x, x))
+    with pytest.raises(ValueError, match="mixes the samples of a batch: part 1"):
+        swapped(x)

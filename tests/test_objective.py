@@ -632,3 +632,82 @@ def test_states_without_entries_are_solved():
             return {"data": (y - x).square().sum(1)}
 
     assert opteq.Equilibrium(Empty()).solve(torch.zeros(3, 0)).converged.all()
+
+
+class Written(opteq.Objective):
+    """Any second term beside the data, with modules of its own."""
+
+    def __init__(self, more, *parts: nn.Module) -> None:
+        super().__init__()
+        self.more, self.parts, self.calls = more, nn.ModuleList(parts), 0
+
+    def terms(self, y, x):
+        self.calls += 1
+        data = 0.5 * (y - x).square().flatten(1).sum(1)
+        return {"data": data, "more": self.more(y, *self.parts).square().flatten(1).sum(1)}
+
+
+ATTENTION = {"d_model": 4, "nhead": 2, "dim_feedforward": 8}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Written(lambda y: y - y.mean(0)),
+        Written(lambda y: y.roll(2, 0) * y),
+        Written(lambda y: y / y.max()),
+        Written(lambda y: y.cumsum(0)),
+        Written(lambda y, mix: mix(y), nn.TransformerEncoderLayer(**ATTENTION)),
+    ],
+)
+def test_terms_that_mix_samples_are_refused(problem):
+    """A sum over samples has other derivatives then, and samples stop one by one."""
+    x = torch.randn(4, 3, 4)
+    problem(x[:1])  # there is nothing to mix
+    with pytest.raises(ValueError, match=r"Written.terms\(y, x\) mixes the samples of a batch: more of one sample"):
+        opteq.Equilibrium(problem)(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Written(lambda y, net: net(y), nn.Sequential(nn.Conv1d(3, 8, 3), nn.GroupNorm(2, 8), nn.Dropout(0.5))),
+        Written(lambda y, mix: mix(y), nn.TransformerEncoderLayer(**ATTENTION, batch_first=True)),
+        Written(lambda y, norm: norm(y), nn.BatchNorm1d(3)).eval(),
+        Written(lambda y: (y + torch.randn_like(y)) * torch.rand(4).to(y)),
+        Written(lambda y: torch.fft.rfft2(y.float()).abs()),
+    ],
+)
+def test_terms_of_a_sample_alone_pass(problem, dtype):
+    problem.to(dtype)(torch.randn(5, 3, 4).to(dtype))
+
+
+def test_samples_are_looked_at_once_and_no_random_numbers_are_drawn():
+    problem = Written(lambda y: nn.functional.dropout(y))
+    problem.curvature = 1.0
+    x, before = torch.randn(3, 4), torch.get_rng_state()
+    counts = []
+    for _ in range(3):
+        problem(x)
+        counts.append(problem.calls)
+    assert counts == [2, 2, 2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_first_call_may_be_inside_of_torch_func():
+    x, layers = torch.randn(3, 4), [opteq.Equilibrium(Written(lambda y: 2 * y)) for _ in range(2)]
+    found = torch.func.vmap(torch.func.grad(lambda one: layers[0](one[None]).square().sum()))(x)
+    torch.testing.assert_close(found, torch.func.grad(lambda x: layers[1](x).square().sum())(x))
+
+
+@pytest.mark.parametrize("why", ["detach", "data", "no_grad"])
+def test_terms_without_a_gradient_are_refused(why):
+    class Cut(opteq.Objective):
+        def terms(self, y, x):
+            with torch.set_grad_enabled(why != "no_grad"):
+                y = {"detach": y.detach(), "data": y.data}.get(why, y)
+                return {"data": 0.5 * (y - x).square().sum(1)}
+
+    with pytest.raises(ValueError, match=r"Cut.terms\(y, x\) has no gradient by y: it should not use detach"):
+        opteq.Equilibrium(Cut())(torch.ones(2, 3))

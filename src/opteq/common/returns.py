@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+
+from opteq.states import blocks, map_state
 
 State = TypeVar("State")
 
@@ -41,3 +45,36 @@ def check_terms(terms: Any, batch: int, who: str) -> dict[str, Tensor]:
                 "Sum over every dimension but the first"
             )
     return terms
+
+
+def check_apart(function: Callable[[Any], Mapping[str, Tensor]], start: Any, who: str, advice: str) -> bool:
+    """Whether the values depend on the state; raise where those of one sample depend on the state of another.
+
+    All samples but one get cotangents of zero, which stay zero whatever the rounding, unless that one comes in.
+    """
+    mixing, depends = "", False
+    try:
+        at = map_state(lambda part: (part.detach() + _ramp(part)).requires_grad_(), start)
+        with torch.enable_grad():
+            values = function(at)
+        for name, value in values.items():
+            for others in (slice(1, None), slice(None, -1)) if value.requires_grad else ():
+                cotangent = _ramp(value)
+                cotangent[others] = 0
+                slopes = torch.autograd.grad(value, blocks(at), cotangent, retain_graph=True, allow_unused=True)
+                known = [slope for slope in slopes if slope is not None]
+                depends = depends or bool(known)
+                mixing = name if any(bool((slope[others].abs() > 0).any()) for slope in known) else mixing
+    except Exception:  # not made for these states
+        return True
+    if mixing:
+        raise ValueError(
+            f"{who} mixes the samples of a batch: {mixing} of one sample depends on the state of another, but each is "
+            f"solved by itself. Normalise over the entries of a sample, not over the batch{advice}"
+        )
+    return depends
+
+
+def _ramp(like: Tensor) -> Tensor:
+    """Numbers that differ, above 0 as some functions need."""
+    return torch.linspace(0.1, 0.2, like.numel(), dtype=like.dtype, device=like.device).reshape(like.shape)

@@ -38,9 +38,8 @@ def describe(layer: Any, x: Any) -> str:
             if tracked:
                 torch.autograd.grad(tracked, [p for p in (*layer.parameters(), *blocks(x)) if p.requires_grad],
                                     [torch.ones_like(part) for part in tracked], allow_unused=True)  # fmt: skip
-        said = (
-            f"forward: {latest('forward')}\nbackward: {latest('backward') if tracked else 'nothing wants a gradient'}"
-        )
+        after = latest("backward") if tracked else "nothing wants a gradient"
+        said = f"forward: {latest('forward')}\nbackward: {after}"
         with suppress(NotFlattenableError):
             traces = traces_of(flatten(layer.problem(x)), layer.compile_functions)
             said += "" if traces.reason is None else f"\nfunctions: as they are written: {traces.reason}"

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opteq.problems.base import WrittenProblem, check_called
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.written import WrittenMap
-from opteq.states import State, blocks
+from opteq.states import Layout, State, blocks
 
 
 class FixedPoint(WrittenProblem):
@@ -70,7 +71,16 @@ class FixedPoint(WrittenProblem):
 class BoundFixedPoint(WrittenMap):
     """``z -> f(z, x)`` with its input bound."""
 
+    def __init__(self, problem: FixedPoint, x: Any) -> None:
+        super().__init__(problem, x)
+        self.try_once(self._images, "f(z, x)")
+
     def step(self, y: State) -> State:
         """``f(y, x)``."""
         image: State = self.bound.call("f", y, self.bound.x)
         return image
+
+    def _images(self, z: State) -> dict[str, Tensor]:
+        image, who = self.step(z), f"{type(self.bound.module).__name__}.f(z, x)"
+        Layout.of(z).check(image, who)
+        return {f"part {i}": part for i, part in enumerate(blocks(image))}

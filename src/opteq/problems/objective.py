@@ -105,7 +105,7 @@ class BoundObjective(WrittenMap, Hidden):
 
     def __init__(self, problem: Objective, x: Any) -> None:
         super().__init__(problem, x)
-        self.bound.try_once(self._smooth_parts, self._start)
+        self.try_once(self._smooth_parts, "terms(y, x)")
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
         with torch.no_grad():
