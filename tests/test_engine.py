@@ -114,7 +114,7 @@ def test_a_problem_that_holds_a_file_says_why_it_is_not_taken_apart(tmp_path) ->
     problem = Written()
     with (tmp_path / "log").open("w") as file:
         problem.log = file
-        with pytest.raises(NotFlattenableError, match="WrittenHidden can't be taken apart"):
+        with pytest.raises(NotFlattenableError, match=r"^Written can't be taken apart: cannot pickle '_io"):
             flatten(problem(images().float()))
 
 
@@ -297,6 +297,8 @@ def test_off_and_report_on_a_cpu() -> None:
     assert "traced gradient and curvature" in opteq.engine.report(layer, images())
     with opteq.engine.off():
         assert "the engine is off" in opteq.engine.report(layer, images())
+    with pytest.raises(TypeError, match=r"takes an opteq.Equilibrium and its input; got Sequential"):
+        opteq.engine.report(nn.Sequential(layer), images())
 
 
 class Busy(opteq.Objective):
@@ -326,7 +328,7 @@ def test_a_report_leaves_the_layer_as_it_is(on_failure: str) -> None:
     layer.on_failure = on_failure
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     kept, random, last = dict(vars(problem)), torch.get_rng_state(), layer.last
-    assert "plain path" in opteq.engine.report(layer, x)
+    assert "forward: plain path: Busy can't be taken apart: cannot pickle" in opteq.engine.report(layer, x)
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     assert all(vars(problem)[name] is value for name, value in kept.items())
     assert torch.equal(torch.get_rng_state(), random)

@@ -711,3 +711,24 @@ def test_terms_without_a_gradient_are_refused(why):
 
     with pytest.raises(ValueError, match=r"Cut.terms\(y, x\) has no gradient by y: it should not use detach"):
         opteq.Equilibrium(Cut())(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ((torch.ones(2, 3), torch.ones(2, dtype=torch.int64)), r"x\[1\] should be floating point; got torch.int64"),
+        ((torch.ones(2, 3), None), r"x\[1\] should be a tensor with the batch first; got NoneType"),
+        ([torch.ones(2, 3)], "the input should be a tensor with the batch first, or a tuple of them; got list"),
+        ((), "the input should be a tensor with the batch first, or a tuple of them; got tuple$"),
+    ],
+)
+def test_a_wrong_part_of_the_input_is_named(x, message):
+    problem = Written(lambda y: y)
+    with pytest.raises(TypeError, match="takes_tuples = True" if isinstance(x, tuple) and x else "the input"):
+        problem(x)
+    type(problem).takes_tuples = True
+    try:
+        with pytest.raises(TypeError, match=message):
+            problem(x)
+    finally:
+        del type(problem).takes_tuples

@@ -36,8 +36,7 @@ def attach(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state`` with the implicit gradient, by traced products."""
-    found = _traces_of(hidden, "backward")
-    if found is None:
+    if (found := _traces_of(hidden, "backward")) is None:
         return None
     # A checkpoint may have seen the plain path, and what is saved the second time has to be the same.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
@@ -64,7 +63,8 @@ def _traces_of(hidden: BoundMap, direction: str) -> tuple[Flattened, Traces] | N
         return None
     traces = traces_of(flat)
     traces.calls += direction == "forward"
-    early = traces.calls <= settings.calls_before_tracing
-    reason = f"the first {settings.calls_before_tracing} calls are not traced" if early else traces.reason
+    first = settings.calls_before_tracing
+    early = f"the first {first} calls are not traced, nor are calls with another value of an attribute each"
+    reason = early if traces.calls <= first else traces.reason
     note(direction, reason, "traced gradient and curvature, plain solver")
     return (flat, traces) if reason is None else None

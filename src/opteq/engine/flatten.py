@@ -71,8 +71,7 @@ _flattened: weakref.WeakKeyDictionary[BoundMap, Flattened | str] = weakref.WeakK
 
 def flatten(hidden: BoundMap) -> Flattened:
     """``hidden`` in two parts; raises :class:`NotFlattenableError` with the reason where it can't be taken apart."""
-    found = _flattened.get(hidden)  # forward and backward ask in turn
-    if found is None:
+    if (found := _flattened.get(hidden)) is None:  # forward and backward ask in turn
         found = _flattened[hidden] = _try_flatten(hidden)
     if isinstance(found, str):
         raise NotFlattenableError(found)
@@ -89,7 +88,8 @@ def _try_flatten(hidden: BoundMap) -> Flattened | str:
     except NotFlattenableError as error:
         return str(error)
     except Exception as error:  # a parametrised module, a user's code: anything may be raised
-        return f"{type(hidden).__name__} can't be taken apart: {error}"
+        owner = getattr(getattr(hidden, "bound", None), "module", hidden)
+        return f"{type(owner).__name__} can't be taken apart: {(str(error) or type(error).__name__).splitlines()[0]}"
     structure = Structure(stream.getvalue(), flattener.constants)
     return Flattened(structure, [tensor.detach() for tensor in flattener.originals], flattener.originals)
 

@@ -31,11 +31,12 @@ def describe(layer: Any, x: Any) -> str:
     """The text of :func:`opteq.engine.report`."""
     if settings.offs:
         return "forward: plain path: the engine is off\nbackward: plain path: the engine is off"
+    if not hasattr(layer, "problem"):
+        raise TypeError(f"engine.report takes an opteq.Equilibrium and its input; got {type(layer).__name__}")
     latest_notes.clear()
     with tried_copy(layer, blocks(x), on_failure="ignore") as layer:
         for _ in range(settings.calls_before_tracing + 2):  # the last one replays
-            tracked = [part for part in blocks(layer(x)) if part.requires_grad]
-            if tracked:
+            if tracked := [part for part in blocks(layer(x)) if part.requires_grad]:
                 torch.autograd.grad(tracked, [p for p in (*layer.parameters(), *blocks(x)) if p.requires_grad],
                                     [torch.ones_like(part) for part in tracked], allow_unused=True)  # fmt: skip
         after = latest("backward") if tracked else "nothing wants a gradient"

@@ -46,12 +46,10 @@ def simplify(graph: fx.Graph) -> None:
             _flip(graph, node)
     numbers: dict[fx.Node, float] = {}
     for node in list(graph.nodes):
-        number = _number(node, numbers)
-        if number is not None:
+        if (number := _number(node, numbers)) is not None:
             numbers[node] = number
             continue
-        replacement = _replacement(graph, node, numbers)
-        if replacement is not None:
+        if (replacement := _replacement(graph, node, numbers)) is not None:
             node.replace_all_uses_with(replacement)
             replacement.meta.setdefault("val", node.meta.get("val"))
             graph.erase_node(node)  # it is no user of its arguments any more

@@ -38,8 +38,11 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
 
     def forward(self, x: State) -> BoundMap:
         """Check ``x``, a tensor or, where the problem takes them, a tuple of tensors; then bind it."""
-        for part in x if self.takes_tuples and isinstance(x, tuple) and x else (x,):
-            self._check_input(part)
+        if self.takes_tuples and isinstance(x, tuple) and x:
+            for place, part in enumerate(x):
+                self._check_input(part, f"x[{place}]")
+        else:
+            self._check_input(x, "the input")
         with engine.bounded_weights(self):
             return self.bind(x)
 
@@ -55,22 +58,23 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
         """Guarantees computed from the current weights."""
         return unknown(f"{type(self).__name__} declares nothing to conclude this from")
 
-    def _check_input(self, x: Any) -> None:
+    def _check_input(self, x: Any, what: str) -> None:
         if not isinstance(x, Tensor):
-            more = "; a problem whose input is one sets takes_tuples = True" if isinstance(x, tuple) else ""
-            raise TypeError(f"the input should be a tensor with the batch first; got {type(x).__name__}{more}")
+            wanted = "a tensor with the batch first" + ", or a tuple of them" * (self.takes_tuples and what[0] != "x")
+            more = "; a problem whose input is one sets takes_tuples = True" if isinstance(x, tuple) and x else ""
+            raise TypeError(f"{what} should be {wanted}; got {type(x).__name__}{more}")
         if x.ndim < 1:
-            raise ValueError("the input should have a batch dimension; got a single number")
+            raise ValueError(f"{what} should have a batch dimension; got a single number")
         if not x.is_floating_point():
-            raise TypeError(f"the input should be floating point; got {x.dtype}. Convert it, e.g. x.float()")
+            raise TypeError(f"{what} should be floating point; got {x.dtype}. Convert it, e.g. x.float()")
         weight = next((p for p in self.parameters() if p.is_floating_point()), None)
         if weight is None:
             return
         if weight.device != x.device:
-            raise ValueError(f"the input is on {x.device} but the weights are on {weight.device}; move one of them")
+            raise ValueError(f"{what} is on {x.device} but the weights are on {weight.device}; move one of them")
         if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
-                f"the input is {x.dtype} but the weights are {weight.dtype}; convert one of them, or use torch.autocast"
+                f"{what} is {x.dtype} but the weights are {weight.dtype}; convert one of them, or use torch.autocast"
             )
 
 

@@ -33,7 +33,7 @@ _MESSAGES = {
     Status.MAX_STEPS: (
         "the step limit came before the tolerance. Raise max_steps or tol; if the residual does not fall at all, "
         "the map may not contract: use a damping below 1 or opteq.FISTA(), declare the curvature of an Objective, "
-        "give operators a smaller bound, or read problem.certificate()"
+        "write its terms with kinks (abs) as its penalty, give operators a smaller bound, or read problem.certificate()"
     ),
     Status.NON_FINITE: (
         "an iterate overflowed or was NaN, so the best finite one is kept, or NaN where there is none. Check that the "
