@@ -732,3 +732,37 @@ def test_a_wrong_part_of_the_input_is_named(x, message):
             problem(x)
     finally:
         del type(problem).takes_tuples
+
+
+class LearnedRidge(nn.Module, penalties.ElementwisePenalty):
+    name, lipschitz, bounded = "ridge", 1.0, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def prox(self, t):
+        return t / (1 + self.weight)
+
+    def derivative(self, t):
+        return (1 / (1 + self.weight)).expand_as(t)
+
+    def _antiderivative(self, t):
+        return self.prox(t) * t / 2
+
+    def _value(self, y):
+        return self.weight * y.square() / 2
+
+
+def test_a_penalty_with_parameters_is_a_part_of_its_problem():
+    problem = Written(lambda y: 0 * y)
+    problem.penalty = LearnedRidge()
+    layer = opteq.Equilibrium(problem, opteq.FISTA(tol=1e-7, measure="error", max_steps=1000))
+    layer(torch.full((2, 3), 1.5)).sum().backward()
+    assert layer.problem.penalty.weight.grad.item() == pytest.approx(-6 * 1.5 / 1.5**2, rel=1e-4)
+
+    class Shared(Written):
+        penalty = LearnedRidge()
+
+    with pytest.raises(TypeError, match=r"Shared.penalty has parameters, .* set self.penalty in __init__"):
+        Shared(lambda y: y)(torch.ones(2, 3))

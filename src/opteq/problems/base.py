@@ -183,7 +183,11 @@ def check_unhooked(operator: Operator, name: str, called: bool = False) -> Opera
 
 
 def check_called(problem: nn.Module) -> None:
-    """Check the operators that a user's own functions call."""
+    """Check the operators that a user's own functions call, and that a penalty with parameters is registered."""
+    if isinstance(shared := getattr(type(problem), "penalty", None), nn.Module) and list(shared.parameters()):
+        raise TypeError(
+            f"{type(problem).__name__}.penalty has parameters, which no optimiser sees: set self.penalty in __init__"
+        )
     for name, part in problem.named_modules():
         if isinstance(part, Operator):
             check_unhooked(part, name, called=True)
