@@ -1,4 +1,4 @@
-"""Copies of modules, to be called and thrown away."""
+"""Copies of layers, to be called and thrown away."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import Tensor
 
 
 @contextmanager
-def tried_copy(module: Any, given: Sequence[Tensor], **options: Any) -> Iterator[Any]:
-    """A copy with other ``options``, to be called with what is given: without warnings or a trace in random numbers."""
-    copy = _copied(module)
-    for name, value in options.items():
-        setattr(copy, name, value)
+def silent_copy(layer: Any, given: Sequence[Tensor]) -> Iterator[Any]:
+    """A copy of a layer, to be called with what is given: it does not warn, and random numbers stay as they were."""
+    copy = _copied(layer)
+    copy.on_failure = "ignore"
     with torch.random.fork_rng([part.device for part in given if part.is_cuda]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield copy

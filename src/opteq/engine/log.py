@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opteq.common.copies import tried_copy
+from opteq.common.copies import silent_copy
 from opteq.engine.flatten import flatten
 from opteq.engine.settings import settings
 from opteq.engine.traced import traces_of
@@ -34,7 +34,7 @@ def describe(layer: Any, x: Any) -> str:
     if not hasattr(layer, "problem"):
         raise TypeError(f"engine.report takes an opteq.Equilibrium and its input; got {type(layer).__name__}")
     latest_notes.clear()
-    with tried_copy(layer, blocks(x), on_failure="ignore") as layer:
+    with silent_copy(layer, blocks(x)) as layer:
         for _ in range(settings.calls_before_tracing + 2):  # the last one replays
             if tracked := [part for part in blocks(layer(x)) if part.requires_grad]:
                 torch.autograd.grad(tracked, [p for p in (*layer.parameters(), *blocks(x)) if p.requires_grad],
