@@ -766,3 +766,30 @@ def test_a_penalty_with_parameters_is_a_part_of_its_problem():
 
     with pytest.raises(TypeError, match=r"Shared.penalty has parameters, .* set self.penalty in __init__"):
         Shared(lambda y: y)(torch.ones(2, 3))
+
+
+class Single(opteq.Objective):
+    def terms(self, y, x):
+        return {"data": 0.5 * (y - x).square()}
+
+
+class SingleHidden(opteq.HiddenProblem):
+    penalty = "relu"
+
+    def smooth(self, y, x):
+        return 0.2 * y.square() - x * y
+
+
+@pytest.mark.parametrize(("problem", "factor"), [(Single(), 1.0), (SingleHidden(), 1 / 1.4)])
+def test_a_state_may_be_one_number_per_sample(problem, factor):
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    solution = opteq.Equilibrium(problem, on_failure="raise").solve(x)
+    torch.testing.assert_close(solution.features, factor * x, rtol=1e-3, atol=1e-3)
+    solution.features.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3,), factor))
+    assert opteq.analysis.local_certificate(opteq.Equilibrium(problem), x.detach()).strict_minimum.all()
+
+
+def test_an_objective_has_shapes_on_the_meta_device():
+    layer = opteq.Equilibrium(FieldOfExperts("relu")).to("meta")
+    assert layer(torch.empty(2, 1, 5, 5, device="meta")).shape == (2, 1, 5, 5)

@@ -12,7 +12,7 @@ from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.hidden import Hidden
 from opteq.solvers.linear.base import Product
-from opteq.states import Layout, State, any_row, blocks, like, row_norms, widest_dtype
+from opteq.states import Layout, State, any_row, blocks, like, per_row, row_norms, sample_rows, widest_dtype
 
 _REFINEMENTS = 15
 _FEW = 64
@@ -81,7 +81,7 @@ def _sides(penalties: list[Penalty], inside: State, origin: State, image: State,
     for penalty, at, first, new, old in zip(penalties, *parts, strict=True):
         # What sigma is applied to is known as well as the state is.
         limits = torch.finfo(at.dtype)
-        largest = at.abs().flatten(1).amax(dim=1).reshape(-1, *[1] * (at.ndim - 1))
+        largest = per_row(sample_rows(at.abs()).amax(dim=1), at)
         margin = (new - old).abs() + 2 * (at - first).abs() + 8 * limits.eps * largest + limits.tiny
         if not isinstance(penalty, ElementwisePenalty | ScaledPenalty):  # others mix entries, and have no slopes
             return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
-from opteq.states import State, blocks, inner, like, map_state
+from opteq.states import State, blocks, inner, like, map_state, sample_rows
 
 Product = Callable[[State], State]
 
@@ -286,7 +286,7 @@ class Hidden(BoundMap):
         """
         parts = zip(self.penalties(y), blocks(self.preactivation(y)), strict=True)
         distances = [penalty.distance_to_kink(block) for penalty, block in parts]
-        known = [apart.flatten(1).amin(dim=1) for apart in distances if apart is not None]
+        known = [sample_rows(apart).amin(dim=1) for apart in distances if apart is not None]
         return torch.stack(known).amin(dim=0) if len(known) == len(distances) else None
 
     def objective(self, y: State) -> Tensor:

@@ -184,6 +184,8 @@ class BoundObjective(WrittenMap, Hidden):
 
     def _measured_curvature(self) -> Tensor:
         start = map_state(Tensor.detach, self._start)
+        if (first := blocks(start)[0]).is_meta:  # there is nothing to measure
+            return torch.ones(len(first), device="meta")
         curvature, dtype = largest_curvature(self.hessian_at(start), start), Layout.of(start).dtype
         # Where the start knows nothing (a Hessian of zeros, or of NaN), any length is as good as another.
         return torch.where(curvature > torch.finfo(dtype).tiny ** 0.5, curvature, 1.0).to(dtype)
