@@ -298,11 +298,6 @@ def has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
 
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which products of matrices keep their precision, which autocast would halve."""
-    return torch.autocast(device.type, enabled=False) if has_autocast(device.type) else nullcontext()
-
-
 @dataclass(frozen=True)
 class Autocast:
     """An autocast setting that can be entered again later, in the backward pass for instance."""

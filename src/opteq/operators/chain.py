@@ -14,7 +14,7 @@ from opteq.operators.base import LinearMap, Operator, check_bound, initial_norm
 from opteq.operators.conv import check_image
 from opteq.operators.spectral.bound import normalise, rounding
 from opteq.operators.spectral.norms import kernel_norm
-from opteq.states import full_precision, widest_dtype, working_dtype
+from opteq.states import Autocast, widest_dtype, working_dtype
 
 
 class ChainMap(LinearMap):
@@ -54,7 +54,7 @@ class ChainMap(LinearMap):
         c = self.weights[0].shape[1]
         impulse = wide.weights[0].new_zeros(c, c, *(2 * p + 1 for p in self.padding))
         impulse[range(c), range(c), self.padding[0], self.padding[1]] = 1
-        with full_precision(impulse.device):
+        with Autocast.current(impulse.device).off():
             return wide(impulse).flip(2, 3).transpose(0, 1).contiguous()
 
 
@@ -160,7 +160,7 @@ def largest_response(powers: Tensor, weights: Tensor, kernel: Tensor, grid: int 
     if max(kernel.shape[2:]) > grid // 2:
         raise ValueError(f"a grid of {grid} frequencies is too coarse for kernels of size {tuple(kernel.shape[2:])}")
     missed: float = math.prod(math.cos((size - 1) * math.pi / (2 * grid)) ** 2 for size in kernel.shape[2:])
-    with full_precision(powers.device):
+    with Autocast.current(powers.device).off():
         largest: Tensor = (weights.to(powers.dtype) @ powers).amax(dim=1)
     slack = 2**-10 if powers.dtype == torch.float32 else 1e-9  # for products in TensorFloat-32
     bound: Tensor = largest * ((1 + slack) / missed)

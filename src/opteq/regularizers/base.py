@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opteq.common.derivatives import gradient, pullback
 from opteq.common.options import NamedOptions
-from opteq.states import full_precision
+from opteq.states import Autocast
 
 # Elements of the largest temporary of a batch-coupled regulariser: 64 MiB in float32, enough to keep a GPU busy and
 # little compared with the activations of a network.
@@ -63,7 +63,7 @@ class Regularizer(metaclass=NamedOptions):
         """The Hessian of ``value(z).sum()`` at ``z`` times ``v``, in the shape of ``z``."""
         check_direction(z, v)
         # A Hessian is symmetric, so one reverse pass through the gradient is the product that is wanted.
-        with full_precision(z.device):  # those of the reverse pass, too
+        with Autocast.current(z.device).off():  # those of the reverse pass, too
             product: Tensor = pullback(self.gradient, z)[1](v.to(z.dtype))
             return product
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opteq.common.validate import not_negative
 from opteq.regularizers.base import Regularizer, batch_shares, working_copy
-from opteq.states import full_precision
+from opteq.states import Autocast
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Decorrelation(Regularizer):
         not_negative(self, "eps")
 
     def value(self, z: Tensor) -> Tensor:
-        with full_precision(z.device):
+        with Autocast.current(z.device).off():
             unit, _ = self._unit_rows(_rows(z))
             return batch_shares(_cosines(unit).square().sum() / 2, z)
 
     def gradient(self, z: Tensor) -> Tensor:
-        with full_precision(z.device):
+        with Autocast.current(z.device).off():
             unit, inverse_length = self._unit_rows(_rows(z))
             pull = 2 * _cosines(unit) @ unit
             return _unrows(inverse_length * (pull - _row_dot(pull, unit) * unit), z)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opteq.common.validate import positive
 from opteq.regularizers.base import Regularizer, batch_shares, chunk_size, working_copy
-from opteq.states import full_precision
+from opteq.states import Autocast
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class HSIC(Regularizer):
         positive(self, "bandwidth")
 
     def value(self, z: Tensor) -> Tensor:
-        with full_precision(z.device):
+        with Autocast.current(z.device).off():
             x = _samples(z)
             total, squares = x.new_zeros(x.shape[1], x.shape[1]), x.new_zeros(())
             for part in _chunks(x):
@@ -59,7 +59,7 @@ class HSIC(Regularizer):
             return batch_shares((total.square().sum() - squares) * self._scale(x) / 2, z)
 
     def gradient(self, z: Tensor) -> Tensor:
-        with full_precision(z.device):
+        with Autocast.current(z.device).off():
             x = _samples(z)
             total = x.new_zeros(x.shape[1], x.shape[1])
             for part in _chunks(x):

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from opteq.common.dynamo import constant
-from opteq.states import full_precision
+from opteq.states import Autocast
 
 # Enough to come within 0.1 %; a single matrix is cheap.
 _MATRIX_SQUARINGS = 7
@@ -111,7 +111,7 @@ def unit_norm(kernel: Tensor, groups: int = 1, supremum: Callable[..., Tensor] |
 
     ``supremum`` bounds ``sup |K^|^2`` of taps and their size; it is :func:`squared_supremum` by default.
     """
-    with full_precision(kernel.device):
+    with Autocast.current(kernel.device).off():
         outputs, inputs, *size = kernel.shape
         taps = kernel.reshape(groups, outputs // groups, inputs, -1).movedim(-1, 0)
         if outputs // groups > inputs:  # A and A' have the same norm; the Gram matrix is on the smaller side
