@@ -1,16 +1,25 @@
-"""Checks of what the functions of a user's objective return."""
+"""Checks of what the functions of a user's problem return, at every call and at the first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from opteq.states import blocks, map_state
+from opteq.common.derivatives import without_saved_tensor_hooks
+from opteq.states import blocks, map_state, may_branch_on_values
 
 State = TypeVar("State")
+
+Values = Callable[[Any], Mapping[str, Tensor]]
+"""A function of a state, whose values have the batch first."""
+
+_tried: WeakKeyDictionary[nn.Module, set[tuple[bool, bool]]] = WeakKeyDictionary()
+"""Whether modules were in training mode where they were tried, and whether there was a second sample to keep apart."""
 
 
 def check_start(start: State, x: Any, who: str) -> State:
@@ -47,7 +56,37 @@ def check_terms(terms: Any, batch: int, who: str) -> dict[str, Tensor]:
     return terms
 
 
-def check_apart(function: Callable[[Any], Mapping[str, Tensor]], start: Any, who: str, advice: str) -> bool:
+def try_once(module: nn.Module, function: Values, start: Any, name: str, differentiable: bool) -> None:
+    """Call a function of a module where it is bound for the first time, and check that it keeps samples apart.
+
+    Tensors that it keeps for later calls are then made outside of derivatives: inside, they would be torch.func's.
+    With ``differentiable`` some of its values have to have a gradient.
+    """
+    first, tried = blocks(start)[0], _tried.setdefault(module, set())
+    looks = may_branch_on_values(torch.empty(0, device="cpu")) and not torch.is_inference_mode_enabled()
+    case = module.training, looks and len(first) > 1
+    if case in tried:
+        return
+    who = f"{type(module).__name__}.{name}"
+    with (
+        without_saved_tensor_hooks(),  # a checkpoint would count this call
+        torch.random.fork_rng([first.device] if first.is_cuda else []),
+    ):
+        function(start)
+        depends = not case[1] or _check_apart(function, start, who, advice_on_batch_norms(module))
+    if differentiable and not depends:
+        raise ValueError(f"{who} has no gradient by y: it should not use detach, no_grad, data or numpy")
+    tried.add(case)
+
+
+def advice_on_batch_norms(module: nn.Module) -> str:
+    """What to do about those that take statistics of a batch, in words."""
+    norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm) and part.training]
+    advice = "is in training mode: use a GroupNorm, keep it in evaluation mode, or apply it to x in start(x)"
+    return f". Batch normalisation ({', '.join(norms)}) {advice}" if norms else ""
+
+
+def _check_apart(function: Values, start: Any, who: str, advice: str) -> bool:
     """Whether the values depend on the state; raise where those of one sample depend on the state of another.
 
     All samples but one get cotangents of zero, which stay zero whatever the rounding, unless that one comes in.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opteq.common.copies import silent_copy
+from opteq.diagnostics.copies import silent_copy
 from opteq.engine.flatten import flatten
 from opteq.engine.settings import settings
 from opteq.engine.traced import traces_of

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq.common.returns import try_once
 from opteq.problems.base import WrittenProblem, check_called
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.written import WrittenMap
@@ -73,7 +74,7 @@ class BoundFixedPoint(WrittenMap):
 
     def __init__(self, problem: FixedPoint, x: Any) -> None:
         super().__init__(problem, x)
-        self.try_once(self._images, "f(z, x)")
+        try_once(problem, self._images, self._start, "f(z, x)", differentiable=False)
 
     def step(self, y: State) -> State:
         """``f(y, x)``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from opteq import penalties
 from opteq.common.convexity import certify_objective, without_memory
 from opteq.common.derivatives import gradient, pullback
-from opteq.common.returns import check_terms
+from opteq.common.returns import check_terms, try_once
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import WrittenProblem, check_called
@@ -105,7 +105,7 @@ class BoundObjective(WrittenMap, Hidden):
 
     def __init__(self, problem: Objective, x: Any) -> None:
         super().__init__(problem, x)
-        self.try_once(self._smooth_parts, "terms(y, x)")
+        try_once(problem, self._smooth_parts, self._start, "terms(y, x)", differentiable=True)
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
         with torch.no_grad():
