@@ -793,3 +793,30 @@ def test_a_state_may_be_one_number_per_sample(problem, factor):
 def test_an_objective_has_shapes_on_the_meta_device():
     layer = opteq.Equilibrium(FieldOfExperts("relu")).to("meta")
     assert layer(torch.empty(2, 1, 5, 5, device="meta")).shape == (2, 1, 5, 5)
+
+
+class NormalisedInput(opteq.Objective):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.norm, self.inside = nn.BatchNorm1d(3), inside
+
+    def start(self, x):
+        self.centre = None if self.inside else self.norm(x)
+        return torch.zeros_like(x)
+
+    def terms(self, y, x):
+        return {"data": 0.5 * (y - (self.norm(x) if self.inside else self.centre)).square().sum(1)}
+
+
+def test_batch_normalisation_of_the_input_belongs_into_start():
+    """Inside of derivatives torch.func refuses to change its running statistics."""
+    x = torch.randn(5, 3)
+    message = r"changes a tensor that it keeps.*in start\(x\).*Batch normalisation \(norm\) is in training mode: use a"
+    with pytest.raises(ValueError, match=message):
+        opteq.Equilibrium(NormalisedInput(True))(x)
+    opteq.Equilibrium(NormalisedInput(True).eval())(x)
+    problem = NormalisedInput(False)
+    torch.testing.assert_close(
+        opteq.Equilibrium(problem)(x), (x - x.mean(0)) / x.std(0, correction=0), rtol=1e-3, atol=1e-3
+    )
+    assert problem.norm.num_batches_tracked == 1
