@@ -717,6 +717,7 @@ def test_terms_without_a_gradient_are_refused(why):
     ("x", "message"),
     [
         ((torch.ones(2, 3), torch.ones(2, dtype=torch.int64)), r"x\[1\] should be floating point; got torch.int64"),
+        ((torch.ones(2, 3), torch.ones(4, 3)), r"should have one batch size; got \[2, 4\]"),
         ((torch.ones(2, 3), None), r"x\[1\] should be a tensor with the batch first; got NoneType"),
         ([torch.ones(2, 3)], "the input should be a tensor with the batch first, or a tuple of them; got list"),
         ((), "the input should be a tensor with the batch first, or a tuple of them; got tuple$"),
@@ -728,7 +729,7 @@ def test_a_wrong_part_of_the_input_is_named(x, message):
         problem(x)
     type(problem).takes_tuples = True
     try:
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             problem(x)
     finally:
         del type(problem).takes_tuples

@@ -41,6 +41,8 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
         if self.takes_tuples and isinstance(x, tuple) and x:
             for place, part in enumerate(x):
                 self._check_input(part, f"x[{place}]")
+            if any(part.shape[0] != x[0].shape[0] for part in x):
+                raise ValueError(f"the tensors of an input should have one batch size; got {[len(part) for part in x]}")
         else:
             self._check_input(x, "the input")
         with engine.bounded_weights(self):

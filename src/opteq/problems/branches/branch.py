@@ -48,8 +48,6 @@ def views(x: State, scales: Sequence[int], who: str = "branch") -> list[Tensor]:
         return [_pool_input(x, scale, f"{who} {index}") for index, scale in enumerate(scales)]
     if len(x) != len(scales):
         raise ValueError(f"the input should be one tensor, or a tuple with {len(scales)}, one per {who}; got {len(x)}")
-    if len({part.shape[0] for part in x}) > 1:
-        raise ValueError(f"the tensors of an input should have one batch size; got {[part.shape[0] for part in x]}")
     whole = [tuple(scale * side for side in part.shape[2:]) for part, scale in zip(x, scales, strict=True)]
     if len(set(whole)) > 1:
         raise ValueError(
