@@ -809,7 +809,7 @@ class NormalisedInput(opteq.Objective):
         return {"data": 0.5 * (y - (self.norm(x) if self.inside else self.centre)).square().sum(1)}
 
 
-def test_batch_normalisation_of_the_input_belongs_into_start():
+def test_batch_normalisation_of_the_input_belongs_in_start():
     """Inside of derivatives torch.func refuses to change its running statistics."""
     x = torch.randn(5, 3)
     message = r"changes a tensor that it keeps.*in start\(x\).*Batch normalisation \(norm\) is in training mode: use a"
