@@ -106,10 +106,9 @@ class Linear(opteq.Objective):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_small_constant_slope_is_followed_to_its_end(dtype):
     x = torch.tensor([[10.0, 3.0], [2.0, -1.0], [0.0, 3.0]], dtype=dtype)
-    for scale in (1e-5, 1e-3):
-        solution = opteq.Equilibrium(Outlier(scale).to(dtype), on_failure="raise").solve(x)
-        torch.testing.assert_close(solution.state, x, rtol=0, atol=1e-3)
-    slopes = torch.tensor([[3.0, -1e-4], [3.0, -1e-6]], dtype=dtype)
+    solution = opteq.Equilibrium(Outlier(1e-4).to(dtype), on_failure="raise").solve(x)
+    torch.testing.assert_close(solution.state, x, rtol=0, atol=1e-3)
+    slopes = torch.tensor([[3.0, -1e-4], [3.0, -1e-5]], dtype=dtype)
     solution = opteq.Equilibrium(Linear(), on_failure="raise").solve(slopes)
     torch.testing.assert_close(solution.state, -slopes.sign())
 
