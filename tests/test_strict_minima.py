@@ -168,6 +168,13 @@ def test_no_kink_is_certified_where_nothing_tells_of_it(name: str, dtype: torch.
     assert strict_minima(problem(x), state)[0].tolist() == [True, True]
 
 
+def test_a_kink_at_zero_is_found_in_float16_and_on_any_default_device() -> None:
+    """Numbers as small as the moves beside entries of 0 would vanish in float16."""
+    problem, zeros = unit(opteq.penalties.ReLU(), 1.5).half(), torch.zeros(2, 1, dtype=torch.float16)
+    with torch.device("meta"):  # random numbers are drawn where the state is
+        assert strict_minima(problem(zeros), zeros)[0].tolist() == [False, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("activation", ["tanh", "elu", "softplus", "softsign", "sigmoid", "identity"])
 def test_what_bends_without_a_kink_is_certified(activation: str, dtype: torch.dtype) -> None:

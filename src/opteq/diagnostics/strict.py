@@ -11,7 +11,7 @@ from opteq.diagnostics.extremes import outer_bounds
 from opteq.diagnostics.minimum import curvature_at_solution, curvature_product
 from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap, Hidden
-from opteq.solvers.linear.lanczos import Lanczos, tridiagonal
+from opteq.solvers.linear.lanczos import Lanczos, random_start, tridiagonal
 from opteq.states import Layout, State, blocks, like, map_state
 
 _STAGES = ((16, 1 / 8), (24, 1 / 8), (36, 1 / 4), (64, 1 / 2))
@@ -132,8 +132,9 @@ def same_beside(function: Callable[[State], State], at: State, scale: Tensor | f
     point, here = Layout.of(at), function(at)
     out = Layout.of(here)
     eps = max(torch.finfo(dtype).eps for dtype in (*point.dtypes, *out.dtypes))
+    least = max(_ZERO, *(torch.finfo(dtype).tiny for dtype in point.dtypes))  # float16 knows no smaller numbers
     rows, values = point.pack(at), out.pack(here)
-    move = (2 * eps * rows.abs() + _ZERO) * point.pack(random_direction(at))
+    move = (2 * eps * rows.abs() + least) * point.pack(random_direction(at))
     room: Tensor = eps**0.5 * (scale + values.abs().amax(dim=1))
     above, below = (out.pack(function(point.unpack(rows + side * move))) for side in (1, -1))
     return torch.maximum((above - values).abs(), (below - values).abs()).amax(dim=1) <= room
@@ -143,7 +144,7 @@ def random_direction(shaped: State) -> State:
     """Numbers between 1 and 2 in magnitude, the same for all samples: a batch equals its samples one by one."""
     layout = Layout.of(shaped)
     rows = layout.pack(shaped)
-    random = 2 * torch.rand(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows) - 1
+    random = random_start(rows).clamp(-1, 1)
     return layout.unpack((random + random.sign()).expand_as(rows))
 
 
