@@ -42,7 +42,7 @@ class LocalCertificate:
 
     Attributes:
         strict_minimum: whether the state is a strict local minimum of the objective, isolated, and the implicit
-            gradient exists: ``lambda_max(S) < 1``, and neither sigma nor g has a kink there.
+            gradient exists: ``lambda_max(S) < 1``, and neither sigma nor g has a kink within a few roundings.
             False where the solver did not reach its tolerance (with ``tol=0``, a residual of 1e-3): such a state is
             not known to be close to an equilibrium.
         contraction: a bound on ``max |lambda(S)|``: near the state plain steps converge at that rate where it is
