@@ -570,7 +570,15 @@ def test_an_answer_outside_of_the_domain_is_no_minimum():
     assert not solution.converged[wrong].any()
 
 
-@pytest.mark.parametrize("solver", [None, opteq.Anderson(), opteq.Picard(tol=1e-2, max_steps=500)])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(None, marks=pytest.mark.slow),  # 4,000 steps
+        opteq.FISTA(tol=1e-2),
+        opteq.Anderson(),
+        opteq.Picard(tol=1e-2, max_steps=500),
+    ],
+)
 def test_an_objective_that_falls_without_end_is_not_called_converged(solver):
     class Linear(opteq.Objective):
         def terms(self, y, x):
