@@ -158,3 +158,14 @@ def test_values_that_float16_can_hold_are_finite(name):
     found = getattr(P, name)().half()(u.half())
     assert found.dtype == torch.float16
     torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["Huber", "Gaussian", "Student", "GemanMcClure"])
+def test_small_arguments_keep_their_digits_and_large_ones_are_finite(name):
+    potential = getattr(P, name)()
+    small = torch.tensor([1e-15, 3e-7, -2e-5, 1e-3, 0.3])
+    torch.testing.assert_close(potential(small).double(), potential.double()(small.double()), rtol=1e-6, atol=0)
+    far = torch.tensor([1e25, -1e25], requires_grad=True)
+    value = potential.float()(far)
+    (slope,) = torch.autograd.grad(value.sum(), far)
+    assert torch.isfinite(value if name != "Student" else slope).all()

@@ -76,7 +76,8 @@ class GemanMcClureCurve(Curve):
     """``u^2 / (2 (1 + u^2))``."""
 
     def value(self, u: Tensor) -> Tensor:
-        return (1 - 1 / (1 + u.square())) / 2
+        square = u.square().clamp_max(torch.finfo(u.dtype).max / 4)
+        return square / (1 + square) / 2  # precise where u is small
 
     def derivative(self, u: Tensor) -> Tensor:
         return u / (1 + u.square()).square()
