@@ -610,7 +610,7 @@ def test_the_first_calls_and_what_is_not_written_run_plainly(monkeypatch: pytest
             self.calls += 1
             return torch.zeros_like(x)
 
-    assert "nor are calls with another value of an attribute" in opteq.engine.report(opteq.Equilibrium(Counting()), x)
+    assert "where an attribute changes, calls are counted anew" in opteq.engine.report(opteq.Equilibrium(Counting()), x)
     built_in = opteq.Equilibrium(opteq.OptEq(op.Dense(3, 4, bound=0.9)))
     assert "only a HiddenProblem or an Objective" in opteq.engine.report(built_in, x)
 

@@ -145,10 +145,12 @@ def does_as(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
 
     A subclass that overrides nothing, a parametrised layer say, counts as its base class.
     """
+    if is_hooked(module):
+        return False
     own = [name for name in ("forward", "_conv_forward", "embed", "solve", "__call__") if hasattr(type(module), name)]
-    same = (all(getattr(type(module), name) is getattr(kind, name, None) for name in own) for kind in kinds)
-    return any(isinstance(module, kind) and one for kind, one in zip(kinds, same, strict=True)) and not is_hooked(
-        module
+    return any(
+        isinstance(module, kind) and all(getattr(type(module), name) is getattr(kind, name, None) for name in own)
+        for kind in kinds
     )
 
 

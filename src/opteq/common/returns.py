@@ -75,7 +75,7 @@ def try_once(module: nn.Module, function: Values, start: Any, name: str, differe
         function(start)
         depends = not case[1] or _check_apart(function, start, who, advice_on_batch_norms(module))
     if differentiable and not depends:
-        raise ValueError(f"{who} has no gradient by y: it should not use detach, no_grad, data or numpy")
+        raise ValueError(f"{who} has no gradient by y: it should depend on y, without detach, no_grad, data or numpy")
     tried.add(case)
 
 

@@ -64,7 +64,7 @@ def _traces_of(hidden: BoundMap, direction: str) -> tuple[Flattened, Traces] | N
     traces = traces_of(flat)
     traces.calls += direction == "forward"
     first = settings.calls_before_tracing
-    early = f"the first {first} calls are not traced, nor are calls with another value of an attribute each"
+    early = f"the first {first} calls are not traced; where an attribute changes, calls are counted anew"
     reason = early if traces.calls <= first else traces.reason
     note(direction, reason, "traced gradient and curvature, plain solver")
     return (flat, traces) if reason is None else None
