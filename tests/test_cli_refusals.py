@@ -241,7 +241,7 @@ def fill_the_disk(root: str, out: str) -> None:
     torch.set_num_threads(1)
     result = train(Path(root), Path(out))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    refused(result, "saving a checkpoint failed: File too large", "earlier checkpoints are intact", "--resume")
+    refused(result, "failed: File too large", "step-00000006.safetensors", "with --resume: the checkpoints are intact")
     sys.exit(result.exit_code)
 
 
@@ -269,7 +269,7 @@ def refuse_the_event_file(root: str, out: str) -> None:
     threading.excepthook = lambda _: None  # TensorBoard writes in a thread, which prints the error as well
     result = train(Path(root), Path(out))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    refused(result, "failed: File too large", "make room, then continue with --resume")
+    refused(result, "failed: File too large", "run/tensorboard", "make room, then start again")
     sys.exit(result.exit_code)
 
 

@@ -304,7 +304,8 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path: Path
     store = Checkpoints(tmp_path / "checkpoints")
     store.folder.touch()
     with pytest.raises(
-        UserError, match=r"listing the checkpoints failed: Not a directory \(.*/checkpoints\); make that a folder"
+        UserError,
+        match=r"listing .*/checkpoints failed: Not a directory; move away what is in its place, or give another",
     ):
         store.latest()
 
@@ -354,8 +355,8 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    message = "saving failed: No space left on device; make room"
-    with pytest.raises(UserError, match=message), plain_errors("saving", "make room"):
+    message = r"saving failed: No space left on device \(.*/file\); make room, or give up"
+    with pytest.raises(UserError, match=message), plain_errors("saving", "or give up"):
         write_atomically(path, b"new")
     monkeypatch.undo()
     assert path.read_bytes() == b"old"

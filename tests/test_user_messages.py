@@ -113,7 +113,7 @@ def test_a_first_checkpoint_on_a_full_disk_claims_no_earlier_ones(
 
     monkeypatch.setattr(Checkpoints, "save", full)
     result = train(root, tmp_path / "run")
-    refused(result, "saving a checkpoint failed: No space left on device", "no checkpoint was saved before")
+    refused(result, "failed: No space left on device", "make room, then start again: no checkpoint was saved before")
 
 
 def test_an_evaluation_needs_test_images_alone(root: Path, tmp_path: Path) -> None:  # noqa: F811

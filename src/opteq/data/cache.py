@@ -26,6 +26,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from opteq.common.errors import UserError
+from opteq.common.files import plain_errors
 from opteq.data.dataset import ChannelStatistics, Dataset, Pixels, Split
 from opteq.data.progress import progress
 from opteq.data.readers.source import FoundDataset, Source, Stream
@@ -162,11 +163,9 @@ def _write_array(path: Path, shape: tuple[int, ...], pieces: Iterator[Pixels]) -
 @contextmanager
 def _cache_errors(folder: Path) -> Iterator[None]:
     """Report an error of the file system in one line that says what to do."""
-    try:
-        yield
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"{folder}: cannot write the cache of decoded images ({reason}); "
-            "make room or give another folder by cache= or OPTEQ_CACHE"
-        ) from error
+    remedy = "or give another folder by cache=, --set data.cache=DIR or OPTEQ_CACHE"
+    with plain_errors(f"writing the cache of decoded images in {folder}", remedy):
+        try:
+            yield
+        except NotImplementedError as error:  # a file system without locks
+            raise OSError(str(error)) from error

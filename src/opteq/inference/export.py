@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.errors import MissingExtraError, UserError, unknown_name
-from opteq.common.files import plain_errors
+from opteq.common.files import naming, plain_errors
 from opteq.inference import formats
 from opteq.inference.fixed_steps import Exportable, ExportableDenoiser, enough_steps, enough_steps_to_denoise
 from opteq.inference.formats import ENDINGS, Inputs, Signature
@@ -116,7 +116,11 @@ def export(
     else:
         subject, steps = _classifier(model, steps, image_shape, generator)
         tol = max((layer.solver.tol for _, layer in equilibria(model)), default=0.0)
-    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    with (
+        plain_errors(f"writing {path}", "or choose another place with --out"),
+        naming(path, hidden=path.with_name(f".{path.name}.")),
+        TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder,
+    ):
         draft = Path(folder) / f"model{ENDINGS[format]}"  # torch.export looks at the ending
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporters' own notes to developers
@@ -128,8 +132,7 @@ def export(
                 part = slice(first, first + size)
                 output = formats.run(format, draft, tuple(one[part] for one in subject.inputs), subject.signature)
                 _compare(output, subject.output[part], format, subject)
-        with plain_errors(f"writing {path}", "choose another place"):
-            os.replace(draft, path)
+        os.replace(draft, path)
     difference = float((subject.output - subject.own).abs().max())
     agreement = None
     if isinstance(model, Classifier):
@@ -187,13 +190,15 @@ def _write(format: str, subject: _Subject, path: Path) -> bool:
         for other in subject.others:
             formats.run(format, path, other, subject.signature)
         return True
-    except MissingExtraError:
+    except (MissingExtraError, OSError):
         raise
     except Exception as error:  # every exporter has classes of its own
         if isinstance(subject.module, ExportableDenoiser):  # a file for one size of images would be of no use
             raise _export_error(subject, format, error) from error
     try:
         formats.write(format, subject.module, tuple(one[:1] for one in subject.inputs), path, subject.signature, False)
+    except OSError:
+        raise
     except Exception as error:
         raise _export_error(subject, format, error) from error
     return False

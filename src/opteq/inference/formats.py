@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,13 +82,20 @@ def _write_onnx(module: nn.Module, example: Inputs, path: Path, signature: Signa
 def _write_torchscript(module: nn.Module, example: Inputs, path: Path, _signature: Signature, _free: Any) -> None:
     with torch.no_grad():
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
-    torch.jit.save(traced, str(path))
+    _save(torch.jit.save, traced, path)
 
 
 def _write_exported(module: nn.Module, example: Inputs, path: Path, _signature: Signature, free: Any) -> None:
     with torch.no_grad():
         program = torch.export.export(module, example, dynamic_shapes=free, strict=False)
-    torch.export.save(program, str(path))
+    _save(torch.export.save, program, path)
+
+
+def _save(save: Callable[..., object], program: object, path: Path) -> None:
+    """Save by way of memory: where the disk is full, torch's own writer ends the process."""
+    content = io.BytesIO()
+    save(program, content)
+    path.write_bytes(content.getbuffer())
 
 
 _WRITERS: dict[str, Callable[[nn.Module, Inputs, Path, Signature, Any], None]] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ from torch import Tensor
 from opteq import operators as op
 from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
+from opteq.common.files import draft, plain_errors, write_atomically
 from opteq.data.readers.decode import open_image
 from opteq.models.denoiser import Denoiser
 from opteq.models.restoration import Restoration
@@ -194,10 +197,17 @@ def write_image(image: Tensor, file: Path) -> None:
 
     pixels = (255 * image.clamp(0, 1)).round().to(torch.uint8).cpu()
     array = (pixels[0] if len(pixels) == 1 else pixels.movedim(0, -1)).numpy()
+    written = io.BytesIO()
     try:
-        Image.fromarray(array).save(file)
+        Image.fromarray(array).save(written, Image.registered_extensions()[file.suffix.lower()])
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} can't be written: {error}") from error
+        raise UserError(f"{file} can't be written: {error}; choose another format, such as .png") from error
+    with _plain(file):
+        write_atomically(file, written.getvalue())
+
+
+def _plain(file: Path) -> AbstractContextManager[None]:
+    return plain_errors(f"writing {file}", "or choose another place")
 
 
 def _check_writable(file: Path) -> None:
@@ -208,8 +218,10 @@ def _check_writable(file: Path) -> None:
         raise UserError(f"{file}: there is no folder {file.parent}")
     if file.is_dir():
         raise UserError(f"{file} is a folder; give the name of an image, such as {file / 'out.png'}")
-    if file.suffix.lower() not in Image.registered_extensions():
+    if Image.registered_extensions().get(file.suffix.lower()) not in Image.SAVE:
         raise UserError(f"{file}: the ending should be that of an image format, such as .png; got {file.suffix!r}")
+    with _plain(file), draft(file, b"can this be written?"):
+        pass
 
 
 def command(

@@ -128,7 +128,7 @@ class Denoiser(nn.Module):
         """Write configuration and weights into ``folder``; the weights know their own digest."""
         folder = Path(folder)
         text = json.dumps({"denoiser": dataclasses.asdict(self.config)}, indent=2) + "\n"
-        with plain_errors(f"writing {folder}", "choose another place"):
+        with plain_errors(f"writing the model to {folder}", "or choose another place"):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / WEIGHTS, weights.to_bytes(self.prior))
             write_atomically(folder / CONFIG, text.encode())

@@ -39,7 +39,7 @@ def compare(folders: Sequence[str | Path], target: str | Path) -> Path:
         f"{len(runs)} runs", "comparison of runs", join(*(tag("b", name) for name in runs), between=", "), None,
         listed, body,
     )  # fmt: skip
-    with plain_errors(f"writing {target}", "choose another place with --out"):
+    with plain_errors(f"writing {target}", "or choose another place with --out"):
         write_atomically(target, page.encode(errors="replace"))
     return target
 

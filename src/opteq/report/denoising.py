@@ -40,7 +40,7 @@ def write_denoising_report(folder: Path) -> Path:
     subtitle = tag("p", str(run.recipe.get("reproduces", "")))
     page = html_page(run.name, "Denoiser", subtitle, None, remarks, join(*parts))
     target = folder / "report.html"
-    with plain_errors("writing the report", "free some space or check the permissions"):
+    with plain_errors("writing the report"):
         write_atomically(target, page.encode())
     return target
 

@@ -52,6 +52,6 @@ def write_explanation(
         parts.append(guarantees([(name, layer.problem.certificate()) for name, layer in layers]))
     what = join(tag("b", str(model.config["name"])), f"on {plural(len(images), 'image')}", between=" ")
     html = html_page(title, "explanation of predictions", what, None, None, join(*parts))
-    with plain_errors(f"writing {target}", "choose another place with --explain FILE"):
+    with plain_errors(f"writing {target}", "or choose another place with --explain FILE"):
         write_atomically(target, html.encode(errors="replace"))
     return target

@@ -71,7 +71,7 @@ def write(run_dir: str | Path, seconds: float = 120.0) -> Path:
     findings = _findings(run, seconds)
     html = render(run, findings)
     target = folder / "report.html"
-    with plain_errors("writing the report", "free some space or check the permissions"):
+    with plain_errors("writing the report"):
         # File names in the command may not be valid Unicode.
         write_atomically(target, html.encode(errors="replace"))
     return target

@@ -92,7 +92,7 @@ class LoadedRun:
     @property
     def _writing(self) -> Any:
         what = f"writing the evaluation of {self.path}"
-        return partial(plain_errors, what, "make room, or evaluate a copy of the run elsewhere")
+        return partial(plain_errors, what, "or evaluate a copy of the run elsewhere")
 
 
 def open_run(

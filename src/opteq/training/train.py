@@ -90,8 +90,7 @@ def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerat
             ended = trainer.epoch >= recipe.train.epochs
             place = "had finished" if ended else f"continues in epoch {trainer.epoch + 1}"
             display.say(f"{folder.path} {place}, after step {trainer.step}")
-        full = "make room, then continue with --resume: the checkpoints are intact"
-        with plain_errors(f"writing to {folder.path}", full), StopRequest(accelerator) as stop:
+        with plain_errors(f"training in {folder.path}", trainer.checkpoints.remedy), StopRequest(accelerator) as stop:
             records = None
             if accelerator.is_main_process:
                 folder.describe(recipe, environment.describe(accelerator))

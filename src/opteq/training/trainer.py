@@ -13,7 +13,6 @@ from torch import nn
 
 from opteq.analysis import PGD
 from opteq.common.errors import UserError
-from opteq.common.files import plain_errors
 from opteq.data import Batches
 from opteq.models import Classifier
 from opteq.training.devices import Accelerator, peak_memory_mb
@@ -139,11 +138,7 @@ class Trainer:
         }
         if not self.accelerator.is_main_process:
             return None
-        kept = "no checkpoint was saved before: make room, then start again"
-        if self.checkpoints.files():
-            kept = "earlier checkpoints are intact: make room, then continue with --resume"
-        with plain_errors("saving a checkpoint", kept):
-            return self.checkpoints.save(Checkpoint(self.step, tensors, values))
+        return self.checkpoints.save(Checkpoint(self.step, tensors, values))
 
     def _steps(self, layers: Layers, display: ProgressDisplay, stop: StopRequest) -> None:
         recipe, began, before = self.recipe, time.monotonic(), self.seconds

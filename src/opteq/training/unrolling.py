@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from opteq.common.errors import UserError
-from opteq.common.files import write_atomically
+from opteq.common.files import plain_errors, write_atomically
 from opteq.training.evaluate import evaluate
 from opteq.training.open_run import open_run
 from opteq.training.optim.losses import cross_entropy
@@ -62,7 +62,8 @@ def unrolling_table(
         metrics = evaluate(folder, device=loaded.train.device)
         measured = {key: metrics[key] for key in ("test_accuracy", "mean_residual", "solver_steps")}
         rows.append({"method": name, **measured, **_times(folder, loaded.train.device)})
-    write_atomically(Path(out) / "unrolling.json", (json.dumps(rows, indent=2) + "\n").encode())
+    with plain_errors("writing the table", "then run this again: the rows are kept"):
+        write_atomically(Path(out) / "unrolling.json", (json.dumps(rows, indent=2) + "\n").encode())
     return rows
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from opteq.common.errors import UserError, format_value, unknown_name
-from opteq.common.files import check_readable, draft, sync_folder
+from opteq.common.files import check_readable, draft, plain_errors, sync_folder
 from opteq.models.pretrained.hub import download
 from opteq.models.pretrained.released import released, released_folder
 from opteq.models.pretrained.weights import to_bytes
@@ -43,18 +43,12 @@ def save(model: nn.Module, config: Mapping[str, Any], folder: str | Path, replac
             f"the model's config can't be written as JSON ({error}); keep plain values in config['extra']"
         ) from error
     data = to_bytes(model)
-    try:
+    with plain_errors(f"writing the model to {folder}", "or choose another folder: files that were there are whole"):
         folder.mkdir(parents=True, exist_ok=True)
         with draft(folder / WEIGHTS, data) as weights, draft(folder / CONFIG, text.encode()) as settings:
             os.replace(weights, folder / WEIGHTS)
             os.replace(settings, folder / CONFIG)
         sync_folder(folder)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(
-            f"could not write the model to {folder}: {reason}. Files that were there are whole; free some space, or "
-            "choose a folder that can be written to"
-        ) from error
     return folder
 
 

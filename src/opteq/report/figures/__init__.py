@@ -80,7 +80,7 @@ def write_figures(
         captions[name] = f"## {name} ({source})\n\n![{name}]({name}.png)\n\n{drawn.caption}"
         say(f"{name}: {written[-1]}")
     if written:
-        with plain_errors(f"writing {folder / 'captions.md'}", "choose another folder with --out"):
+        with plain_errors(f"writing {folder / 'captions.md'}", "or choose another folder with --out"):
             parts = [f"# Figures of {subject.title}", *(captions[name] for name in FIGURES if name in captions)]
             write_atomically(folder / "captions.md", ("\n\n".join(parts) + "\n").encode())
     return written

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opteq import report
 from opteq.common.errors import UserError
+from opteq.common.files import plain_errors
 from opteq.report.figures.robust import draw_record
 from opteq.training import evaluate_robustness, is_denoiser
 
@@ -77,10 +78,12 @@ def command(
         corruption_files=corruption_files, batch_size=batch_size,
     )  # fmt: skip
     if first:
-        drawn = draw_record(run)
         if corruptions:
             say(_summary(record["corruptions"]))
-        page = report.write(run)
+        with plain_errors(
+            "drawing", f"then run `opteq figures {run}` and `opteq report {run}`: what was measured is kept"
+        ):
+            drawn, page = draw_record(run), report.write(run)
         say(f"tables: {run / 'robustness.md'}; figure: {drawn}; page: {page}")
     return record
 

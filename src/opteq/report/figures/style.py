@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opteq.common.errors import needs_extra
-from opteq.common.files import plain_errors
+from opteq.common.files import plain_errors, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,8 +45,13 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     from matplotlib import rc_context
 
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    with plain_errors(f"writing {paths[0]}", "choose another folder"), rc_context({"svg.hashsalt": name}):
+    with plain_errors(f"writing the figure {name}", "or choose another folder"), rc_context({"svg.hashsalt": name}):
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], dpi=DPI)
-        figure.savefig(paths[1], metadata={"Date": None})  # the same figure gives the same file
+        for path in paths:
+            drawn = io.BytesIO()
+            # Without its date, the same figure gives the same file.
+            figure.savefig(
+                drawn, format=path.suffix[1:], dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else {}
+            )
+            write_atomically(path, drawn.getvalue())
     return paths

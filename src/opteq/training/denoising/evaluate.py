@@ -102,7 +102,7 @@ def evaluate(
     place = make_accelerator(device, "no", recipe.train.tf32, recipe.train.threads).device
     model = load_denoiser(folder.path, recipe, tol, max_steps).to(place).eval()
     target = folder.path / "evaluation.json"
-    with plain_errors(f"writing the evaluation of {folder.path}", "make room, or evaluate a copy of the run elsewhere"):
+    with plain_errors(f"writing the evaluation of {folder.path}", "or evaluate a copy of the run elsewhere"):
         with draft(target, b"can this be written?"):  # before minutes are spent
             pass
         result: dict[str, Any] = {"sets": {}, "tol": tol or recipe.test.tol, "device": str(place)}

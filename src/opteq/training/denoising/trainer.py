@@ -52,8 +52,7 @@ def train(recipe: DenoisingRecipe, out: str | Path, resume: bool = False, consol
         if checkpoint is not None:
             trainer.resume(checkpoint)
             console.print(f"{folder.path} continues after step {trainer.step}", highlight=False)
-        full = "make room, then continue with --resume: the checkpoints are intact"
-        with plain_errors(f"writing to {folder.path}", full), StopRequest(accelerator) as stop:
+        with plain_errors(f"training in {folder.path}", checkpoints.remedy), StopRequest(accelerator) as stop:
             folder.describe(recipe, environment.describe(accelerator))
             records = Records(folder.path, trainer.history)
             try:

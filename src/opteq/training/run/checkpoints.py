@@ -55,9 +55,15 @@ class Checkpoints:
         # listdir and not glob, for which a folder without read permission looks empty.
         if not os.path.lexists(self.folder):
             return []
-        with plain_errors("listing the checkpoints", "make that a folder which can be read, or give another --out"):
+        with plain_errors(f"listing {self.folder}", "or give another --out"):
             names = os.listdir(self.folder)
         return sorted((self.folder / name for name in names if _NAME.fullmatch(name)), key=_order, reverse=True)
+
+    def remedy(self) -> str:
+        """The end of a message about a run that failed: whether it can continue."""
+        if self.files():
+            return "then continue with --resume: the checkpoints are intact"
+        return "then start again: no checkpoint was saved before"
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint, then remove those that are no longer needed.

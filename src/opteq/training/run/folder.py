@@ -50,7 +50,7 @@ class RunFolder:
         return (
             bool(Checkpoints(self.checkpoints).files())
             or (self.path / "model.safetensors").exists()
-            or (metrics.exists() and metrics.stat().st_size > 0)
+            or (metrics.is_file() and metrics.stat().st_size > 0)
         )
 
     def recipe(self) -> AnyRecipe:
@@ -78,10 +78,9 @@ class RunFolder:
 
         If the block fails before anything was written, no empty folder is left behind.
         """
-        remedy = "choose a folder that you may write to with --out"
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
-            with plain_errors(f"making the run folder {self.path}", remedy):
+            with plain_errors(f"making the run folder {self.path}", "or give another --out"):
                 self.path.mkdir(parents=True, exist_ok=True)
                 with draft(self.path / "probe", b"can this be written?"):
                     pass

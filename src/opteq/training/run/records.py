@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opteq.common.errors import needs_extra
-from opteq.common.files import write_atomically
+from opteq.common.files import naming, write_atomically
 
 Line = dict[str, Any]
 """One epoch: ``epoch`` (1 is the first), ``train_loss``, ``test_accuracy`` and the like; accuracies lie in 0..1."""
@@ -30,18 +30,20 @@ class Records:
         with needs_extra("train"):  # imported here: TensorBoard is slow to import, and only a run that writes needs it
             from torch.utils.tensorboard import SummaryWriter
         purge = len(history) + 1 if history else None
-        self._tensorboard = SummaryWriter(folder / "tensorboard", purge_step=purge)
+        with naming(folder / "tensorboard"):
+            self._tensorboard = SummaryWriter(folder / "tensorboard", purge_step=purge)
 
     def add(self, line: Line) -> None:
         """Record one epoch."""
-        with open(self.path, "a", encoding="utf-8") as file:
+        with naming(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(_text(line))
             file.flush()
             os.fsync(file.fileno())
-        for key, value in line.items():
-            if key != "epoch" and value is not None:
-                self._tensorboard.add_scalar(_tag(key), value, line["epoch"])
-        self._tensorboard.flush()  # raises here what its thread could not write
+        with naming(self.path.with_name("tensorboard")):
+            for key, value in line.items():
+                if key != "epoch" and value is not None:
+                    self._tensorboard.add_scalar(_tag(key), value, line["epoch"])
+            self._tensorboard.flush()  # raises here what its thread could not write
 
     def close(self) -> None:
         """Close the TensorBoard file. An error of the disk was raised when the epoch was recorded."""
