@@ -20,6 +20,7 @@ from PIL import Image
 from cli_cases import call, finished, no_page, refused, root, train
 from opteq import cli, models
 from opteq.common.errors import UserError
+from opteq.common.files import lock_folder
 from opteq.report.run import read_run
 from opteq.training import open_run
 from opteq.training.run.checkpoints import Checkpoints
@@ -145,6 +146,30 @@ def test_resume_with_the_recipe_of_the_folder(finished: Path, tmp_path: Path) ->
     refused(call("train", "--resume", "--out", tmp_path / "none"), "holds no run to resume; name a recipe")
 
 
+def test_resume_is_offered_where_there_is_a_checkpoint(root: Path, finished: Path, tmp_path: Path) -> None:
+    run, image = shutil.copytree(finished, tmp_path / "run"), root / "test/above/0.png"
+    asking = (("evaluate", run), ("predict", run, image), ("figures", run), ("restore", image, "o.png", "--model", run))
+    (run / "model.safetensors").unlink()
+    for command in asking:
+        refused(call(*command), f"holds no finished run: continue with `opteq train --resume --out {run}`")
+    with lock_folder(run, ""):
+        for command in (*asking, ("train", "digits", "--out", run)):
+            refused(call(*command), f"another process is training in {run}: wait for it")
+    shutil.rmtree(run / "checkpoints")
+    again = f"`opteq train {run / 'recipe.toml'} --out DIR`"
+    for command in asking:
+        refused(call(*command), f"no checkpoint to continue from; start again with {again}")
+    result = train(root, run)
+    refused(result, "no checkpoint to continue from", "give another --out, or remove its metrics.jsonl to start over")
+    assert "--resume" not in result.stderr
+    (run / "model.safetensors").touch()
+    refused(train(root, run), "no checkpoint to continue from", "remove its model.safetensors to start over")
+    (run / "model.safetensors").unlink()
+    result = call("train", "--resume", "--out", run)
+    assert result.exit_code == 0, result.output
+    assert "has no checkpoint: training begins again" in " ".join(result.stdout.split())
+
+
 class Poison:
     """A pickle that leaves a file behind when it is read."""
 
@@ -197,7 +222,9 @@ def test_other_images(finished: Path, root: Path, tmp_path: Path) -> None:
 
 def test_evaluating_what_is_no_run(tmp_path: Path, finished: Path) -> None:
     refused(call("evaluate", tmp_path), "holds no run: there is no recipe.toml")
-    refused(call("evaluate", finished, "--tol", "-1"), "tol should be a positive number")
+    refused(call("evaluate", tmp_path / "none"), f"{tmp_path / 'none'}: no such folder; give that of a run")
+    refused(call("evaluate", finished, "--tol", "-1"), "tol should be a positive finite number; got -1.0")
+    refused(call("evaluate", finished, "--tol", "inf"), "tol should be a positive finite number; got inf")
     refused(call("evaluate", finished, "--precision", "fp16", "--device", "cpu"), "needs a GPU", "--precision no")
     refused(call("evaluate", finished, "--device", "gpu"), "unknown device 'gpu'", "auto, cpu, cuda")
     refused(call("evaluate", finished, "--precision", "fp32"), "unknown precision 'fp32'; did you mean 'fp16'?")

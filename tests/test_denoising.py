@@ -90,6 +90,19 @@ def test_the_program_trains_evaluates_and_reports(images: Path, tmp_path: Path) 
     assert "holds a denoiser; `opteq restore`" in refused.output
 
 
+def test_an_unfinished_run_says_how_it_goes_on(images: Path, tmp_path: Path) -> None:
+    class Stopped(training.denoising.trainer.StopRequest):
+        def agreed_signal(self, step: int) -> int:
+            return 15
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.denoising.trainer, "StopRequest", Stopped)
+        with pytest.raises(training.Interrupted, match=r"signal 15 after step 1; saved .*step-00000001.* --resume"):
+            training.train_denoiser(recipe(images, 4), tmp_path)
+    with pytest.raises(UserError, match=f"continue with `opteq train --resume --out {tmp_path}`"):
+        training.evaluate_denoiser(tmp_path)
+
+
 def test_one_step_is_trained_and_kept(images: Path, tmp_path: Path) -> None:
     folder = training.train_denoiser(recipe(images, 1, "model.steps=1", "noise.least=12"), tmp_path)
     model = Denoiser.load(folder, on_failure="ignore")

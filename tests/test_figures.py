@@ -173,7 +173,7 @@ def test_the_command(runs: Path, tmp_path: Path) -> None:
         call("figures", runs / "opteq-digits", "--only", "attention"),
         "has no figure attention: only GEQ with a Gaussian kernel weighs patches",
     )
-    refused(call("figures", runs / "nothing"), "holds no run")
+    refused(call("figures", runs / "nothing"), "no such folder")
 
 
 def test_runs_in_folders_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:

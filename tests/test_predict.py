@@ -189,7 +189,7 @@ def test_the_command_refuses_in_one_line(run: Path, images: Path, tmp_path: Path
     (tmp_path / "bad.png").write_bytes(b"no image")
     refused(call("predict", run, tmp_path / "bad.png"), "cannot read this image")
     (tmp_path / "recipe.toml").write_text("")
-    refused(call("predict", tmp_path, images), "is not finished")
+    refused(call("predict", tmp_path, images), "holds no finished run")
 
 
 def test_the_command_explains(run: Path, images: Path, model: models.Classifier, tmp_path: Path) -> None:

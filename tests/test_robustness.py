@@ -220,4 +220,4 @@ def test_denoisers_and_folders_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(to_toml(load_any_recipe("denoiser-convex")))
     refused(call("evaluate", tmp_path, "--corruptions"), "are for classifiers, and this run trained a denoiser")
     refused(call("figures", tmp_path), "figures are for classifiers, and", "holds a denoiser")
-    refused(call("evaluate", tmp_path / "none", "--curves"), "holds no run")
+    refused(call("evaluate", tmp_path / "none", "--curves"), "no such folder")

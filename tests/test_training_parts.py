@@ -412,7 +412,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     other = start(hold, str(folder), str(sign))
     while not sign.exists():
         time.sleep(0.01)
-    with pytest.raises(UserError, match=r"another process is training in .*wait for it, or give another --out"):
+    with pytest.raises(UserError, match=r"another process is training in .*wait for it, or give another folder"):
         RunFolder(folder).prepared().__enter__()
     other.kill()
     other.join()

@@ -27,14 +27,21 @@ BATCH = 64
 
 def load(run: Path, device: str = "auto") -> Classifier:
     """The classifier of a finished run, of a folder that ``save_pretrained`` wrote, or of ``owner/name`` on the hub."""
-    check_readable(run)
-    if run.is_dir() and (run / "recipe.toml").exists() and not (run / "model.safetensors").exists():
-        raise UserError(f"{run} is not finished: continue with `opteq train --resume --out {run}`")
+    check_finished(run)
     place = resolve_device(device)
     model = models.from_pretrained(str(run))
     if isinstance(model, Segmenter):
         raise UserError(f"{run} holds a model for segmentation; use model.predict(image) in Python for its label maps")
     return model.to(place)
+
+
+def check_finished(run: Path) -> None:
+    """Raise where a folder holds a run without weights."""
+    check_readable(run)
+    if run.is_dir() and (run / "recipe.toml").exists() and not (run / "model.safetensors").exists():
+        from opteq.training.run.folder import RunFolder  # a saved model needs nothing of training
+
+        RunFolder(run).check_finished()
 
 
 def find_images(paths: Sequence[Path]) -> list[Path]:

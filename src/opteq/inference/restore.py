@@ -18,6 +18,7 @@ from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
 from opteq.common.files import draft, plain_errors, write_atomically
 from opteq.data.readers.decode import open_image
+from opteq.inference.predict import check_finished
 from opteq.models.denoiser import Denoiser
 from opteq.models.restoration import Restoration
 from opteq.models.restoration.minimise import MAX_STEPS, minimise
@@ -250,6 +251,7 @@ def command(
     if not 0 < tol < 1:
         raise UserError(f"--tol should lie between 0 and 1; got {tol:g}")
     x = read_image(source).to(device)
+    check_finished(model)
     trained = Denoiser.load(model).to(device).eval()
     least, most = 255 * trained.config.least, 255 * trained.config.most
     if not least <= sigma <= most:

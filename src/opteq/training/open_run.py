@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -109,12 +110,9 @@ def open_run(
     recipe = folder.recipe()
     if not isinstance(recipe, Recipe):
         raise UserError(f"{folder.path} holds a denoiser: use opteq.training.denoising.evaluate")
-    if not (folder.path / "model.safetensors").exists():
-        raise UserError(
-            f"{folder.path} holds no finished run: continue with `opteq train --resume --out {folder.path}`"
-        )
-    if tol is not None and not tol > 0:
-        raise UserError(f"tol should be a positive number; got {tol}")
+    folder.check_finished()
+    if tol is not None and not 0 < tol < math.inf:
+        raise UserError(f"tol should be a positive finite number; got {tol}")
     if batch_size is not None:
         if batch_size < 1:
             raise UserError(f"--batch-size should be at least 1; got {batch_size}")

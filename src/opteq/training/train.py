@@ -85,6 +85,8 @@ def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerat
         )
         display = ProgressDisplay(recipe.train.epochs, len(trainer.train), accelerator.is_main_process, console)
         checkpoint = trainer.checkpoints.latest() if resume else None
+        if resume and checkpoint is None and folder.recipe_file.exists():
+            display.say(f"{folder.path} has no checkpoint: training begins again")
         if checkpoint is not None:
             trainer.resume(checkpoint)
             ended = trainer.epoch >= recipe.train.epochs

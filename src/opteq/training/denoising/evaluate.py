@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +98,9 @@ def evaluate(
     recipe = folder.recipe()
     if not isinstance(recipe, DenoisingRecipe):
         raise UserError(f"{folder.path} holds no denoiser, but a run of {recipe.model.name}")
-    if tol is not None and not tol > 0:
-        raise UserError(f"tol should be a positive number; got {tol}")
+    folder.check_finished()
+    if tol is not None and not 0 < tol < math.inf:
+        raise UserError(f"tol should be a positive finite number; got {tol}")
     place = make_accelerator(device, "no", recipe.train.tf32, recipe.train.threads).device
     model = load_denoiser(folder.path, recipe, tol, max_steps).to(place).eval()
     target = folder.path / "evaluation.json"

@@ -49,6 +49,8 @@ def train(recipe: DenoisingRecipe, out: str | Path, resume: bool = False, consol
         trainer = DenoisingTrainer(recipe, accelerator)
         checkpoints = Checkpoints(folder.checkpoints)
         checkpoint = checkpoints.latest() if resume else None
+        if resume and checkpoint is None and folder.recipe_file.exists():
+            console.print(f"{folder.path} has no checkpoint: training begins again", highlight=False)
         if checkpoint is not None:
             trainer.resume(checkpoint)
             console.print(f"{folder.path} continues after step {trainer.step}", highlight=False)
@@ -76,9 +78,11 @@ def _loop(
             console.print(_text(line, options.steps), highlight=False, soft_wrap=True)
         signal = stop.agreed_signal(trainer.step)
         if last or signal or trainer.step % options.checkpoint_steps == 0:
-            checkpoints.save(trainer.checkpoint())
+            saved = checkpoints.save(trainer.checkpoint())
         if signal:
-            raise Interrupted(f"stopped after step {trainer.step}; continue with --resume", signal)
+            raise Interrupted(
+                f"stopped by signal {signal} after step {trainer.step}; saved {saved}: continue with --resume", signal
+            )
 
 
 def _text(line: Line, steps: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,42 @@ class RunFolder:
     def recipe(self) -> AnyRecipe:
         """The recipe of the run that is here."""
         check_readable(self.path)
+        if not self.path.is_dir():
+            raise UserError(f"{self.path}: no such folder; give that of a run, such as runs/digits")
         if not self.recipe_file.is_file():
             raise UserError(f"{self.path} holds no run: there is no recipe.toml in it. `opteq train --out` makes one")
         return load_any_recipe(self.recipe_file)
 
+    def check_finished(self) -> None:
+        """Raise unless the run has ended with its weights; the message says how it goes on."""
+        if (self.path / "model.safetensors").exists():
+            return
+        self._refuse_while_training()
+        if Checkpoints(self.checkpoints).files():
+            way = f"continue with `opteq train --resume --out {self.path}`"
+        else:
+            way = f"it has no checkpoint to continue from; start again with `opteq train {self.recipe_file} --out DIR`"
+        raise UserError(f"{self.path} holds no finished run: {way}")
+
+    def _refuse_while_training(self) -> None:
+        with self._locked(shared=True):
+            pass
+
+    def _locked(self, shared: bool = False) -> AbstractContextManager[None]:
+        busy = f"another process is training in {self.path}: wait for it, or give another folder"
+        return lock_folder(self.path, busy, shared)
+
     def check(self, recipe: AnyRecipe, resume: bool) -> None:
         """Raise unless a run with this recipe may start, or continue, here."""
         if not resume and self.holds_a_run():
-            raise UserError(f"{self.path} already holds a run: give --resume to continue it, or another --out")
+            self._refuse_while_training()
+            if Checkpoints(self.checkpoints).files():
+                raise UserError(f"{self.path} already holds a run: give --resume to continue it, or another --out")
+            left = "model.safetensors" if (self.path / "model.safetensors").exists() else "metrics.jsonl"
+            raise UserError(
+                f"{self.path} already holds a run, but no checkpoint to continue from: give another --out, or remove "
+                f"its {left} to start over"
+            )
         if resume and not Checkpoints(self.checkpoints).files() and (self.path / "model.safetensors").exists():
             raise UserError(
                 f"{self.path} holds a finished run, but no checkpoint to resume from: give another --out, or "
@@ -84,9 +112,7 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 with draft(self.path / "probe", b"can this be written?"):
                     pass
-            with lock_folder(
-                self.path, f"another process is training in {self.path}: wait for it, or give another --out"
-            ):
+            with self._locked():
                 remove_drafts(self.path)
                 yield
         except BaseException:
