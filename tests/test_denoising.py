@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from opteq import report, training
 from opteq.cli import app
 from opteq.common.errors import UserError
-from opteq.models.denoiser import Denoiser
+from opteq.models.denoiser import Denoiser, DenoiserConfig
 from opteq.training.denoising.quality import psnr, ssim
+from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.recipe.files import to_toml
 from opteq.training.run.checkpoints import Checkpoints
 from training_cases import TINY_DENOISER, make_grey_images
@@ -130,6 +131,36 @@ def test_mistakes_are_named(images: Path, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as refused:
         recipe(images, 1, override)
     assert "[]" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("noise", "sigmas"), [((10, 55), (15, 25, 50)), ((5, 20), (15,)), ((25, 50), (25, 50)), ((30, 40), (40,))]
+)
+def test_levels_of_tests_and_pages_are_trained_for(
+    noise: tuple[int, int], sigmas: tuple[int, ...], images: Path, tmp_path: Path
+) -> None:
+    own = [one for one in TINY_DENOISER if not one.startswith("test.sigmas")]
+    levels = [f"noise.least={noise[0]}", f"noise.most={noise[1]}", f"data.root={images}", "train.steps=1"]
+    chosen = training.load_any_recipe("denoiser-weak", [*own, *levels])
+    assert isinstance(chosen, DenoisingRecipe)
+    assert chosen.test.sigmas == sigmas
+    (tmp_path / "recipe.toml").write_text(to_toml(chosen))
+    assert training.load_any_recipe(tmp_path / "recipe.toml") == chosen
+    asked = training.load_any_recipe("denoiser-weak", [*own, *levels, "test.sigmas=[70]"])
+    assert isinstance(asked, DenoisingRecipe)
+    assert asked.test.sigmas == (70,)
+    usual = DenoiserConfig(least=noise[0] / 255, most=noise[1] / 255).usual_sigma
+    assert usual == pytest.approx(min(max(25, noise[0]), noise[1]))
+    if noise == (5, 20):
+        folder = training.train_denoiser(chosen, tmp_path / "run")
+        assert "Noise of 20 of 255" in report.write(folder).read_text()
+        assert list(training.evaluate_denoiser(folder)["sets"]["set12"]) == ["15"]
+
+
+@pytest.mark.parametrize("key", ["test.sigmas", "test.sets"])
+def test_a_test_of_nothing_is_refused(key: str, images: Path) -> None:
+    with pytest.raises(UserError, match=rf"{key} = \[\] is not right: .* at least 1 "):
+        recipe(images, 1, f"{key}=[]")
 
 
 def test_missing_images_and_other_tasks_are_named(images: Path, tmp_path: Path) -> None:

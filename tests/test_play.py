@@ -36,7 +36,7 @@ from opteq.play import app as serving
 from opteq.play.app import make_app, open_session
 from opteq.play.classifier import ClassifierSession
 from opteq.play.command import bound_socket
-from opteq.play.denoiser import MOST_PIXELS, shrink_to_limit
+from opteq.play.denoiser import MOST_PIXELS, DenoiserSession, shrink_to_limit
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -308,6 +308,7 @@ def test_a_denoiser_shows_before_and_after(tmp_path: Path) -> None:
     folder = Denoiser(DenoiserConfig(channels=(1, 2, 4), kernel_size=3)).save(tmp_path / "denoiser")
     client = TestClient(make_app(open_session(folder)), base_url="http://localhost:1")
     assert client.get("/api/model").json()["kind"] == "denoiser"
+    assert client.get("/api/model").json()["sigma"] == 25
     photo = url_of(Image.new("RGB", (24, 16), (120, 120, 120)), "JPEG")
     found = client.post("/api/solve", json={"image": photo, "sigma": 25, "strength": 1.0, "tol": 1e-3}).json()
     assert found["minimised"]
@@ -321,6 +322,10 @@ def test_a_denoiser_shows_before_and_after(tmp_path: Path) -> None:
     assert client.post("/api/certificate", json={"image": photo}).status_code == 404
     wrong = client.post("/api/solve", json={"image": photo, "sigma": -1})
     assert "sigma should lie in" in wrong.json()["error"]
+    faint = DenoiserSession(Denoiser(DenoiserConfig((1, 2, 4), 3, most=20 / 255)), "faint")
+    assert faint.describe()["sigma"] == 20
+    image = Image.new("L", (16, 16), 120)
+    assert faint.answer(image)["before"] == faint.answer(image, sigma=faint.model.config.usual_sigma)["before"]
 
 
 BRANCHES: dict[str, Any] = {"channels": 4, "hidden": [4, 6], "scales": [1, 2], "bound": 0.9}

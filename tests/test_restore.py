@@ -113,6 +113,17 @@ def test_noise_outside_of_what_was_trained_for_is_said(photo, model):
     )
 
 
+def test_the_usual_noise_is_what_the_model_was_trained_for(photo):
+    torch.manual_seed(0)
+    faint = Denoiser(DenoiserConfig((1, 2, 3), 3, knots=4, most=20 / 255)).save(photo / "faint")
+    for name, options in (("a.png", ()), ("b.png", ("--sigma", "20")), ("c.png", ("--sigma", "10"))):
+        result = call("restore", photo / "in.png", photo / name, "--model", faint, *options)
+        assert result.exit_code == 0, result.output
+        assert "outside" not in result.output
+    a, b, c = ((photo / name).read_bytes() for name in ("a.png", "b.png", "c.png"))
+    assert a == b != c
+
+
 @pytest.mark.parametrize("damage", ["noise", "blur", "mask", "scale"])
 def test_borders_are_not_darkened(damage: str) -> None:
     """A prior that met zeros beyond the image made its border up to 40 % darker."""

@@ -264,7 +264,10 @@ def restore(
     image: Annotated[Path, typer.Argument(metavar="IN", help="The image to restore, grey or colour.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the restored image goes.")],
     model: Annotated[Path, typer.Option(help="The folder of a trained denoiser, or its name.")],
-    sigma: Annotated[float, typer.Option(help="Standard deviation of the noise, of 255.")] = 25.0,
+    sigma: Annotated[
+        float | None,
+        typer.Option(help="Standard deviation of the noise, of 255; 25 or the nearest trained for by default."),
+    ] = None,
     blur: Annotated[float, typer.Option(help="Undo a Gaussian blur with this standard deviation in pixels.")] = 0.0,
     mask: Annotated[Path | None, typer.Option(help="Fill in what is black in this image, of the same size.")] = None,
     scale: Annotated[int, typer.Option(help="Enlarge by 2 or 4: pixels of IN are means of as many.")] = 1,

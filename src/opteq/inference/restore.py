@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -229,7 +229,7 @@ def command(
     source: Path,
     out: Path,
     model: Path,
-    sigma: float,
+    sigma: float | None,
     blur: float,
     mask: Path | None,
     scale: int,
@@ -245,7 +245,7 @@ def command(
     device = resolve_device(device)
     _check_writable(out)
     pixels = None if mask is None else (read_image(mask).mean(dim=0) > 0.5).float().to(device)
-    damage = Damage(sigma, blur, pixels, scale)
+    damage = Damage(0.0 if sigma is None else sigma, blur, pixels, scale)
     if not 0 < strength < math.inf:
         raise UserError(f"--strength should be positive and finite; got {strength:g}")
     if not 0 < tol < 1:
@@ -254,6 +254,9 @@ def command(
     check_finished(model)
     trained = Denoiser.load(model).to(device).eval()
     least, most = 255 * trained.config.least, 255 * trained.config.most
+    if sigma is None:
+        sigma = trained.config.usual_sigma
+        damage = replace(damage, sigma=sigma)
     if not least <= sigma <= most:
         instead = f"; {least:.3g} is used" if sigma < least else ""
         console.print(f"{model} was trained for --sigma {least:.3g} to {most:.3g}, and {sigma:g} is outside{instead}")

@@ -62,6 +62,11 @@ class DenoiserConfig:
     repeats: int = 4
     steps: int = 0
 
+    @property
+    def usual_sigma(self) -> float:
+        """The noise level, of 255, where none is chosen: 25, or the nearest that is trained for."""
+        return min(max(25.0, 255 * self.least), 255 * self.most)
+
 
 class Denoiser(nn.Module):
     """``y = argmin 1/2 |y - x|^2 + R_sigma(y)`` for grey images ``(B, 1, h, w)`` and noise levels ``(B,)``.

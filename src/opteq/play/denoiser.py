@@ -40,13 +40,14 @@ class DenoiserSession:
             "kind": "denoiser",
             "name": self.name,
             "model": f"a denoiser with {self.model.size:,} parameters",
+            "sigma": round(self.model.config.usual_sigma),
             "certificate": certificate_of(self.model.layer.problem),
         }
 
     def answer(
         self,
         image: ImageLike,
-        sigma: float = 25.0,
+        sigma: float | None = None,
         strength: float = 1.0,
         tol: float = 1e-4,
         add_noise: bool = True,
@@ -55,11 +56,12 @@ class DenoiserSession:
 
         Args:
             image: any image.
-            sigma: standard deviation of the noise, of 255.
+            sigma: standard deviation of the noise, of 255; one that the model was trained for by default.
             strength: factor of the prior.
             tol: estimated relative distance to the minimiser.
             add_noise: add noise of that level first, always the same.
         """
+        sigma = self.model.config.usual_sigma if sigma is None else sigma
         for name, value, low, high in (
             ("sigma", sigma, 0, 100), ("strength", strength, 0.01, 100), ("tol", tol, 1e-8, 0.1),
         ):  # fmt: skip

@@ -22,8 +22,6 @@ from opteq.solvers import FISTA
 
 _SHOWN = 3
 """Images of the first test set that the page shows."""
-_SIGMA = 25
-"""Their noise level, of 255."""
 
 
 def write_denoising_report(folder: Path) -> Path:
@@ -80,15 +78,15 @@ def _images(run: Run, model: Denoiser, notes: list[str]) -> Html | None:
     except UserError as error:
         notes.append(f"No images are shown: {error}")
         return None
-    figures = []
+    figures, sigma = [], model.config.usual_sigma
     for number, image in enumerate(images):
         clean = image[None].float() / 255
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(number))
-        noisy = clean + _SIGMA / 255 * noise
-        restored = model(noisy, torch.full((1,), _SIGMA / 255))
+        noisy = clean + sigma / 255 * noise
+        restored = model(noisy, torch.full((1,), sigma / 255))
         for name, one in (("noisy", noisy), ("restored", restored), ("clean", clean)):
             figures.append(_figure(name, one, clean))
-    words = f"Noise of {_SIGMA} of 255, and what is left of it."
+    words = f"Noise of {sigma:g} of 255, and what is left of it."
     return _section("Before and after", tag("p", words), tag("div", *figures, class_="images"))
 
 

@@ -186,7 +186,7 @@
     document.title = `${model.name} · opteq play`;
     $("about").textContent = model.kind === "denoiser" ? model.model : `${model.model}, ${model.classes.length} classes`;
     if (model.kind === "denoiser") {
-      control("sigma", "noise level", 0, 75, 1, 25, (v) => v, (v) => `${v} / 255`);
+      control("sigma", "noise level", 0, 75, 1, model.sigma, (v) => v, (v) => `${v} / 255`);
       control("strength", "prior", -1, 1, 0.05, 0, (v) => 10 ** v, (v) => `${v.toFixed(2)} ×`);
       control("tol", "tolerance", -6, -2, 0.5, -4, (v) => 10 ** v);
       toggle("add_noise", "add noise", true);

@@ -96,10 +96,13 @@ class DenoisingTrainSection(Section):
 
 
 class DenoisingTestSection(Section):
-    """Test sets (folders), noise levels of 255, and how far the energy is minimised."""
+    """Test sets (folders), noise levels of 255, and how far the energy is minimised.
 
-    sets: Annotated[tuple[str, ...], Field(strict=False)] = ("set12", "bsd68")
-    sigmas: Annotated[tuple[Positive, ...], Field(strict=False)] = (15.0, 25.0, 50.0)
+    The levels are by default those of 15, 25 and 50 that are trained for, or the largest one where none of them is.
+    """
+
+    sets: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("set12", "bsd68")
+    sigmas: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] = (15.0, 25.0, 50.0)
     tol: Positive = 1e-4
     max_steps: Count = 400
 
@@ -120,6 +123,14 @@ class DenoisingRecipe(Section):
     noise: NoiseSection = NoiseSection()
     train: DenoisingTrainSection
     test: DenoisingTestSection = DenoisingTestSection()
+
+    @model_validator(mode="after")
+    def _tests_what_is_trained_for(self) -> DenoisingRecipe:
+        if "sigmas" not in self.test.model_fields_set:
+            least, most = self.noise.least, self.noise.most
+            sigmas = tuple(sigma for sigma in self.test.sigmas if least <= sigma <= most) or (most,)
+            object.__setattr__(self, "test", self.test.model_copy(update={"sigmas": sigmas}))
+        return self
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> DenoisingRecipe:
