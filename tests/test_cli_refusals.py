@@ -43,6 +43,32 @@ def test_unknown_recipe_and_key(root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "override", "words"),
+    [
+        ("denoiser-weak", "test.sigmas=25", "test.sigmas = 25 is not right: it should be a list in brackets"),
+        ("digits", "augment.flip=yes", 'augment.flip = "yes" is not right: it should be true or false'),
+        ("digits", "model.options=3", "model.options = 3 is not right: it should be a table of options"),
+        ("digits", "name=a b", "it should consist of letters, digits, '.', '_' and '-'"),
+        ("digits", "data.root=", "--set takes KEY=VALUE, such as train.epochs=20; got 'data.root='"),
+    ],
+)
+def test_recipes_are_refused_in_words_of_toml(recipe: str, override: str, words: str, tmp_path: Path) -> None:
+    refused(call("train", recipe, "--out", tmp_path / "run", "--set", override), words)
+
+
+def test_recipes_of_another_task_or_version(finished: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\ntask = "denoise"\n[train]\nsteps = 3\n')
+    refused(call("train", file), f"recipe {file}: task = 'denoise' is not right: it should be 'denoising', or left out")
+    refused(call("unrolling", "denoiser-weak", "--out", tmp_path / "rows"), "denoiser-weak trains a denoiser")
+    run = shutil.copytree(finished, tmp_path / "run")
+    with open(run / "recipe.toml", "a") as recipe:
+        recipe.write("\n[future]\nx = 1\n")
+    for command in (("evaluate", run), ("train", "--resume", "--out", run)):
+        refused(call(*command), "perhaps of another version of opteq: unknown key 'future'")
+
+
 def test_a_refused_run_leaves_no_folder(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "new/runs/one"
     refused(train(root, out, "data.root=/nowhere"), "/nowhere")

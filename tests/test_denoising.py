@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -161,6 +163,25 @@ def test_levels_of_tests_and_pages_are_trained_for(
 def test_a_test_of_nothing_is_refused(key: str, images: Path) -> None:
     with pytest.raises(UserError, match=rf"{key} = \[\] is not right: .* at least 1 "):
         recipe(images, 1, f"{key}=[]")
+
+
+def test_images_that_are_of_no_use_are_named(images: Path, tmp_path: Path) -> None:
+    chosen = recipe(shutil.copytree(images, tmp_path / "images"), 1)
+    run = training.train_denoiser(chosen, tmp_path / "run")
+    for damaged in ("5", "[]", '{"sets": 3}', '{"sets": {"set12": {"25": {}}}}'):
+        (run / "evaluation.json").write_text(damaged)
+        assert "Not evaluated yet" in report.write(run).read_text()
+    Image.new("L", (9, 12)).save(tmp_path / "images/set12/1.png")
+    with pytest.raises(UserError, match=r"image 2 of a test set is 9x12; each side needs 1[0-9] pixels"):
+        training.evaluate_denoiser(run)
+    Image.new("L", (30, 24)).save(tmp_path / "images/train/9.png")
+    with pytest.raises(UserError, match="train holds images of 24x24 and of 30x24 pixels; all should have one size"):
+        training.train_denoiser(chosen, tmp_path / "other")
+    (tmp_path / "images/train/9.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"train/9.png: cannot read this image .*; replace or delete it"):
+        training.train_denoiser(chosen, tmp_path / "other")
+    with pytest.raises(UserError, match=r"train.patch = 40 should be at most the size of the images, 24x24"):
+        training.train_denoiser(recipe(images, 1, "train.patch=40"), tmp_path / "other")
 
 
 def test_missing_images_and_other_tasks_are_named(images: Path, tmp_path: Path) -> None:

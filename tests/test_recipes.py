@@ -156,7 +156,7 @@ def test_comparators_side_by_side_have_the_sizes_of_what_they_are_compared_with(
         ("optimizer.eps=1e-6", '[optimizer] eps has no effect with name = "sgd"; it belongs to "adamw"'),
         ("schedule.power=2.0", "[schedule] power has no effect with name = "),
         ("train.accumulate=999", "[train] accumulate = 999 is more than batch_size"),
-        ("augment.flip=3", "augment.flip = 3 is not right: it should be a valid boolean"),
+        ("augment.flip=3", "augment.flip = 3 is not right: it should be true or false"),
         ("augment.erase=7.0", "[augment] Augmentation.erase should be in [0, 1]; got 7.0"),
         ("augment.crop_pading=4", "unknown key 'augment.crop_pading'; did you mean 'augment.crop_padding'?"),
         ("train.epochs", "--set takes KEY=VALUE, such as train.epochs=20; got 'train.epochs'"),

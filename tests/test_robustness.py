@@ -17,6 +17,7 @@ from opteq.common.errors import UserError
 from opteq.data.corruptions import corrupt
 from opteq.models import Classifier
 from opteq.report.charts.robustness import robustness
+from opteq.report.run import read_run
 from opteq.training import evaluate, evaluate_robustness, load_any_recipe
 from opteq.training.open_run import open_run
 from opteq.training.recipe.files import to_toml
@@ -221,3 +222,18 @@ def test_denoisers_and_folders_without_a_run(tmp_path: Path) -> None:
     refused(call("evaluate", tmp_path, "--corruptions"), "are for classifiers, and this run trained a denoiser")
     refused(call("figures", tmp_path), "figures are for classifiers, and", "holds a denoiser")
     refused(call("evaluate", tmp_path / "none", "--curves"), "no such folder")
+
+
+@pytest.mark.parametrize("damaged", ["5", '{"corruptions": 5}', '{"corruptions": {"accuracy": 3}}'])
+def test_a_damaged_record_counts_as_none(damaged: str, finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    evaluate_robustness(run, only=["fog"], images=2)
+    whole = read_record(run)
+    assert read_run(run).robustness == whole
+    (run / "robustness.json").write_text(json.dumps({**whole, "curves": {"radius": {}}}))
+    assert read_record(run) == whole
+    (run / "robustness.json").write_text(damaged)
+    assert read_run(run).robustness == {}
+    refused(call("figures", run, "--only", "corruptions"), "it was not measured yet: run `opteq evaluate")
+    assert call("evaluate", run, "--corruptions", "--only", "fog", "--images", "2").exit_code == 0
+    assert read_record(run) == whole

@@ -172,10 +172,14 @@ def test_evaluation_under_attack(attacked: Path, finished: Path) -> None:
 
 
 def test_wrong_attacks(finished: Path) -> None:
-    refused(call("evaluate", finished, "--attack", "8"), "--attack 8.0 is not right: it should be less than or equal")
-    refused(call("evaluate", finished, "--attack", "much"), "--attack much is not right: it should be a valid number")
+    refused(call("evaluate", finished, "--attack", "8"), "--attack 8 is not right: it should be less than or equal")
+    refused(
+        call("evaluate", finished, "--attack", "much"),
+        "--attack much is not right: it should be a number such as 8/255",
+    )
+    refused(call("evaluate", finished, "--attack", "-1/255"), "--attack -1/255 is not right: it should be greater")
     refused(call("evaluate", finished, "--attack", "0.1", "--attack-steps", "0"), "--attack-steps 0 is not right")
-    refused(call("evaluate", finished, "--attack", "0.1", "--attack-step-size", "0"), "--attack-step-size 0.0 is not")
+    refused(call("evaluate", finished, "--attack", "0.1", "--attack-step-size", "0"), "--attack-step-size 0 is not")
     refused(call("evaluate", finished, "--attack-steps", "5"), "not trained with an adversary", "--attack 8/255")
     refused(call("evaluate", finished, "--attack", "0", "--attack-steps", "3"), "no effect with --attack 0")
 

@@ -14,20 +14,24 @@ _ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff", ".pgm")
 
 def read_grey(folder: str | Path) -> list[Tensor]:
     """The images of a folder in the order of their names, each ``(1, h, w)`` in uint8; colour becomes luminance."""
-    import numpy as np
-    from PIL import Image
-
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; name one that holds images")
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _ENDINGS)
     if not files:
         raise UserError(f"{folder} holds no images; known endings: {', '.join(_ENDINGS)}")
-    images = []
-    for file in files:
+    return [_read(file) for file in files]
+
+
+def _read(file: Path) -> Tensor:
+    import numpy as np
+    from PIL import Image
+
+    try:
         with Image.open(file) as image:
-            images.append(torch.from_numpy(np.array(image.convert("L")))[None])
-    return images
+            return torch.from_numpy(np.array(image.convert("L")))[None]
+    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and others
+        raise UserError(f"{file}: cannot read this image ({error}); replace or delete it") from error
 
 
 class Crops:

@@ -58,23 +58,26 @@ def _energy(model: Denoiser) -> Html:
 def _tests(folder: Path) -> Html | None:
     try:
         sets: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())["sets"]
-    except (OSError, ValueError, KeyError):
+        rows = [
+            (
+                name, sigma, f"{one['noisy_psnr']:.2f}", f"{one['psnr']:.2f}", f"{one['ssim']:.4f}",
+                f"{one['converged']:.0%}",
+            )
+            for name, levels in sets.items()
+            for sigma, one in levels.items()
+        ]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, or of another version
         return _section("Tests", tag("p", "Not evaluated yet: `opteq evaluate RUN` writes PSNR and SSIM here."))
     head = ("images", "sigma", "noisy, dB", "PSNR, dB", "SSIM", "minimised")
-    rows = [
-        (name, sigma, f"{one['noisy_psnr']:.2f}", f"{one['psnr']:.2f}", f"{one['ssim']:.4f}", f"{one['converged']:.0%}")
-        for name, levels in sets.items()
-        for sigma, one in levels.items()
-    ]
     body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
     return _section("Tests", tag("table", tag("tr", *(tag("th", name) for name in head)), *body))
 
 
 @torch.no_grad()
 def _images(run: Run, model: Denoiser, notes: list[str]) -> Html | None:
-    sets, root = run.section("test").get("sets") or ["set12"], run.section("data").get("root")
+    sets, root = run.section("test").get("sets"), run.section("data").get("root")
     try:
-        images = read_grey(Path(str(root)) / str(sets[0]))[:_SHOWN]
+        images = read_grey(Path(str(root)) / str(sets[0] if isinstance(sets, list) and sets else "set12"))[:_SHOWN]
     except UserError as error:
         notes.append(f"No images are shown: {error}")
         return None

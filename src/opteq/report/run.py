@@ -106,8 +106,16 @@ def read_run(folder: Path) -> Run:
         epochs=_read_metrics(folder / "metrics.jsonl", notes),
         notes=notes,
         certified=_certified(folder / "evaluation.json"),
-        robustness=_read_json(folder / "robustness.json", []),
+        robustness=_robustness(folder),
     )
+
+
+def _robustness(folder: Path) -> dict[str, Any]:
+    if not (folder / "robustness.json").exists():
+        return {}
+    from opteq.training.robustness.record import read_record  # reports of other runs need nothing of training
+
+    return read_record(folder)
 
 
 def _certified(path: Path) -> float | None:

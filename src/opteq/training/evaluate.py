@@ -143,6 +143,11 @@ def _attack(
         return AdversarySection.model_validate({**options.model_dump(), **wanted}).testing()
     except ValidationError as error:
         first = error.errors()[0]
-        name = {"epsilon": "--attack", "test_steps": "--attack-steps", "test_step_size": "--attack-step-size"}
-        reason = first["msg"].replace("Input should", "it should")
-        raise UserError(f"{name[str(first['loc'][0])]} {first['input']} is not right: {reason}") from None
+        options_given = {
+            "epsilon": ("--attack", epsilon),
+            "test_steps": ("--attack-steps", steps),
+            "test_step_size": ("--attack-step-size", step_size),
+        }
+        option, value = options_given[str(first["loc"][0])]
+        reason = first["msg"].replace("Input should", "it should").replace("valid number", "number such as 8/255")
+        raise UserError(f"{option} {value} is not right: {reason}") from None

@@ -53,6 +53,7 @@ def unrolling_table(
         for value in values:  # refused before hours are spent
             if not 0 < value < math.inf:
                 raise UserError(f"--{option} should be a positive finite number; got {value}")
+    load_recipe(recipe, overrides)  # refused by itself before options are added
     rows = []
     chosen = [(f"unrolled-{k}", _unrolled(k)) for k in steps] + [(f"implicit-{t:g}", _implicit(t)) for t in thresholds]
     for name, options in chosen:

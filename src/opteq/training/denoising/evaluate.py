@@ -26,6 +26,8 @@ from opteq.training.run.folder import RunFolder
 BATCH = 17
 """Images of one shape that are denoised at once."""
 
+_WINDOW = 11  # pixels, of SSIM
+
 
 @dataclass(frozen=True)
 class Denoised:
@@ -48,6 +50,11 @@ def denoise_images(model: Denoiser, images: Sequence[Tensor], sigma: float, devi
     around = 2 * max(model.prior.filters.prepare().padding)
     by_shape: dict[torch.Size, list[int]] = {}
     for number, image in enumerate(images):
+        if min(image.shape[1:]) < max(around + 1, _WINDOW):
+            size = f"{image.shape[2]}x{image.shape[1]}"
+            raise UserError(
+                f"image {number + 1} of a test set is {size}; each side needs {max(around + 1, _WINDOW)} pixels"
+            )
         by_shape.setdefault(image.shape, []).append(number)
     for numbers in by_shape.values():
         for group in (numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH)):
@@ -135,5 +142,6 @@ def image_folder(recipe: DenoisingRecipe, root: str | None = None) -> Path:
     """Where the images are."""
     chosen = root or recipe.data.root
     if chosen is None:
-        raise UserError("data.root is missing: the folder that holds train, " + ", ".join(recipe.test.sets))
+        holds = ", ".join(("train", *recipe.test.sets))
+        raise UserError(f"data.root is missing: the folder that holds {holds} (--set data.root=DIR; evaluate: --root)")
     return Path(chosen)

@@ -119,8 +119,7 @@ class DenoisingTrainer:
             betas=(0.9, 0.99),
             fused=device.type == "cuda" or None,
         )
-        images = torch.stack([image[0] for image in read_grey(image_folder(recipe) / "train")])
-        self.crops = Crops(images.to(device).float() / 255, recipe.train.patch)
+        self.crops = Crops(_training_images(recipe).to(device).float() / 255, recipe.train.patch)
         self._capture_guide()
         self.generator = torch.Generator(device).manual_seed(recipe.train.seed)
         self.step = 0
@@ -231,6 +230,17 @@ class DenoisingTrainer:
         parts += [report.failures().float().mean(), skipped]
         self._sums += torch.stack([torch.as_tensor(part, device=self.device).float() for part in parts])
         self._counted += 1
+
+
+def _training_images(recipe: DenoisingRecipe) -> Tensor:
+    folder = image_folder(recipe) / "train"
+    images = read_grey(folder)
+    first, *others = dict.fromkeys(f"{image.shape[2]}x{image.shape[1]}" for image in images)
+    if others:
+        raise UserError(f"{folder} holds images of {first} and of {others[0]} pixels; all should have one size")
+    if min(images[0].shape[1:]) < recipe.train.patch:
+        raise UserError(f"train.patch = {recipe.train.patch} should be at most the size of the images, {first}")
+    return torch.cat(images)
 
 
 def build_denoiser(recipe: DenoisingRecipe, device: torch.device) -> Denoiser:

@@ -85,7 +85,12 @@ def load_any_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> 
         content = tomlkit.parse(source).unwrap()
     except ParseError as error:
         raise UserError(f"the recipe {where} is not valid TOML: {error}") from error
-    kind = DenoisingRecipe if content.get("task") == "denoising" else Recipe
+    if (task := content.get("task", "denoising")) != "denoising":
+        raise UserError(
+            f"recipe {where}: task = {format_value(task)} is not right: it should be 'denoising', or left out for "
+            "classifiers and segmenters"
+        )
+    kind = DenoisingRecipe if "task" in content else Recipe
     changed = override.apply(content, overrides, kind)
     if _differ(content, changed) and content.get("reproduces") == changed.get("reproduces"):
         # The published result is that of the recipe as it was.
@@ -126,6 +131,16 @@ def flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+_WORDS = {
+    **dict.fromkeys(("list_type", "tuple_type"), "it should be a list in brackets, such as [1, 2]"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "it should be true or false"),
+    "dict_type": "it should be a table of options",
+    "too_short": "it should have at least 1 entry",
+    "string_pattern_mismatch": "it should consist of letters, digits, '.', '_' and '-', a letter or digit first",
+}
+"""Reasons in words of TOML, by the kinds of pydantic's errors."""
+
+
 def _validated(content: dict[str, Any], kind: type[Recipe] | type[DenoisingRecipe], where: str) -> AnyRecipe:
     try:
         return kind.model_validate(content)
@@ -136,11 +151,15 @@ def _validated(content: dict[str, Any], kind: type[Recipe] | type[DenoisingRecip
         rest = f" (and {more} more)" if more else ""
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and not part.startswith("function-"))
         if first["type"] == "extra_forbidden":
-            raise UserError(f"recipe {where}: {override.unknown_key(key, kind)}{rest}") from None
+            ours = ", perhaps of another version of opteq" if where.endswith("/recipe.toml") else ""
+            raise UserError(f"recipe {where}{ours}: {override.unknown_key(key, kind)}{rest}") from None
         if first["type"] == "missing":
             raise UserError(f"recipe {where}: the key {format_value(key)} is missing{rest}") from None
         key = shorten(key)
-        reason = shorten(first["msg"].removeprefix("Value error, ").replace("Input should", "it should"), 500)
+        said = _WORDS.get(
+            first["type"], first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+        )
+        reason = shorten(said, 500)
         if isinstance(first["input"], dict):
             section = f"[{key}] " if key else ""  # of a rule over several sections there is none
             raise UserError(f"recipe {where}: {section}{reason}{rest}") from None

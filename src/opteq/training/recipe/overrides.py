@@ -64,7 +64,7 @@ def apply(content: dict[str, Any], overrides: Iterable[str], section: type[BaseM
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
-        if not equals or not key:
+        if not equals or not key or not text.strip():
             raise UserError(f"--set takes KEY=VALUE, such as train.epochs=20; got {format_value(override)}")
         is_open = any(key.startswith(f"{table}.") for table in OPEN_TABLES)
         if key not in types_of and not is_open:

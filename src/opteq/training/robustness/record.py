@@ -13,12 +13,22 @@ FILE = "robustness.json"
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of earlier evaluations: ``corruptions`` and ``curves``, each if it was measured."""
+    """The record of earlier evaluations: ``corruptions`` and ``curves``, each if it was measured and is whole."""
     try:
         record = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    parts = record.items() if isinstance(record, dict) else ()
+    return {name: values for name, values in parts if _is_whole(name, values)}
+
+
+def _is_whole(name: str, values: Any) -> bool:
+    """Whether tables can be made of a part; a file that was edited, or is of another version, may be anything."""
+    try:
+        {"corruptions": _corruptions, "curves": _curves}[name](values)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return False
+    return True
 
 
 def read_reference(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
