@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import opteq
 from opteq import operators as op
 from opteq import potentials
-from opteq.common.convexity import NotKnown, curvature_of_terms
+from opteq.common.convexity import Input, NotKnown, curvature_of_terms
 
 N = 6
 
@@ -49,6 +49,11 @@ KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "spline": lambda p, y, x: {"data": data(y, x), "prior": 0.3 * p.spline(p.K(y)).sum(1)},
     "by channel": lambda p, y, x: {"data": data(y, x), "prior": (p.weights * p.huber(p.K(y))).sum(1)},
     "differences": lambda p, y, x: {"data": data(y, x), "rough": p.huber(y[:, 1:] - y[:, :-1]).sum(1)},
+    "diff": lambda p, y, x: {
+        "data": data(y, x),
+        "rough": p.huber(y.diff()).sum(1) + torch.diff(y - x, n=2, dim=1).square().sum(1),
+    },
+    "diffs and slices": lambda p, y, x: {"data": data(y, x), "rough": (y.diff(dim=1) - y[:, 1:]).square().sum(1)},
     "one term": lambda p, y, x: {"all": data(y, x) + p.huber(p.K(y)).sum(1) + 3.0},
     "one concave term": lambda p, y, x: {
         "all": (y - x).square().flatten(1).sum(1) - 0.5 * p.W(y).square().flatten(1).sum(dim=1)
@@ -60,6 +65,12 @@ KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "centred": lambda p, y, x: {"data": data(y, x), "prior": p.huber(p.K(y) - p.weights).sum(1)},
     "of x": lambda p, y, x: {"data": data(y, p.U(x)), "size": x.square().sum(1)},
     "a sum squared": lambda p, y, x: {"data": data(y, x), "sum": y.sum(1).square()},
+    "a square operator": lambda p, y, x: {"data": data(3 * p.W(y), x), "ridge": 0.01 * y.square().sum(1)},
+    "of both": lambda p, y, x: {
+        "data": data(p.W(y), p.W(x)),
+        "rough": p.huber(p.W(y)[:, 1:] - y[:, :-1]).sum(1),
+        "r": data(y, x),
+    },
     "two states": lambda p, y, x: {"data": data(3 * y - y, x), "mean": p.huber(p.K(y)).mean(1)},
 }
 
@@ -74,7 +85,7 @@ def hessian(problem: Written, y: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", KNOWN)
 def test_hessians_lie_in_the_interval(name: str) -> None:
     problem = Written(KNOWN[name]).double()
-    low, high, mixed = curvature_of_terms(problem.terms, True)
+    low, high, mixed = curvature_of_terms(problem.terms, Input())
     assert low > 0
     certificate = problem.certificate()
     assert certificate.exists
@@ -94,11 +105,43 @@ def test_hessians_lie_in_the_interval(name: str) -> None:
         assert torch.linalg.matrix_norm(jacobian, 2) <= mixed + 1e-9
 
 
+class Measured(Written):
+    """An inverse problem: fewer measurements than unknowns, or more."""
+
+    def __init__(self, rows: int, how: str) -> None:
+        super().__init__(lambda p, y, x: {"data": data(p.A(y), x), "ridge": 0.1 * y.square().sum(1)})
+        self.A, self.how = op.Dense(N, rows), how
+
+    def start(self, x: Any) -> Any:
+        back = self.A.adjoint(x)
+        return {"adjoint": back, "zeros": torch.zeros_like(back), "other": 0 * back}[self.how]
+
+
+@pytest.mark.parametrize("how", ["adjoint", "zeros"])
+@pytest.mark.parametrize("rows", [4, 9])
+def test_a_reconstruction_is_as_stable_as_its_certificate_says(rows: int, how: str) -> None:
+    problem = Measured(rows, how).double()
+    certificate, norm = problem.certificate(), float(problem.A.norm())
+    assert certificate.lipschitz == pytest.approx(norm / 0.2)
+    A = problem.A.weight.detach()
+    exact = torch.linalg.solve(A.T @ A + 0.2 * torch.eye(N, dtype=A.dtype), A.T)
+    assert torch.linalg.matrix_norm(exact, 2) <= certificate.lipschitz
+    x = torch.randn(3, rows, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.allclose(opteq.Equilibrium(problem, opteq.FISTA(tol=1e-12))(x), x @ exact.T, atol=1e-9)
+
+
+def test_a_start_of_unknown_shape_says_nothing_of_the_input() -> None:
+    certificate = Measured(4, "other").certificate()
+    assert certificate.exists
+    assert certificate.lipschitz is None
+
+
 def test_bounds_are_attained() -> None:
     problem = Written(lambda p, y, x: {"data": data(y, x), "prior": 0.5 * p.W(y).square().sum(1)}).double()
     problem.W = op.Dense(N, N, bound=0.7).double()
     nn.init.orthogonal_(problem.W.weight)
-    low, high, mixed = curvature_of_terms(problem.terms, True)
+    low, high, mixed = curvature_of_terms(problem.terms, Input())
     assert (low, mixed) == pytest.approx((1.0, 1.0))
     assert math.isclose(high, 1.49, rel_tol=1e-2)
 
@@ -153,9 +196,9 @@ def test_the_smooth_part_of_a_hidden_problem_certifies_it(weight: float) -> None
 def test_slices_of_other_shapes_may_be_repeated() -> None:
     for index in (slice(2, None), slice(None, 1), slice(0, 3)):
         problem = Written(lambda p, y, x, index=index: {"a": data(y, x), "b": (y[:, 1:] - y[:, index]).square().sum(1)})
-        assert curvature_of_terms(problem.terms, True)[1] == math.inf
+        assert curvature_of_terms(problem.terms, Input())[1] == math.inf
     near = Written(lambda p, y, x: {"a": data(y, x), "b": 0.5 * (y[..., 1:] - y[..., :-1]).square().sum(1)})
-    assert curvature_of_terms(near.terms, True) == pytest.approx((1.0, 5.0, 1.0))
+    assert curvature_of_terms(near.terms, Input()) == pytest.approx((1.0, 5.0, 1.0))
 
 
 UNKNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
@@ -191,12 +234,12 @@ def test_what_is_not_known_says_so(reason: str) -> None:
 def test_repeated_entries_do_not_fool_the_bounds() -> None:
     """Broadcasting repeats what is concave as often as the other operand is long."""
     problem = Written(lambda p, y, x: {"all": (y.square().sum(1, keepdim=True) - 0.9 * p.K(y).square()).sum(1)})
-    low, high, _ = curvature_of_terms(problem.terms, True)
+    low, high, _ = curvature_of_terms(problem.terms, Input())
     assert (low, high) == (-math.inf, math.inf)
     inner = Written(lambda p, y, x: {"all": (data(y, x) - 0.1 * p.K(y).square().sum(1)).sum(-1)})
-    assert curvature_of_terms(inner.terms, True)[0] == -math.inf
+    assert curvature_of_terms(inner.terms, Input())[0] == -math.inf
     spread = Written(lambda p, y, x: {"all": -(y[:, None] + p.weights[:, None]).square().sum(dim=(1, 2))})
-    assert curvature_of_terms(spread.terms, True)[0] == -math.inf
+    assert curvature_of_terms(spread.terms, Input())[0] == -math.inf
 
 
 def test_a_penalty_that_is_not_convex_is_refused() -> None:
@@ -263,7 +306,7 @@ def test_certificates_leave_nothing_behind() -> None:
 
 def test_an_error_of_the_code_is_no_certificate() -> None:
     with pytest.raises(NotKnown, match="no tensor"):
-        curvature_of_terms(lambda y, x: {"data": 3.0}, True)
+        curvature_of_terms(lambda y, x: {"data": 3.0}, Input())
 
 
 def random_objective(seed: int) -> Callable[[Any, Any], dict[str, Any]]:
@@ -289,7 +332,7 @@ def random_objective(seed: int) -> Callable[[Any, Any], dict[str, Any]]:
         return rng.choice([
             lambda y, x: one(y, x) * number, lambda y, x: one(y, x) + constant, lambda y, x: constant * one(y, x),
             lambda y, x: one(y, x)[..., i] - one(y, x)[..., j], lambda y, x: one(y, x) - other(y, x),
-            lambda y, x: chosen(y),
+            lambda y, x: chosen(y), lambda y, x: chosen(one(y, x)), lambda y, x: chosen.adjoint(chosen(y)) - chosen(x),
         ])  # fmt: skip
 
     def bent(depth: int) -> Callable[[Any, Any], Any]:
@@ -315,7 +358,7 @@ def test_random_objectives_bend_within_their_bounds() -> None:
         terms = random_objective(seed)
         y, x = torch.randn(2, 2, N, dtype=torch.float64)
         try:
-            low, high, _ = curvature_of_terms(terms, True)
+            low, high, _ = curvature_of_terms(terms, Input())
             found = torch.autograd.functional.hessian(lambda state: terms(state, x)["all"].sum(), y)  # noqa: B023
         except (NotKnown, RuntimeError, IndexError, ValueError):
             continue

@@ -35,9 +35,9 @@ class Bounds:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _depend_on_y(args, kwargs):
-            return Given()
         name = function.__name__
+        if not _depend_on_y(args, kwargs):
+            return args[0].zeros() if name == "zeros_like" and _is(args[0], Given) else Given()
         name = name.strip("_") if name.startswith("__") else name
         if not _is(args[0], Bounds) and name in _SWAPPED and len(args) == 2:
             name, args = _SWAPPED[name], args[::-1]
@@ -109,6 +109,14 @@ Known = TypeVar("Known", bound=Bounds)
 class Given(Bounds):
     """A value that depends on the input x alone."""
 
+    def through(self, norm: float, operator: Any, adjoint: bool) -> Given:  # noqa: ARG002
+        """After a linear map, an operator or its adjoint, of that norm."""
+        return Given()
+
+    def zeros(self) -> Given:
+        """Zeros of its shape."""
+        return Given()
+
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "ndim", "dtype", "device", "size", "dim"):
             raise NotKnown(f"it reads {name!r}")
@@ -141,13 +149,29 @@ class Input(Given):
     def __neg__(self) -> Input:
         return self
 
+    def through(self, norm: float, operator: Any, adjoint: bool) -> Given:  # noqa: ARG002
+        return Image(None if operator.keeps_shape else operator, adjoint)
+
+    def zeros(self) -> Given:
+        return Image(None, False)
+
+
+class Image(Given):
+    """Of the shape that x has after an operator, or its adjoint; of that of x itself without an operator."""
+
+    def __init__(self, operator: Any, adjoint: bool) -> None:
+        self.operator, self.adjoint = operator, adjoint
+
+    def zeros(self) -> Given:
+        return self
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Affine(Bounds):
     """``L y + M x + c``: ``least <= |L v| / |v| <= most``, ``|M| <= given``.
 
     ``cut`` says by how many entries it is shorter than y, and in which dimensions; None for any other shape. ``like_x``
-    where y has the shape of x; ``flat`` after ``flatten(1)``.
+    where it has the shape of x, ``like`` where it has that of an :class:`Image`; ``flat`` after ``flatten(1)``.
     """
 
     most: float = 1.0
@@ -155,11 +179,16 @@ class Affine(Bounds):
     given: float = 0.0
     cut: frozenset[tuple[int, int]] | None = frozenset()
     like_x: bool = False
+    like: Image | None = None
     flat: bool = False
 
-    def through(self, norm: float) -> Affine:
-        """After a linear map of that norm."""
-        return Affine(_times(self.most, norm), 0.0, _times(self.given, norm), None)
+    def through(self, norm: float, operator: Any, adjoint: bool) -> Affine:
+        """After a linear map, an operator or its adjoint, of that norm."""
+        most, given = _times(self.most, norm), _times(self.given, norm)
+        if operator.keeps_shape:
+            return _changed(self, most=most, least=0.0, given=given)
+        back = self.like is not None and self.like.operator is operator and self.like.adjoint != adjoint
+        return Affine(most, 0.0, given, None, like_x=back)
 
     def bent(self, low: float, high: float) -> Bent:
         """The sum of a function of every entry whose second derivative lies in ``[low, high]``."""
@@ -180,7 +209,7 @@ class Affine(Bounds):
     def _add(self, other: Any) -> Affine:
         if _number(other) is not None:
             return self
-        if _is(other, Input) and self.cut == frozenset() and self.like_x:
+        if _is(other, Input) and self.like_x:
             return _changed(self, given=self.given + 1)
         if _is(other, Affine) and self.cut is not None and (self.cut, self.flat) == (other.cut, other.flat):
             least = max(self.least - other.most, other.least - self.most, 0.0)
@@ -202,7 +231,12 @@ class Affine(Bounds):
 
     def _flatten(self, start_dim: int = 0) -> Affine:
         _check_within_samples(start_dim)
-        return _changed(self, cut=self.cut if start_dim == 1 else None, like_x=False, flat=start_dim == 1)
+        return _changed(self, cut=self.cut if start_dim == 1 else None, like_x=False, like=None, flat=start_dim == 1)
+
+    def _diff(self, n: int = 1, dim: int = -1) -> Affine:
+        _check_within_samples(dim)
+        cut = frozenset({(dim, n)}) if self.cut == frozenset() and not self.flat else None
+        return Affine(_times(self.most, 2.0**n), 0.0, _times(self.given, 2.0**n), cut)
 
     def __getitem__(self, index: Any) -> Affine:
         parts = index if _is(index, tuple) else (index,)
@@ -287,7 +321,7 @@ _NAMES = {
     "add": "__add__", "radd": "__add__", "sub": "__sub__", "subtract": "__sub__", "rsub": "__rsub__", "mul": "__mul__",
     "rmul": "__mul__", "multiply": "__mul__", "div": "__truediv__", "truediv": "__truediv__", "neg": "__neg__",
     "negative": "__neg__", "pow": "__pow__", "square": "_square", "sum": "_sum", "mean": "_mean", "flatten": "_flatten",
-    "getitem": "__getitem__",
+    "getitem": "__getitem__", "diff": "_diff",
 }  # fmt: skip
 _ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "neg", "negative", "pow", "square")
 _ROUNDING = 1e-14
@@ -300,12 +334,12 @@ _SWAPPED = {"add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "mult
 Terms = Callable[[Any, Any], Mapping[str, Any]]
 
 
-def curvature_of_terms(terms: Terms, shaped_like_input: bool) -> tuple[float, float, float]:
+def curvature_of_terms(terms: Terms, start: Any) -> tuple[float, float, float]:
     """Bounds of the Hessian by y of a sum of terms, least and largest, and of its mixed derivative by y and x.
 
     Args:
         terms: as in :class:`opteq.Objective`.
-        shaped_like_input: whether y has the shape of x.
+        start: what has the shape of y, as :func:`start_for` gives it.
 
     Raises:
         NotKnown: where the code does something else than listed in this module.
@@ -313,7 +347,9 @@ def curvature_of_terms(terms: Terms, shaped_like_input: bool) -> tuple[float, fl
     met: list[NotKnown] = []
     token = _unknowns.set(met)
     try:
-        found = terms(Affine(like_x=shaped_like_input), Input())
+        like = start if _is(start, Image) else None
+        same = _is(start, Input) or (like is not None and like.operator is None)
+        found = terms(Affine(like_x=same, like=like), Input())
         values = list(found.values())
     except NotKnown:
         raise
@@ -329,6 +365,19 @@ def curvature_of_terms(terms: Terms, shaped_like_input: bool) -> tuple[float, fl
     return _least([b.low for b in bent]), _most([b.high for b in bent]), _most([b.mixed for b in bent])
 
 
+def start_for(problem: Any, usual: Any) -> Any:
+    """What ``problem.start(x)`` returns: an :class:`Input` or an :class:`Image`, or else of unknown shape.
+
+    ``usual`` is the method that returns zeros like x.
+    """
+    if type(problem).start is usual:
+        return Input()
+    try:
+        return without_memory(problem).start(Input())
+    except Exception:  # a user's code that was not made for what it got here
+        return None
+
+
 def without_memory(problem: Any) -> Any:
     """A copy to be called with stand-ins for tensors: what its functions keep stays with the copy.
 
@@ -339,18 +388,18 @@ def without_memory(problem: Any) -> Any:
     return other
 
 
-def certify_objective(terms: Terms, shaped_like_input: bool, returns_state: bool, curvature: Any) -> dict[str, Any]:
+def certify_objective(terms: Terms, start: Any, returns_state: bool, curvature: Any) -> dict[str, Any]:
     """Fields of a certificate for the minimiser of a sum of terms and a convex penalty.
 
     Args:
         terms: as in :class:`opteq.Objective`.
-        shaped_like_input: whether y has the shape of x.
+        start: as in :func:`curvature_of_terms`.
         returns_state: whether the layer returns y.
         curvature: as in :class:`opteq.Objective`.
     """
     names = ("exists", "unique", "contraction", "lipschitz")
     try:
-        least, most, mixed = curvature_of_terms(terms, shaped_like_input)
+        least, most, mixed = curvature_of_terms(terms, start)
     except NotKnown as reason:
         return {"reasons": dict.fromkeys(names, f"nothing is known about terms(y, x): {reason}")}
     if least == inf:
@@ -372,13 +421,13 @@ def certify_objective(terms: Terms, shaped_like_input: bool, returns_state: bool
 
 
 def certify_smooth_part(
-    terms: Terms, shaped_like_input: bool, returns_state: bool, steepness: float
+    terms: Terms, start: Any, returns_state: bool, steepness: float
 ) -> tuple[bool, float | None, float | None, str]:
     """Of ``G = f + 1/2 |y|^2 + g``: whether it is strongly convex, bounds of its step's and its minimiser's Lipschitz
     constant or None, and the reason. ``terms`` are g's, ``steepness`` is the largest slope of the activation.
     """
     try:
-        low, high, mixed = curvature_of_terms(terms, shaped_like_input)
+        low, high, mixed = curvature_of_terms(terms, start)
     except NotKnown as reason:
         return False, None, None, f"nothing is known about smooth(y, x): {reason}"
     why, contraction = f"the Hessian of g lies in [{low:.4g}, {high:.4g}]", steepness * max(abs(low), abs(high))

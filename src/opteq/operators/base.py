@@ -76,11 +76,16 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     def forward(self, v: Tensor) -> Tensor:
         """The product ``A v``."""
-        return v.through(self._largest_norm()) if isinstance(v, Bounds) else self._current()(v)
+        return v.through(self._largest_norm(), self, False) if isinstance(v, Bounds) else self._current()(v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u``."""
-        return u.through(self._largest_norm()) if isinstance(u, Bounds) else self._current().adjoint(u)
+        return u.through(self._largest_norm(), self, True) if isinstance(u, Bounds) else self._current().adjoint(u)
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether ``A v`` has the shape of v, for every v; certificates use it."""
+        return False
 
     def _largest_norm(self) -> float:
         """The norm, or on the meta device, where weights have no values, what it can't exceed for any."""

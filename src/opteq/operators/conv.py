@@ -65,6 +65,11 @@ class _Convolution(Operator):
         self._make_parameters(c, m)
         self.reset_parameters()
 
+    @property
+    def keeps_shape(self) -> bool:
+        """With as many channels out as in."""
+        return self.in_channels == self.out_channels
+
     @abstractmethod
     def _make_parameters(self, c: int, m: int) -> None:
         """Uninitialised parameters."""

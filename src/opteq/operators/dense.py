@@ -71,6 +71,11 @@ class Dense(Operator):
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
         self.weight.mul_(initial_norm(self.bound) / kernel_norm(self.weight))
 
+    @property
+    def keeps_shape(self) -> bool:
+        """For a square matrix."""
+        return self.in_features == self.out_features
+
     def prepare(self) -> DenseMap:
         return DenseMap(bounded(self.weight, self.bound))
 

@@ -82,6 +82,11 @@ class Blur(Operator):
         self.boundary = boundary
         self.register_buffer("kernel", kernel.detach().clone())
 
+    @property
+    def keeps_shape(self) -> bool:
+        """Unless only pixels within the image count."""
+        return self.boundary != "valid"
+
     def prepare(self) -> BlurMap:
         return BlurMap(self.kernel, self.boundary)
 
@@ -126,6 +131,11 @@ class Mask(Operator):
         check_tensor("Mask.mask", mask)
         dtype = mask.dtype if mask.is_floating_point() else torch.get_default_dtype()
         self.register_buffer("mask", mask.detach().to(dtype, copy=True))
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Always."""
+        return True
 
     def prepare(self) -> MaskMap:
         return MaskMap(self.mask)

@@ -29,6 +29,11 @@ class Identity(Operator):
     tensor([0, 1, 2])
     """
 
+    @property
+    def keeps_shape(self) -> bool:
+        """Always."""
+        return True
+
     def prepare(self) -> IdentityMap:
         return IdentityMap()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import engine, penalties
-from opteq.common.convexity import certify_smooth_part, without_memory
+from opteq.common.convexity import certify_smooth_part, start_for, without_memory
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
 from opteq.operators.base import Operator, is_observer_hook
@@ -131,10 +131,11 @@ class HiddenProblem(WrittenProblem):
 
         On the meta device, where weights have no values, it holds for all weights within the bounds of operators.
         """
-        plain = type(self).start is WrittenProblem.start, type(self).features is WrittenProblem.features
-        activation = self._activation()
+        plain, activation = type(self).features is WrittenProblem.features, self._activation()
         terms, slope = without_memory(self)._terms, activation.lipschitz
-        strong, contraction, lipschitz, why = certify_smooth_part(terms, *plain, slope)
+        strong, contraction, lipschitz, why = certify_smooth_part(
+            terms, start_for(self, WrittenProblem.start), plain, slope
+        )
         smooth = contraction is not None  # the gradient of g is continuous, which Brouwer needs
         no_brouwer = "the activation is unbounded, or a step is not known to be continuous"
         exists, unique, reasons = existence(contraction, activation.bounded and smooth, no_brouwer)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opteq import penalties
-from opteq.common.convexity import certify_objective, without_memory
+from opteq.common.convexity import certify_objective, start_for, without_memory
 from opteq.common.derivatives import gradient, pullback
 from opteq.common.returns import check_terms, try_once
 from opteq.penalties import Penalty
@@ -81,8 +81,11 @@ class Objective(WrittenProblem):
         chosen = getattr(self, "penalty", None)
         if chosen is not None and penalties.get(chosen).lipschitz > 1:
             return unknown("the penalty is not convex")
-        plain = type(self).start is WrittenProblem.start, type(self).features is WrittenProblem.features
-        return Certificate(**certify_objective(without_memory(self).terms, *plain, getattr(self, "curvature", None)))
+        plain = type(self).features is WrittenProblem.features
+        known = certify_objective(
+            without_memory(self).terms, start_for(self, WrittenProblem.start), plain, getattr(self, "curvature", None)
+        )
+        return Certificate(**known)
 
 
 class BoundObjective(WrittenMap, Hidden):
