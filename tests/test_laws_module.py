@@ -64,6 +64,69 @@ def test_inference_mode_changes_nothing(case: Case) -> None:
     torch.testing.assert_close(blocks(found.state), blocks(expected.state), rtol=0, atol=0)
 
 
+def _product(z: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x * z + 0.5)
+
+
+class _Quadratic(opteq.Objective):
+    """Neither a step nor its gradient by the matrix needs the matrix again, but products with the Hessian do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(0.2 * torch.rand(4, 4))
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": 0.5 * (y - x).square().sum(1), "form": ((y @ self.matrix) * y).sum(1)}
+
+
+class _Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.5 * self.linear(z) + x)
+
+
+CHANGED = [
+    *CASES,
+    Case("quadratic", _Quadratic, (4,)),
+    Case("cell", lambda: opteq.FixedPoint(_Cell()), (4,)),
+    Case("product", lambda: opteq.FixedPoint(_product), (4,)),
+]
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["plain", "traced"])
+@pytest.mark.parametrize("case", CHANGED, ids=lambda case: case.name)
+def test_changes_in_place_before_backward_are_errors_or_without_effect(case: Case, traced: bool) -> None:
+    """As in torch: an optimiser's step between forward and backward, or an input that is used again."""
+    layer = opteq.Equilibrium(case.problem(), opteq.Anderson(max_steps=30), on_failure="ignore")
+    weights = list(layer.parameters())
+
+    def gradients(change: bool) -> list[Tensor]:
+        x = case.input().div(4).requires_grad_()
+        given = x + 0
+        loss = sum((part.square().sum() for part in blocks(layer(given))), x.new_zeros(()))
+        if change:
+            with torch.no_grad():
+                for changed in (*weights, given):
+                    changed.add_(0.2)
+        found = torch.autograd.grad(loss, [x, *weights], allow_unused=True)
+        return [one for one in found if one is not None]
+
+    for _ in range(3 * traced):
+        gradients(change=False)
+    expected = gradients(change=False)
+    try:
+        found = gradients(change=True)
+    except RuntimeError as error:
+        message = str(error)
+    else:
+        torch.testing.assert_close(found, expected)
+        return
+    assert "modified by an inplace operation" in message
+
+
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("case", by_name("opteq-relu opteq-conv deep written"), ids=lambda case: case.name)
 def test_functional_transforms(case: Case, gradient: Gradient) -> None:

@@ -17,7 +17,11 @@ Adjoint = Callable[[Gradients], Gradients]
 
 
 def attach(
-    value: State, carrier: State, adjoint: Adjoint | None = None, notice: Callable[[], None] | None = None
+    value: State,
+    carrier: State,
+    adjoint: Adjoint | None = None,
+    notice: Callable[[], None] | None = None,
+    held: Sequence[Tensor] = (),
 ) -> State:
     """``value``, differentiated as if it were ``carrier``.
 
@@ -30,9 +34,12 @@ def attach(
         adjoint: changes the incoming gradient on the way; the result can then not be differentiated twice. Without one,
             a sample whose gradient is not finite gets NaN throughout: a unit that is off would drop a single one.
         notice: called when the backward pass comes by.
+        held: what ``adjoint`` reads. torch.func does not notice a tensor that is changed in place after it was saved;
+            autograd, which saves these as well, raises its error.
     """
     values, carriers = blocks(value), blocks(carrier)
-    attached: tuple[Tensor, ...] = _Attach.apply(adjoint, notice, len(values), *values, *carriers)  # type: ignore[no-untyped-call]
+    held = [tensor.detach() for tensor in held if not tensor.is_inference()]  # autograd saves none of inference mode
+    attached: tuple[Tensor, ...] = _Attach.apply(adjoint, notice, len(values), *values, *carriers, *held)  # type: ignore[no-untyped-call]
     return like(value, attached)
 
 
@@ -52,9 +59,10 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        carriers = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        carriers, held = saved[: ctx.count], saved[ctx.count :]
         if all(gradient is None for gradient in gradients):
-            return (None, None, None, *[None] * 2 * ctx.count)
+            return (None, None, None, *[None] * (2 * ctx.count + len(held)))
         if ctx.notice is not None:
             ctx.notice()
         if ctx.adjoint is None:
@@ -65,7 +73,7 @@ class _Attach(torch.autograd.Function):
             if torch.is_grad_enabled():  # a second derivative may be asked for
                 found = refuse_second_derivative(found, carriers)
         cast = [None if g is None else g.to(carrier.dtype) for g, carrier in zip(found, carriers, strict=True)]
-        return (None, None, None, *[None] * ctx.count, *cast)
+        return (None, None, None, *[None] * ctx.count, *cast, *[None] * len(held))
 
 
 def filled(gradients: Gradients, form: State) -> State | None:

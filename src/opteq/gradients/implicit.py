@@ -95,7 +95,8 @@ def attach_system(
         return (*blocks(solved), *of_features)
 
     constants = map_state(Tensor.detach, features)
-    both = blocks(attach((*blocks(state), *blocks(constants)), (*blocks(carrier), *blocks(features)), adjoint))
+    values, carriers = (*blocks(state), *blocks(constants)), (*blocks(carrier), *blocks(features))
+    both = blocks(attach(values, carriers, adjoint, held=hidden.tensors_read()))
     if direct:
         outcome = replace(outcome, features=like(features, both[count:]))
     return like(state, both[:count]), outcome

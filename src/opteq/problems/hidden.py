@@ -171,6 +171,10 @@ class BoundMap(ABC):
         """The nearest state at which the objective is finite; extrapolating solvers may step outside."""
         return y
 
+    def tensors_read(self) -> tuple[Tensor, ...]:
+        """The tensors that products with derivatives may read by way of torch.func, besides the state."""
+        return ()
+
     def linearise(self, y: State, inside: State | None = None) -> Linearisation | SymmetricLinearisation:  # noqa: ARG002
         """The Jacobian of :meth:`step` at ``y``; ``inside`` is the pre-activation there, where one is known."""
         vjp = pullback(self.step, y)[1]

@@ -55,6 +55,10 @@ class WrittenMap(BoundMap):
         features: State = self.bound.call("features", y)
         return check_features(features, y, type(self.bound.module).__name__)
 
+    def tensors_read(self) -> tuple[Tensor, ...]:
+        bound: BoundModule | None = getattr(self, "bound", None)  # objectives in closed form have none
+        return () if bound is None else (*bound.module.parameters(), *blocks(bound.x))
+
 
 class WrittenHidden(WrittenMap, Hidden):
     """A user's problem with its input bound: ``smooth`` is the user's own, all else autograd's.
