@@ -88,6 +88,36 @@ class _Cell(nn.Module):
         return torch.tanh(0.5 * self.linear(z) + x)
 
 
+class _Around(opteq.Objective):
+    """The objective of a layer whose terms call another layer on the input."""
+
+    curvature = 1.6
+
+    def __init__(self, inner: opteq.Equilibrium) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": 0.5 * (y - x).square().sum(1), "near": 0.3 * (y - self.inner(x).mean(1, True)).square().sum(1)}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize(
+    "case",
+    [*by_name("opteq-relu"), Case("quadratic", _Quadratic, (4,))],
+    ids=lambda case: case.name,
+)
+def test_a_layer_inside_the_terms_of_another_has_its_gradient(case: Case, gradient: Gradient) -> None:
+    """Terms are called inside of torch.func, and what depends on the input alone is tracked by autograd outside."""
+    torch.manual_seed(0)
+    x = case.input()
+    inner = opteq.Equilibrium(case.problem(), opteq.Anderson(tol=1e-12, max_steps=200), gradient)
+    layer = opteq.Equilibrium(_Around(inner), opteq.FISTA(tol=1e-12, measure="error"), opteq.Implicit(tol=1e-12))
+    tracked = [x.requires_grad_(), *layer.parameters()]
+    closed = (x + 0.6 * inner(x).mean(1, True)) / 1.6  # where the gradient of the terms is zero
+    assert difference(gradients(layer(x), tracked), gradients(closed, tracked)) < 1e-6  # Shine amplifies rounding
+
+
 CHANGED = [
     *CASES,
     Case("quadratic", _Quadratic, (4,)),

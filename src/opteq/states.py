@@ -87,6 +87,12 @@ def row_norms(matrix: Tensor) -> Tensor:
     return norms if short is None else torch.where(fits, short, norms)  # no row depends on what others hold
 
 
+def is_tracked(tensor: Tensor) -> bool:
+    """Whether autograd tracks a tensor, in any level of torch.func: ``requires_grad`` speaks of the innermost."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.requires_grad or (wrapped and is_tracked(torch._C._functorch.get_unwrapped(tensor)))
+
+
 def may_branch_on_values(tensor: Tensor) -> bool:
     """Whether a value may decide what is computed: neither a device is waited for, nor is a program written down."""
     traced = torch._C._get_tracing_state() is not None  # by torch.jit.trace

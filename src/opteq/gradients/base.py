@@ -16,7 +16,7 @@ from opteq.problems.hidden import BoundMap, FeatureForm
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
 from opteq.solvers.base import FixedPointTask
-from opteq.states import State, blocks, map_state, surely_finite
+from opteq.states import State, blocks, is_tracked, map_state, surely_finite
 
 Record = Callable[[Report], None]
 
@@ -46,7 +46,7 @@ class Gradient(metaclass=NamedOptions):
 
 def wants_gradient(state: State) -> bool:
     """Whether autograd tracks the state."""
-    return any(part.requires_grad for part in blocks(state))
+    return any(is_tracked(part) for part in blocks(state))
 
 
 def approximate(method: str, state: State, steps: int) -> Report:

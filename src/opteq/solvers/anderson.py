@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.common.validate import whole
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Task
-from opteq.states import choose_rows, row_norms, widest_dtype, zeros_per_row
+from opteq.states import choose_rows, is_tracked, row_norms, widest_dtype, zeros_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class History:
         slot = self.slot = self.following
         new = slot == self.filled
         self.filled += new
-        taped = torch.is_grad_enabled() and (vector.requires_grad or self._ring.requires_grad)
+        taped = torch.is_grad_enabled() and (is_tracked(vector) or is_tracked(self._ring))
         column = choose_rows(rows, vector / scale, 0.0 if new else self._ring[:, slot])
         if taped:  # the old columns are still needed as they were
             self._ring = torch.cat([self._ring[:, :slot], column[:, None], self._ring[:, slot + 1 :]], dim=1)
