@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import distributed_worker
@@ -245,6 +246,28 @@ def test_forward_mode_is_refused_or_right() -> None:
     _, found = jvp(layer, (x,), (tangent,))
     expected = (layer(x + 1e-6 * tangent) - layer(x - 1e-6 * tangent)) / 2e-6
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_hessians_by_forward_over_reverse_are_refused_or_right() -> None:
+    """The dual numbers of ``torch.func.hessian`` lie below its reverse mode, where the input does not show them."""
+    (case,) = by_name("opteq-tanh")
+    x = case.input(1)
+
+    def loss(gradient: Gradient) -> Callable[[Tensor], Tensor]:
+        layer = opteq.Equilibrium(case.problem(), SOLVERS["picard"], gradient, on_failure="ignore")
+        return lambda x: probe_loss(layer(x))
+
+    with pytest.raises(RuntimeError, match=r"forward-mode differentiation .*hessian\) does not pass"):
+        hessian(loss(opteq.Implicit()))(x)
+    for gradient in (opteq.Unrolled(60), opteq.Phantom()):
+        expected = torch.autograd.functional.hessian(loss(gradient), x)
+        torch.testing.assert_close(hessian(loss(gradient))(x), expected)
+
+
+def test_export_of_an_equilibrium_says_what_to_do() -> None:
+    (case,) = by_name("written")
+    with pytest.raises(RuntimeError, match=r"torch.export can't take an equilibrium as it is: .*fixed number of steps"):
+        torch.export.export(opteq.Equilibrium(case.problem()), (case.input(),), strict=False)
 
 
 def kept_bytes(steps: int, gradient: Gradient) -> int:

@@ -171,6 +171,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     def _solve(self, x: State, start: State | None, check_minimum: bool) -> Solution:
         if _on_meta(x):
             raise RuntimeError("there is nothing to solve on the meta device; layer(x) gives the features' shape there")
+        if torch.compiler.is_compiling():  # torch.export calls what the compiler is told to leave alone
+            raise RuntimeError(f"torch.export can't take an equilibrium as it is: {_REASON}")
         if not self.gradient.forward_mode:
             self._refuse_forward_mode(x)
         if self._monitor.unseen:

@@ -75,6 +75,15 @@ class _Attach(torch.autograd.Function):
         cast = [None if g is None else g.to(carrier.dtype) for g, carrier in zip(found, carriers, strict=True)]
         return (None, None, None, *[None] * ctx.count, *cast, *[None] * len(held))
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        if ctx.adjoint is not None:  # met by torch.func.hessian, whose forward mode lies below a reverse mode
+            raise RuntimeError(
+                "forward-mode differentiation (torch.func.jvp, jacfwd, hessian) does not pass through an adjoint "
+                "solve; use reverse mode (vjp, jacrev), or gradient=opteq.Unrolled(steps)"
+            )
+        return tangents[3 + ctx.count : 3 + 2 * ctx.count]
+
 
 def filled(gradients: Gradients, form: State) -> State | None:
     """Gradients of a state's parts, zero for those that have none; None where no part has one."""

@@ -68,7 +68,9 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
         if x.ndim < 1:
             raise ValueError(f"{what} should have a batch dimension; got a single number")
         if not x.is_floating_point():
-            raise TypeError(f"{what} should be floating point; got {x.dtype}. Convert it, e.g. x.float()")
+            name = "x" if what[0] != "x" else what
+            advice = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.float()"
+            raise TypeError(f"{what} should be floating point; got {x.dtype}. Convert it, e.g. {advice}")
         weight = next((p for p in self.parameters() if p.is_floating_point()), None)
         if weight is None:
             return
