@@ -745,6 +745,29 @@ def test_a_wrong_part_of_the_input_is_named(x, message):
         del type(problem).takes_tuples
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_a_state_is_floating_point(dtype):
+    class Wrong(opteq.Objective):
+        def start(self, x):
+            return torch.zeros(x.shape, dtype=dtype)
+
+        def terms(self, y, x):
+            return {"data": (y - x).abs().square().sum(1)}
+
+    advice = "view_as_real" if dtype.is_complex else ""
+    with pytest.raises(TypeError, match=rf"Wrong.start\(x\) should be floating point; got {dtype}.*{advice}"):
+        opteq.Equilibrium(Wrong())(torch.ones(2, 3))
+
+
+def test_terms_are_real():
+    class Spectrum(opteq.Objective):
+        def terms(self, y, x):
+            return {"data": 0.5 * (y - x).square().sum(1), "spectrum": torch.fft.fft(y).square().sum(1)}
+
+    with pytest.raises(TypeError, match=r"terms\(y, x\): 'spectrum' should be real; got torch.complex64"):
+        opteq.Equilibrium(Spectrum())(torch.ones(2, 3))
+
+
 class LearnedRidge(nn.Module, penalties.ElementwisePenalty):
     name, lipschitz, bounded = "ridge", 1.0, False
 

@@ -24,7 +24,12 @@ _tried: WeakKeyDictionary[nn.Module, set[tuple[bool, bool]]] = WeakKeyDictionary
 
 def check_start(start: State, x: Any, who: str) -> State:
     """The start of a state if it is what it should be: a tensor, or a tuple of them, batch first."""
-    return _check_tensors(start, (x[0] if isinstance(x, tuple) else x).shape[0], f"{who}.start(x)")
+    checked: Any = _check_tensors(start, (x[0] if isinstance(x, tuple) else x).shape[0], f"{who}.start(x)")
+    for part in blocks(checked):
+        if not part.is_floating_point():
+            advice = "; write a complex state as torch.view_as_real of it" if part.is_complex() else ""
+            raise TypeError(f"{who}.start(x) should be floating point; got {part.dtype}{advice}")
+    return start
 
 
 def check_features(features: State, y: Any, who: str) -> State:
@@ -53,6 +58,8 @@ def check_terms(terms: Any, batch: int, who: str) -> dict[str, Tensor]:
                 f"{who}: {which} should be one value per sample, shape ({batch},); got {got}. "
                 "Sum over every dimension but the first"
             )
+        if values.is_complex():
+            raise TypeError(f"{who}: {name!r} should be real; got {values.dtype}. Take abs() or real")
     return terms
 
 
