@@ -62,6 +62,9 @@ class Operator(nn.Module, metaclass=NamedOptions):
 
     bound: float | None = None
 
+    keeps_shape = False
+    """Whether ``A v`` has the shape of v, for every v; certificates use it."""
+
     @abstractmethod
     def prepare(self) -> LinearMap:
         """The map with its (bounded) weights computed, once; differentiable with respect to the parameters."""
@@ -81,11 +84,6 @@ class Operator(nn.Module, metaclass=NamedOptions):
     def adjoint(self, u: Tensor) -> Tensor:
         """The product ``A' u``."""
         return u.through(self._largest_norm(), self, True) if isinstance(u, Bounds) else self._current().adjoint(u)
-
-    @property
-    def keeps_shape(self) -> bool:
-        """Whether ``A v`` has the shape of v, for every v; certificates use it."""
-        return False
 
     def _largest_norm(self) -> float:
         """The norm, or on the meta device, where weights have no values, what it can't exceed for any."""

@@ -62,13 +62,9 @@ class _Convolution(Operator):
         self.out_channels = check_whole("m", m)
         self.kernel_size = _odd_pair(kernel_size)
         self.bound = check_bound(bound)
+        self.keeps_shape = c == m
         self._make_parameters(c, m)
         self.reset_parameters()
-
-    @property
-    def keeps_shape(self) -> bool:
-        """With as many channels out as in."""
-        return self.in_channels == self.out_channels
 
     @abstractmethod
     def _make_parameters(self, c: int, m: int) -> None:

@@ -60,6 +60,7 @@ class Dense(Operator):
         self.in_features = check_whole("m", m)
         self.out_features = check_whole("n", n)
         self.bound = check_bound(bound)
+        self.keeps_shape = m == n
         self.weight = nn.Parameter(torch.empty(n, m))
         self.reset_parameters()
 
@@ -70,11 +71,6 @@ class Dense(Operator):
             return
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
         self.weight.mul_(initial_norm(self.bound) / kernel_norm(self.weight))
-
-    @property
-    def keeps_shape(self) -> bool:
-        """For a square matrix."""
-        return self.in_features == self.out_features
 
     def prepare(self) -> DenseMap:
         return DenseMap(bounded(self.weight, self.bound))

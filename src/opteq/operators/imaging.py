@@ -80,12 +80,8 @@ class Blur(Operator):
         if boundary not in _BOUNDARIES:
             raise ValueError(f"Blur.boundary should be one of {', '.join(_BOUNDARIES)}; got {boundary!r}")
         self.boundary = boundary
+        self.keeps_shape = boundary != "valid"
         self.register_buffer("kernel", kernel.detach().clone())
-
-    @property
-    def keeps_shape(self) -> bool:
-        """Unless only pixels within the image count."""
-        return self.boundary != "valid"
 
     def prepare(self) -> BlurMap:
         return BlurMap(self.kernel, self.boundary)
@@ -125,17 +121,13 @@ class Mask(Operator):
     """
 
     mask: Tensor
+    keeps_shape = True
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
         check_tensor("Mask.mask", mask)
         dtype = mask.dtype if mask.is_floating_point() else torch.get_default_dtype()
         self.register_buffer("mask", mask.detach().to(dtype, copy=True))
-
-    @property
-    def keeps_shape(self) -> bool:
-        """Always."""
-        return True
 
     def prepare(self) -> MaskMap:
         return MaskMap(self.mask)

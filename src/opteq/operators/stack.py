@@ -29,10 +29,7 @@ class Identity(Operator):
     tensor([0, 1, 2])
     """
 
-    @property
-    def keeps_shape(self) -> bool:
-        """Always."""
-        return True
+    keeps_shape = True
 
     def prepare(self) -> IdentityMap:
         return IdentityMap()
