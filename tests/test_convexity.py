@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import opteq
 from opteq import operators as op
@@ -32,6 +33,7 @@ class Written(opteq.Objective):
         self.weight = nn.Parameter(torch.tensor(0.4))
         self.weights = nn.Parameter(torch.rand(4) + 0.1)
         self.U = nn.Linear(N, N)
+        self.kernel = nn.Parameter(torch.randn(3, 1, 3) / 3)
         self.function = function
 
     def terms(self, y: Any, x: Any) -> dict[str, Any]:
@@ -70,6 +72,33 @@ KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
         "data": data(p.W(y), p.W(x)),
         "rough": p.huber(p.W(y)[:, 1:] - y[:, :-1]).sum(1),
         "r": data(y, x),
+    },
+    "torch's matrix": lambda p, y, x: {
+        "data": data(y, x),
+        "prior": 0.5 * p.student(p.U(y)).sum(1),
+        "r": data(p.U(y - x), 0),
+    },
+    "torch's convolution": lambda p, y, x: {
+        "data": data(y, x),
+        "prior": p.huber(F.conv1d(y[:, None], p.kernel, padding=1)).flatten(1).sum(1),
+        "strided": F.conv1d((y - x)[:, None], p.kernel, p.weights[:3], stride=2, dilation=2).square().flatten(1).sum(1),
+        "concave": -0.05 * F.conv1d(y[:, None].flatten(1)[:, None], p.kernel).square().sum(dim=(1, 2)),
+    },
+    "matmul": lambda p, y, x: {
+        "data": data(y, x),
+        "prior": p.huber(y @ torch.ones(N, 2, dtype=torch.float64)).sum(1),
+    },
+    "logistic": lambda p, y, x: {
+        "data": 2 * data(y, x),
+        "fit": F.softplus(p.K(y)).sum(1) - F.logsigmoid(p.W(y)).sum(1),
+    },
+    "waves": lambda p, y, x: {
+        "data": 3 * data(y, x),
+        "w": y.cos().sum(1) - p.W(y).sin().sum(1) + y.tanh().mul(0.5).sum(1),
+    },
+    "growth": lambda p, y, x: {
+        "data": data(y, x),
+        "e": p.K(y).exp().sum(1) + torch.cosh(y).sum(1) + torch.sigmoid(y).sum(1),
     },
     "two states": lambda p, y, x: {"data": data(3 * y - y, x), "mean": p.huber(p.K(y)).mean(1)},
 }
@@ -203,7 +232,9 @@ def test_slices_of_other_shapes_may_be_repeated() -> None:
 
 UNKNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "'relu'": lambda p, y, x: {"data": torch.relu(y - x).square().sum(1)},
-    "'linear', whose norm is not known: opteq.operators have one": lambda p, y, x: {"data": p.U(y).square().sum(1)},
+    "'softplus' with options": lambda p, y, x: {"data": F.softplus(y, beta=2).sum(1)},
+    "by itself": lambda p, y, x: {"data": data(y, x), "square": (y[:, None] @ y[:, :, None]).flatten(1).sum(1)},
+    "to values of a term": lambda p, y, x: {"data": p.U(data(y, x)).sum(1)},
     "'add_'": lambda p, y, x: {"data": (y + 0).add_(1).square().sum(1)},
     "branches on values": lambda p, y, x: {"data": data(y, x) if x.any() else y.sum(1)},
     "reads 'shape'": lambda p, y, x: {"data": (y - x).square().sum(1) / x.shape[1]},
@@ -240,6 +271,14 @@ def test_repeated_entries_do_not_fool_the_bounds() -> None:
     assert curvature_of_terms(inner.terms, Input())[0] == -math.inf
     spread = Written(lambda p, y, x: {"all": -(y[:, None] + p.weights[:, None]).square().sum(dim=(1, 2))})
     assert curvature_of_terms(spread.terms, Input())[0] == -math.inf
+
+
+def test_weights_that_depend_on_the_input_say_nothing_of_it() -> None:
+    problem = Written(lambda p, y, x: {"data": data(y, x), "b": (y @ x.mean(0).outer(x.mean(0))).square().sum(1)})
+    assert problem.certificate().unique
+    assert problem.certificate().lipschitz is None
+    biased = Written(lambda p, y, x: {"data": data(y, x), "b": F.linear(y, p.W.weight, 9 * x).square().sum(1)})
+    assert biased.certificate().lipschitz is None
 
 
 def test_a_penalty_that_is_not_convex_is_refused() -> None:
@@ -314,7 +353,9 @@ def random_objective(seed: int) -> Callable[[Any, Any], dict[str, Any]]:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     maps = [op.Dense(N, rng.choice([1, 3, N]), bound=rng.uniform(0.3, 1.5)).double() for _ in range(2)]
-    bends = [potentials.Huber(0.5), potentials.Student(0.7), potentials.Gaussian(0.6), potentials.GemanMcClure(0.8)]
+    plain = nn.Linear(N, rng.choice([2, N])).double()
+    classic = [potentials.Huber(0.5), potentials.Student(0.7), potentials.Gaussian(0.6), potentials.GemanMcClure(0.8)]
+    bends = [*(one.double() for one in classic), F.softplus, F.logsigmoid, torch.sin, torch.sigmoid, torch.tanh]
     shapes = ((), (N,), (N,), (3, 1), (1,))
     constants = [torch.randn(shape, dtype=torch.float64) for shape in shapes] + [torch.rand(N, dtype=torch.float64)]
     slices = [(slice(1, None), slice(None, -1)), (slice(1, None), slice(None, 1)), (slice(0, 1), slice(None))]
@@ -332,11 +373,12 @@ def random_objective(seed: int) -> Callable[[Any, Any], dict[str, Any]]:
         return rng.choice([
             lambda y, x: one(y, x) * number, lambda y, x: one(y, x) + constant, lambda y, x: constant * one(y, x),
             lambda y, x: one(y, x)[..., i] - one(y, x)[..., j], lambda y, x: one(y, x) - other(y, x),
-            lambda y, x: chosen(y), lambda y, x: chosen(one(y, x)), lambda y, x: chosen.adjoint(chosen(y)) - chosen(x),
+            lambda y, x: chosen(y), lambda y, x: plain(one(y, x)), lambda y, x: chosen(one(y, x)),
+            lambda y, x: chosen.adjoint(chosen(y)) - chosen(x),
         ])  # fmt: skip
 
     def bent(depth: int) -> Callable[[Any, Any], Any]:
-        inner, potential = linear(rng.randrange(3)), rng.choice(bends).double()
+        inner, potential = linear(rng.randrange(3)), rng.choice(bends)
         if not depth:
             return rng.choice([lambda y, x: inner(y, x).square(), lambda y, x: potential(inner(y, x))])
         one, other, constant = bent(depth - 1), bent(depth - 1), rng.choice(constants)

@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 _unknowns: ContextVar[list[NotKnown]] = ContextVar("unknowns")
@@ -41,12 +43,13 @@ class Bounds:
         name = name.strip("_") if name.startswith("__") else name
         if not _is(args[0], Bounds) and name in _SWAPPED and len(args) == 2:
             name, args = _SWAPPED[name], args[::-1]
-        if not _is(args[0], Bounds) or name not in _NAMES:
-            hint = ", whose norm is not known: opteq.operators have one" if name in _MAPS else ""
-            raise NotKnown(f"it uses {name!r}{hint}")
-        return getattr(args[0], _NAMES[name])(*args[1:], **kwargs)
+        if not _is(args[0], Bounds):
+            raise NotKnown(f"it uses {name!r}")
+        return Bounds.__getattr__(args[0], name)(*args[1:], **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _CURVES and _is(self, Affine):
+            return partial(self._curve, name)
         if name in _NAMES:
             return getattr(self, _NAMES[name])
         raise NotKnown(f"it uses {name!r}")
@@ -86,6 +89,9 @@ class Bounds:
         if not _is(exponent, int, float) or exponent != 2:
             raise NotKnown(f"it uses a power of {exponent}")
         return self._square()
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._linear(other)
 
     def __bool__(self) -> bool:
         raise NotKnown("it branches on values")
@@ -221,6 +227,20 @@ class Affine(Bounds):
     def _square(self) -> Bent:
         return self.bent(2.0, 2.0)
 
+    def _curve(self, name: str, *options: Any, **named: Any) -> Bent:
+        if options or named:
+            raise NotKnown(f"it uses {name!r} with options")
+        return self.bent(*_CURVES[name])
+
+    def _linear(self, weight: Any, bias: Any = None, *_: Any, **__: Any) -> Affine:
+        """After a linear map of torch's own; without its bias, which is the same for every y."""
+        if _depend_on_y(weight, bias):
+            raise NotKnown("it multiplies what depends on y by itself")
+        if not _is(weight, Tensor) or _is(bias, Given):  # they may depend on x
+            return Affine(inf, 0.0, inf, None)
+        norm = _largest_norm(weight)
+        return Affine(_times(self.most, norm), 0.0, _times(self.given, norm), None)
+
     def _sum(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
         _check_within_samples(dim)
         return Affine(inf, 0.0, inf, None)
@@ -312,6 +332,9 @@ class Bent(Bounds):
         whole = self._settled()
         return Bent(min(whole.low, 0.0), max(whole.high, 0.0), whole.mixed, whole.single)
 
+    def _linear(self, *_: Any, **__: Any) -> Any:
+        raise NotKnown("it applies a linear map to values of a term")
+
     def _flatten(self, start_dim: int = 0) -> Bent:
         _check_within_samples(start_dim)
         return _changed(self._settled(), flat=start_dim == 1, summed=False)
@@ -321,12 +344,19 @@ _NAMES = {
     "add": "__add__", "radd": "__add__", "sub": "__sub__", "subtract": "__sub__", "rsub": "__rsub__", "mul": "__mul__",
     "rmul": "__mul__", "multiply": "__mul__", "div": "__truediv__", "truediv": "__truediv__", "neg": "__neg__",
     "negative": "__neg__", "pow": "__pow__", "square": "_square", "sum": "_sum", "mean": "_mean", "flatten": "_flatten",
-    "getitem": "__getitem__", "diff": "_diff",
+    "getitem": "__getitem__", "diff": "_diff", "linear": "_linear", "matmul": "_linear", "conv1d": "_linear",
+    "conv2d": "_linear", "conv3d": "_linear", "conv_transpose2d": "_linear",
 }  # fmt: skip
+_CURVES = {
+    "exp": (0.0, inf), "cosh": (1.0, inf), "softplus": (0.0, 0.25), "log_sigmoid": (-0.25, 0.0), "sin": (-1.0, 1.0),
+    "cos": (-1.0, 1.0), "sigmoid": (-0.0963, 0.0963), "tanh": (-0.7699, 0.7699),
+}  # fmt: skip
+"""Functions of every entry, without options: where their second derivatives lie."""
 _ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "neg", "negative", "pow", "square")
 _ROUNDING = 1e-14
 """Relative error of a sum and of what it is made of, with room."""
-_MAPS = ("linear", "matmul", "mm", "conv1d", "conv2d", "conv3d")
+_SMALL = 512
+"""Channels, or rows of a matrix, up to which a norm is computed exactly."""
 _SWAPPED = {"add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "multiply": "mul", "rsub": "sub"}
 """Functions of two values by what they are with these the other way round."""
 
@@ -492,6 +522,16 @@ def _number(value: Any) -> float | None:
     if not isfinite(number := float(value)):
         raise NotKnown("it uses a number that is not finite")
     return number
+
+
+def _largest_norm(weight: Tensor) -> float:
+    """An upper bound of the norm of a matrix, or of a convolution of any stride: the sum over places of its kernel."""
+    if weight.is_meta:
+        return inf
+    kernel = weight.detach().to("cpu", torch.float64)
+    matrices = kernel.reshape(*kernel.shape[:2], -1).movedim(2, 0) if kernel.ndim > 1 else kernel[None, None]
+    exact = min(matrices.shape[1:]) <= _SMALL
+    return float(torch.linalg.matrix_norm(matrices, 2 if exact else "fro").sum()) * (1 + _ROUNDING * kernel.numel())
 
 
 def _times(one: float, other: float) -> float:

@@ -77,7 +77,7 @@ class Objective(WrittenProblem):
 
     @for_finite_weights
     def certificate(self) -> Certificate:
-        """From terms made of squares, potentials, operators and differences; override it where more is known."""
+        """From terms made of squares, potentials, linear maps and differences; override it where more is known."""
         chosen = getattr(self, "penalty", None)
         if chosen is not None and penalties.get(chosen).lipschitz > 1:
             return unknown("the penalty is not convex")
