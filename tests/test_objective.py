@@ -529,7 +529,7 @@ def test_what_functions_keep_is_made_outside_of_derivatives():
         layer(x)
     layer.problem.ready = True
     assert layer(x).shape == (2, 3)
-    with pytest.raises(ValueError, match=r"Running\.smooth uses a tensor that an earlier call kept"):
+    with pytest.raises(ValueError, match=r"Running\.smooth\(y, x\) gives another value for the same state each time"):
         opteq.Equilibrium(Running()).solve(x)
 
 
@@ -675,14 +675,25 @@ def test_terms_that_mix_samples_are_refused(problem):
         opteq.Equilibrium(problem)(x)
 
 
+def plain_attention(y, mix):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return mix(y)
+
+
+def test_attention_that_can_not_be_differentiated_twice_says_what_to_do():
+    attention = nn.TransformerEncoderLayer(**ATTENTION, dropout=0.0, batch_first=True)
+    with pytest.raises(RuntimeError, match=r"differentiated twice: .* attention inside of `with torch.nn.attention"):
+        opteq.Equilibrium(Written(lambda y, mix: mix(y), attention))(torch.randn(2, 3, 4))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "problem",
     [
-        Written(lambda y, net: net(y), nn.Sequential(nn.Conv1d(3, 8, 3), nn.GroupNorm(2, 8), nn.Dropout(0.5))),
-        Written(lambda y, mix: mix(y), nn.TransformerEncoderLayer(**ATTENTION, batch_first=True)),
+        Written(lambda y, net: net(y), nn.Sequential(nn.Conv1d(3, 8, 3), nn.GroupNorm(2, 8))),
+        Written(plain_attention, nn.TransformerEncoderLayer(**ATTENTION, dropout=0.0, batch_first=True)),
         Written(lambda y, norm: norm(y), nn.BatchNorm1d(3)).eval(),
-        Written(lambda y: (y + torch.randn_like(y)) * torch.rand(4).to(y)),
+        Written(lambda y: (y + torch.randn(1, generator=torch.Generator().manual_seed(0)).to(y)).square()),
         Written(lambda y: torch.fft.rfft2(y.float()).abs()),
     ],
 )
@@ -691,15 +702,29 @@ def test_terms_of_a_sample_alone_pass(problem, dtype):
 
 
 def test_samples_are_looked_at_once_and_no_random_numbers_are_drawn():
-    problem = Written(lambda y: nn.functional.dropout(y))
+    problem = Written(lambda y: y + 0 * nn.functional.dropout(y))
     problem.curvature = 1.0
     x, before = torch.randn(3, 4), torch.get_rng_state()
     counts = []
     for _ in range(3):
         problem(x)
         counts.append(problem.calls)
-    assert counts == [2, 2, 2]
+    assert counts == [4, 4, 4]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_terms_that_draw_random_numbers_are_refused(batch):
+    """Their solves ended at random states, and small ones were called converged."""
+    problem = Written(lambda y, net: net(y), nn.Sequential(nn.Linear(200, 200), nn.Dropout(0.1)))
+    layer = opteq.Equilibrium(problem, opteq.FISTA(max_steps=3), on_failure="ignore")
+    x = torch.randn(batch, 200)
+    with pytest.raises(ValueError, match=r"Written.terms\(y, x\) gives another .* \(more\).* dropout of parts.0.1,"):
+        layer(x)
+    assert layer.eval()(x).shape == x.shape
+    drop = opteq.Equilibrium(opteq.FixedPoint(lambda z, x: nn.functional.dropout(0.5 * z + x, 0.1)))
+    with pytest.raises(ValueError, match=r"FixedPoint.f\(z, x\) gives another .* belongs in start\(x\), which"):
+        drop(x)
 
 
 def test_the_first_call_may_be_inside_of_torch_func():

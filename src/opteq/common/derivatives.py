@@ -24,17 +24,32 @@ def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[An
     if torch.compiler.is_compiling():
         result = torch.func.vjp(function, at)
     else:
-        with without_saved_tensor_hooks(), _without_inference_mode():
+        with without_saved_tensor_hooks(), _without_inference_mode(), _explained():
             result = torch.func.vjp(function, at)
     value, vjp = result
 
     def product(v: Any) -> Any:
         if torch.compiler.is_compiling():
             return vjp(v)[0]
-        with _without_inference_mode():
+        with _without_inference_mode(), _explained():
             return vjp(v)[0]
 
     return value, product
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors of operations whose derivative torch can't differentiate say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "derivative for" not in str(error) or "is not implemented" not in str(error):
+            raise
+        attention = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        raise RuntimeError(
+            f"{error}. Terms are differentiated twice: write them with operations that can be; attention inside of "
+            f"`with {attention}`"
+        ) from error
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from opteq.common.derivatives import without_saved_tensor_hooks
 from opteq.states import blocks, map_state, may_branch_on_values
@@ -66,6 +67,8 @@ def check_terms(terms: Any, batch: int, who: str) -> dict[str, Tensor]:
 def try_once(module: nn.Module, function: Values, start: Any, name: str, differentiable: bool) -> None:
     """Call a function of a module where it is bound for the first time, and check that it keeps samples apart.
 
+    It should also give the same values for the same state.
+
     Tensors that it keeps for later calls are then made outside of derivatives: inside, they would be torch.func's.
     With ``differentiable`` some of its values have to have a gradient.
     """
@@ -80,6 +83,8 @@ def try_once(module: nn.Module, function: Values, start: Any, name: str, differe
         torch.random.fork_rng([first.device] if first.is_cuda else []),
     ):
         function(start)
+        if looks:
+            _check_repeatable(function, start, who, module)
         depends = not case[1] or _check_apart(function, start, who, advice_on_batch_norms(module))
     if differentiable and not depends:
         raise ValueError(f"{who} has no gradient by y: it should depend on y, without detach, no_grad, data or numpy")
@@ -91,6 +96,30 @@ def advice_on_batch_norms(module: nn.Module) -> str:
     norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm) and part.training]
     advice = "is in training mode: use a GroupNorm, keep it in evaluation mode, or apply it to x in start(x)"
     return f". Batch normalisation ({', '.join(norms)}) {advice}" if norms else ""
+
+
+def _check_repeatable(function: Values, start: Any, who: str, module: nn.Module) -> None:
+    """Raise where a function gives other values for the same state a second time."""
+    try:
+        at = map_state(lambda part: part.detach() + _ramp(part), start)
+        with torch.no_grad():
+            values, again = function(at), function(at)
+        changed = [name for name, value in values.items() if _differ(value, again[name])]
+    except Exception:  # not made for this state
+        return
+    if changed:
+        drops = [name for name, part in module.named_modules() if isinstance(part, _DropoutNd) and part.training]
+        dropout = f", such as the dropout of {', '.join(drops)}," if drops else ""
+        raise ValueError(
+            f"{who} gives another value for the same state each time ({changed[0]}), so there is nothing to solve for. "
+            f"What is random{dropout} or changes from call to call belongs in start(x), which is called once per solve"
+        )
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """By more than the order of a sum can change."""
+    tolerance = max(1e-3, 8 * torch.finfo(one.dtype).eps) * one.abs().amax() if one.numel() else 0.0
+    return bool(((one - other).abs() > tolerance).any())
 
 
 def _check_apart(function: Values, start: Any, who: str, advice: str) -> bool:
