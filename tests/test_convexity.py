@@ -100,6 +100,7 @@ KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
         "data": data(y, x),
         "e": p.K(y).exp().sum(1) + torch.cosh(y).sum(1) + torch.sigmoid(y).sum(1),
     },
+    "means": lambda p, y, x: {"data": 1e-3 * (y - x).square().mean(1), "prior": p.huber(p.K(y)).mean(1)},
     "two states": lambda p, y, x: {"data": data(3 * y - y, x), "mean": p.huber(p.K(y)).mean(1)},
 }
 
@@ -279,6 +280,15 @@ def test_weights_that_depend_on_the_input_say_nothing_of_it() -> None:
     assert problem.certificate().lipschitz is None
     biased = Written(lambda p, y, x: {"data": data(y, x), "b": F.linear(y, p.W.weight, 9 * x).square().sum(1)})
     assert biased.certificate().lipschitz is None
+
+
+def test_a_mean_is_strongly_convex_by_an_unknown_number() -> None:
+    certificate = Written(KNOWN["means"]).certificate()
+    assert certificate.unique
+    assert (certificate.contraction, certificate.lipschitz) == (None, None)
+    assert "depends on the number of entries" in certificate.reasons["exists"]
+    concave = Written(lambda p, y, x: {"data": (y - x).square().mean(1), "c": -1e-9 * y.square().sum(1)})
+    assert concave.certificate().unique is None
 
 
 def test_a_penalty_that_is_not_convex_is_refused() -> None:

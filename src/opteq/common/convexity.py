@@ -330,7 +330,8 @@ class Bent(Bounds):
     def _mean(self, dim: Any = None, keepdim: bool = False) -> Bent:  # noqa: ARG002
         _check_within_samples(dim)
         whole = self._settled()
-        return Bent(min(whole.low, 0.0), max(whole.high, 0.0), whole.mixed, whole.single)
+        least = _SOME if whole.low > 0 else whole.low
+        return Bent(least, max(whole.high, 0.0), whole.mixed, whole.single)
 
     def _linear(self, *_: Any, **__: Any) -> Any:
         raise NotKnown("it applies a linear map to values of a term")
@@ -353,6 +354,8 @@ _CURVES = {
 }  # fmt: skip
 """Functions of every entry, without options: where their second derivatives lie."""
 _ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "neg", "negative", "pow", "square")
+_SOME = 1e-200
+"""Stands for a positive number that depends on how many entries there are."""
 _ROUNDING = 1e-14
 """Relative error of a sum and of what it is made of, with room."""
 _SMALL = 512
@@ -437,6 +440,9 @@ def certify_objective(terms: Terms, start: Any, returns_state: bool, curvature: 
     if not least > 0:
         why = f"the Hessian of the terms is only known to lie above {least:.4g}, and not above 0"
         return {"reasons": dict.fromkeys(names, why)}
+    if least < _SOME**0.5:  # what stands for it may have been multiplied
+        why = "the terms are strongly convex, by how much depends on the number of entries that a mean is taken of"
+        return {"exists": True, "unique": True, "reasons": dict.fromkeys(names, why)}
     strong = f"the terms are {least:.4g}-strongly convex: their Hessian lies in [{least:.4g}, {most:.4g}]"
     safe = isinstance(curvature, int | float) and curvature >= most
     step = f"a step of length 1/{curvature}" if safe else "the step length is measured, or not known to be short enough"
