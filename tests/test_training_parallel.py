@@ -24,7 +24,18 @@ from opteq.training.run.checkpoints import Checkpoints
 from opteq.training.run.signals import AGREE_EVERY
 from opteq.training.step import StepRunner
 from opteq.training.validation import without_warnings
-from training_cases import in_process, lines, make_images, settings, start, train_as_rank, train_here
+from training_cases import (
+    batch_norms,
+    in_process,
+    lines,
+    make_images,
+    normalise_as_rank,
+    normalised,
+    settings,
+    start,
+    train_as_rank,
+    train_here,
+)
 
 # No dropout: each process draws its own. Batch normalisation stays, since it is shared.
 EXACT = ["model.options.dropout=0.0", "train.epochs=2", "model.options.tol=1e-6", "model.options.gradient_tol=1e-6"]
@@ -68,6 +79,19 @@ def test_two_processes_give_the_single_process_loss(root: Path, alone: Path, tmp
     assert [process.exitcode for process in ranks] == [0, 0]
     assert json.loads((out / "environment.json").read_text())["processes"] == 2
     close(out, alone)
+
+
+def test_batch_normalisation_of_any_dimension_is_synchronised(tmp_path: Path) -> None:
+    """A model of one's own may normalise features (B, C): by the samples of all processes, as one process does."""
+    ranks = [start(normalise_as_rank, rank, str(tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.join(50)
+    shares = [torch.load(tmp_path / f"rank-{rank}") for rank in range(2)]
+    for expected, *found in zip(normalised(*batch_norms()), *shares, strict=True):
+        for index, whole in enumerate(expected):
+            first, second = (share[index] for share in found)
+            for ours in [torch.cat((first, second))] if index < 2 else [first, second]:
+                torch.testing.assert_close(ours, whole, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

@@ -252,3 +252,40 @@ def decode_beside_another(root: str, folder: str) -> None:
     cache.open_entry, cache.write_entry = look_and_wait_for_the_other, write_slowly
     dataset = data.load("folder", root, cache=folder)
     Path(folder, f"result-{os.getpid()}").write_text(json.dumps([decoded, dataset.train.images.sum().item()]))
+
+
+def normalise_as_rank(rank: int, folder: str) -> None:
+    """Train one step of batch normalisations on a third or on two thirds of six samples; keep all that came out."""
+    import torch
+    import torch.distributed as dist
+
+    from opteq.training.optim.sync_batch_norm import convert_sync_batch_norm
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    norms, batches = batch_norms()
+    convert_sync_batch_norm(norms, torch.device("cpu"))
+    shares = [x[:2] if rank == 0 else x[2:] for x in batches]
+    torch.save(normalised(norms, shares), f"{folder}/rank-{rank}")
+    dist.barrier()
+    os._exit(0)
+
+
+def batch_norms() -> tuple[Any, list[Any]]:
+    """Batch normalisations of one to three dimensions, and a batch for each."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    norms = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.BatchNorm3d(3, affine=False)])
+    return norms, [1 + torch.randn(6, 3, *sides) for sides in ((), (5,), (4, 5), (2, 3, 4))]
+
+
+def normalised(norms: Any, batches: list[Any]) -> list[Any]:
+    """Of each: its output, the gradient of its input, and its running averages."""
+    found = []
+    for norm, x in zip(norms, batches, strict=True):
+        y = norm(x.requires_grad_())
+        y.pow(3).sum().backward()
+        found.append([y.detach(), x.grad, norm.running_mean, norm.running_var])
+    return found
