@@ -35,6 +35,8 @@ def options_of(function: Callable[..., Any]) -> Options:
     for name, parameter in parameters.items():
         if name in _GIVEN:
             continue
+        if hasattr(Options, name) or name in ("name", "features_only"):
+            raise UserError(f"{function.__name__} can't have an option called {name}, which means something else here")
         usual = parameter.default
         if usual is parameter.empty or not isinstance(usual, _PLAIN):
             shown = "none" if usual is parameter.empty else repr(usual)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -96,7 +97,8 @@ def register_model(name: str | Callable[..., Any], summary: str = "", family: st
         raise UserError(f"a model's name has letters, digits, dots, dashes and underscores; got {name!r}")
 
     def enter(function: Builder) -> Builder:
-        MODELS[name] = Entry(family, builder_of(function), options_of(function), summary or (function.__doc__ or ""))
+        about = summary or (function.__doc__ or "")
+        MODELS[name] = Entry(family, builder_of(function), options_of(function), about, own=True)
         return function
 
     return enter
@@ -107,6 +109,16 @@ def unregister_model(name: str) -> None:
     _entry(name)
     _parameters.cache_clear()
     del MODELS[name]
+
+
+def default_options(name: str) -> dict[str, Any]:
+    """All options of a model with their defaults."""
+    return _entry(name).options.plain()
+
+
+def is_dense(name: str) -> bool:
+    """Whether a model is for segmentation."""
+    return issubclass(_entry(name).make, segmenter.Segmenter)
 
 
 def describe(name: str) -> ModelCard:
@@ -124,10 +136,10 @@ def describe(name: str) -> ModelCard:
         total,
         entry.classes,
         entry.family,
-        issubclass(entry.make, segmenter.Segmenter),
+        is_dense(name),
         entry.summary,
         entry.reproduces,
-        entry.options.plain(),
+        default_options(name),
         entry.options.explanations(),
         {part: size / max(total, 1) for part, size in sizes.items()},
         tuple(one.name for one in pretrained.released() if one.model == name),
@@ -167,7 +179,7 @@ def create(
     whole().apply("in_channels", in_channels)
     try:
         chosen = entry.options.changed(options)
-        if torch.get_default_device().type != "meta":
+        if torch.get_default_device().type != "meta" and not entry.own:
             with on_meta_device():
                 _check_size(entry.build(in_channels, num_classes, chosen))
         parts = entry.build(in_channels, num_classes, chosen)
@@ -211,7 +223,7 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
                 "from_pretrained(folder, model=yours)"
             )
         try:
-            with on_meta_device():
+            with _to_be_filled(_entry(config["name"])):
                 model = create(config["name"], config["num_classes"], config["in_channels"], **config["options"])
         except ValueError as error:
             raise UserError(f"{settings}: {error}") from error
@@ -221,15 +233,26 @@ def from_pretrained(source: str | Path, model: Classifier | None = None) -> Clas
 
 
 def meta_model(config: Mapping[str, Any]) -> Classifier | None:
-    """The model that a configuration describes, without memory; None where it describes none."""
+    """The model that a configuration describes, to compare with; None where it describes none."""
     try:
-        with on_meta_device():
+        with _to_be_filled(_entry(config["name"])):
             model: Classifier = create(
                 config["name"], config["num_classes"], config["in_channels"], **config["options"]
             )
             return model
     except (KeyError, TypeError, ValueError):
         return None
+
+
+@contextmanager
+def _to_be_filled(entry: Entry) -> Iterator[None]:
+    """A model made inside draws no random numbers, and has no memory.
+
+    One of a user has its own: a file of weights does not hold what its function computes beside them, such as tensors
+    that are no buffers, or buffers that are not persistent.
+    """
+    with torch.random.fork_rng(devices=[]) if entry.own else on_meta_device():
+        yield
 
 
 def _check_size(parts: Parts) -> None:
@@ -240,8 +263,14 @@ def _check_size(parts: Parts) -> None:
 
 @cache
 def _parameters(name: str) -> dict[str, int]:
-    with on_meta_device():  # counting costs no memory and draws nothing at random
-        model = create(name, _entry(name).classes)
+    entry = _entry(name)
+    with _to_be_filled(entry):  # counting draws nothing at random
+        try:
+            model = create(name, entry.classes)
+        except Exception:
+            if not entry.own:
+                raise
+            model = create(name, entry.classes, in_channels=1)  # it may be for grey images alone
         middle = "equilibrium" if equilibria(model) else "body"
         parts = {"stem": model.stem, middle: model.equilibrium, "head": model.head}
         return {part: sum(weight.numel() for weight in module.parameters()) for part, module in parts.items()}
@@ -249,5 +278,6 @@ def _parameters(name: str) -> dict[str, int]:
 
 def _entry(name: str) -> Entry:
     if name not in MODELS:
-        raise unknown_name("model", name, MODELS, "opteq models")
+        error = unknown_name("model", name, MODELS, "opteq models")
+        raise UserError(f"{error}. One of your own is known once the module that registers it is imported")
     return MODELS[name]

@@ -17,7 +17,10 @@ from opteq.models.options import Options
 
 @dataclass(frozen=True)
 class Entry:
-    """A model: how it is built, with which options, and what it reproduces."""
+    """A model: how it is built, with which options, and what it reproduces.
+
+    ``own``: registered by a user. Its function may compute with values, which tensors without memory do not have.
+    """
 
     family: str
     build: Callable[[int, int, Any], Parts]
@@ -26,6 +29,7 @@ class Entry:
     reproduces: str = ""
     classes: int = 10
     make: type[Classifier] = Classifier
+    own: bool = False
 
 
 def _opteq(summary: str, reproduces: str = "", **options: Any) -> Entry:

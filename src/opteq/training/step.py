@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from opteq.common.errors import UserError
 from opteq.training.adversary import Adversary
 from opteq.training.devices import Accelerator
 from opteq.training.metrics import RunningMetrics
@@ -58,6 +59,7 @@ class StepRunner:
         # An attack is local to a process: it uses the model without the wrapper, which synchronises gradients.
         self._bare = accelerator.unwrap_model(model)
         self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._checked = accelerator.num_processes == 1
 
     def step(
         self,
@@ -98,6 +100,8 @@ class StepRunner:
                 total = self.loss(logits, classes)
                 metrics.update(total, logits, classes, solve_reports(layers))
                 self.accelerator.backward(as_gradient(total) * scale)
+        if not self._checked:
+            self._check_gradients()
         if self.options.clip is not None:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.clip)
         else:
@@ -113,3 +117,14 @@ class StepRunner:
             self.optimizer.step()  # skipped by the scaler, which lowers its scale then
         buffers.restore_if(failed)
         metrics.skip_if(failed, sums)
+
+    def _check_gradients(self) -> None:
+        """Raise where a parameter has none: several processes would wait for it in vain."""
+        named = self._bare.named_parameters()
+        idle = [name for name, weight in named if weight.requires_grad and weight.grad is None]
+        if idle:
+            raise UserError(
+                f"the loss does not depend on {', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}: with several "
+                "processes, all parameters of a model have to be used; remove them, or set requires_grad = False"
+            )
+        self._checked = True

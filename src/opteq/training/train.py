@@ -13,7 +13,8 @@ from opteq import data, models
 from opteq.common.errors import UserError
 from opteq.common.files import plain_errors
 from opteq.data import Batches, Dataset, Split
-from opteq.models import Classifier
+from opteq.models import Classifier, pretrained
+from opteq.models.registry import default_options, is_dense
 from opteq.training.adversary import Adversary
 from opteq.training.devices import Accelerator, make_accelerator
 from opteq.training.input_size import check_input_size
@@ -104,14 +105,15 @@ def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerat
                 if records is not None:
                     records.close()
             if accelerator.is_main_process:
-                model.save_pretrained(folder.path)
+                # Made by its name and options, whatever its own code has kept in attributes since.
+                pretrained.save(model, model.config, folder.path)
 
 
 def _model(recipe: Recipe, dataset: Dataset, accelerator: Accelerator) -> Classifier:
     _check_task(recipe, dataset)
     channels = dataset.train.images.shape[1]
     # TOML has no null: "none" stands for it where an option is not a string.
-    usual = models.describe(recipe.model.name).options
+    usual = default_options(recipe.model.name)
     for name in ("name", "num_classes", "in_channels"):
         if name in recipe.model.options:
             where = "model.name" if name == "name" else "the data"
@@ -142,9 +144,9 @@ def _model(recipe: Recipe, dataset: Dataset, accelerator: Accelerator) -> Classi
 def _check_task(recipe: Recipe, dataset: Dataset) -> None:
     """Raise unless model and data are both for classification or both for segmentation."""
     dense = dataset.train.dense
-    if models.describe(recipe.model.name).dense != dense:
+    if is_dense(recipe.model.name) != dense:
         task, other = ("segmentation", "classification") if dense else ("classification", "segmentation")
-        fitting = next(name for name in models.list() if models.describe(name).dense == dense)
+        fitting = next(name for name in models.list() if is_dense(name) == dense)
         raise UserError(
             f"the data set {recipe.data.name!r} is for {task}, but the model {recipe.model.name!r} is for {other}; "
             f"choose another model.name, such as {fitting}, or another data.name"

@@ -41,23 +41,36 @@ def replaced_parts(model: nn.Module, described: nn.Module) -> list[str]:
             names += [
                 f"{name}.{option}".lstrip(".")
                 for option, value in _options(other).items()
-                if option not in options or not _same(options[option], value)
+                if option not in options or not _comparably_same(options[option], value)
             ]
     return names
 
 
 def _same_kind(a: nn.Module, b: nn.Module) -> bool:
     # Several processes share the statistics of a batch by normalisations of other classes, which compute the same.
-    return type(a) is type(b) or (isinstance(a, _BatchNorm) and isinstance(b, _BatchNorm))
+    return _same_type(a, b) or (isinstance(a, _BatchNorm) and isinstance(b, _BatchNorm))
+
+
+def _same_type(a: Any, b: Any) -> bool:
+    """A class that a function makes is another one at every call, with the same name."""
+    names = [(kind.__module__, kind.__qualname__) for kind in (type(a), type(b))]
+    return names[0] == names[1]
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _ASIDE}
 
 
+def _comparably_same(a: Any, b: Any) -> bool:
+    try:
+        return _same(a, b)
+    except Exception:  # objects that refer to themselves, arrays of other shapes: of a user, and never in the way
+        return False
+
+
 def _same(a: Any, b: Any) -> bool:
     """Whether two options say the same; tensors and modules in them are compared elsewhere."""
-    if type(a) is not type(b):
+    if not _same_type(a, b):
         return False
     if a is b or isinstance(a, Tensor | nn.Module):
         return True
@@ -71,4 +84,5 @@ def _same(a: Any, b: Any) -> bool:
         return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
     if getattr(type(a), "__eq__", None) is getattr(object, "__eq__", None) and hasattr(a, "__dict__"):
         return _same(dict(vars(a)), dict(vars(b)))
-    return bool(a == b)
+    equal = a == b
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # of arrays, in every entry

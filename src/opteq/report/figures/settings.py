@@ -6,7 +6,7 @@ import json
 from itertools import cycle
 from typing import Any
 
-from opteq import models
+from opteq.models.registry import default_options
 from opteq.report.figures.style import COLORS, CaptionedFigure, panels
 from opteq.report.figures.subject import FigureUnavailableError, Subject
 
@@ -57,7 +57,7 @@ def settings(subject: Subject) -> dict[str, Any]:
     """Every setting of a run by its key, with the model's defaults."""
     recipe = subject.opened.recipe
     tables = recipe.model_dump(exclude=set(_IGNORED))
-    tables["model"]["options"] = {**models.describe(recipe.model.name).options, **recipe.model.options}
+    tables["model"]["options"] = {**default_options(recipe.model.name), **recipe.model.options}
     tables["train"].pop("seed")
     return _flat(tables, "")
 

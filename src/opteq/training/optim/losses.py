@@ -68,6 +68,7 @@ class Loss:
         self.label_smoothing = label_smoothing
         self.jacobian = jacobian
         self._penalty = JacobianPenalty(model, jacobian_limit) if jacobian else None
+        self._classes: int = model.config["num_classes"]
         self.features: Tensor | None = None
         self.branches: tuple[Tensor, ...] | None = None
         self._hooks = []
@@ -98,6 +99,11 @@ class Loss:
             logits: ``(B, K)``, or ``(B, K, h, w)`` for segmentation.
             labels: as :func:`cross_entropy` takes them.
         """
+        if logits.ndim not in (2, 4) or logits.shape[1] != self._classes:  # of a model of one's own
+            raise UserError(
+                f"the model's head returns the shape {tuple(logits.shape)} for {len(labels)} images of {self._classes} "
+                f"classes; it should return logits ({len(labels)}, {self._classes})"
+            )
         total = cross_entropy(logits, labels, self.label_smoothing)
         if self._regularizer is not None:
             assert self.features is not None
