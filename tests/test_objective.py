@@ -816,8 +816,8 @@ class LearnedRidge(nn.Module, penalties.ElementwisePenalty):
 def test_a_penalty_with_parameters_is_a_part_of_its_problem():
     problem = Written(lambda y: 0 * y)
     problem.penalty = LearnedRidge()
-    layer = opteq.Equilibrium(problem, opteq.FISTA(tol=1e-7, measure="error", max_steps=1000))
-    layer(torch.full((2, 3), 1.5)).sum().backward()
+    layer = opteq.Equilibrium(problem, opteq.FISTA(tol=1e-7, measure="error", max_steps=1000)).double()
+    layer(torch.full((2, 3), 1.5, dtype=torch.float64)).sum().backward()
     assert layer.problem.penalty.weight.grad.item() == pytest.approx(-6 * 1.5 / 1.5**2, rel=1e-4)
 
     class Shared(Written):

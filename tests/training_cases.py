@@ -155,6 +155,8 @@ def train_and_die(root: str, out: str, more: list[str], event: int, number: int 
     from opteq.common import files as _files
     from opteq.training.step import StepRunner
 
+    if signal.getsignal(number) is signal.SIG_IGN:  # the tests run under nohup
+        signal.signal(number, signal.SIG_DFL)
     moments = 0
 
     def moment() -> None:

@@ -53,7 +53,7 @@ def psnr(images, clean):
 
 
 cameras = {"out of focus": op.Blur(1.0), "few pixels": op.Downsample(2)}
-clean, unseen = rectangles(4), rectangles(4)
+clean, unseen = rectangles(3), rectangles(1)
 measured = {name: A(clean) + 0.01 * torch.randn(A(clean).shape) for name, A in cameras.items()}
 
 # %% [markdown]
@@ -64,7 +64,7 @@ layers = {name: opteq.Equilibrium(Restoration(A)) for name, A in cameras.items()
 for name, layer in layers.items():
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.5)
     scores = []
-    for _ in range(5):
+    for _ in range(4):
         optimizer.zero_grad()
         restored = layer(measured[name])
         (restored - clean).square().mean().backward()
