@@ -15,12 +15,16 @@ import opteq
 from opteq import models
 from opteq import operators as op
 from opteq.common.errors import UserError
+from opteq.inference.export import export
+from opteq.inference.fixed_steps import Exportable
+from opteq.inference.formats import ENDINGS
 from opteq.models import registry
 from opteq.training import Recipe, evaluate, load_recipe, train
 from opteq.training.devices import make_accelerator
 from opteq.training.metrics import RunningMetrics
 from opteq.training.optim.losses import Loss
 from opteq.training.recipe.sections import LossSection, TrainSection
+from opteq.training.run.checkpoints import Checkpoint, Checkpoints
 from opteq.training.step import StepRunner
 from opteq.training.validation import without_warnings
 from training_cases import lines
@@ -90,6 +94,55 @@ def test_a_trained_one_is_read_again(tmp_path: Path) -> None:
     assert evaluate(run)["test_accuracy"] == lines(run)[-1]["test_accuracy"]
 
 
+class Hidden(opteq.HiddenProblem):
+    penalty = "relu"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = op.Conv2d(4, 4, 3, bound=0.9)
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -(0.5 * self.W.adjoint(y).square() + x * y).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resumed_run_of_a_written_problem_has_the_same_weights(
+    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, though a new process has traced nothing yet, and the engine traces what was called before."""
+    monkeypatch.setattr(opteq.engine.settings, "calls_before_tracing", 2)
+
+    @models.register_model("written")
+    def build(in_channels: int, num_classes: int) -> tuple[nn.Module, ...]:
+        stem = nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.Dropout(0.2))
+        return stem, opteq.Equilibrium(Hidden()), nn.Sequential(nn.Flatten(), nn.Linear(256, num_classes))
+
+    options = recipe("model.name=written", "train.checkpoint_steps=1", "train.threads=1")
+    save = Checkpoints.save
+
+    def save_and_stop(self: Checkpoints, checkpoint: Checkpoint) -> Path:
+        path = save(self, checkpoint)
+        if checkpoint.step == stop:
+            raise KeyboardInterrupt
+        return path
+
+    try:
+        opteq.engine.forget()
+        whole = train(options, tmp_path / "whole")
+        opteq.engine.forget()
+        monkeypatch.setattr(Checkpoints, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(options, tmp_path / "run")
+        monkeypatch.setattr(Checkpoints, "save", save)
+        opteq.engine.forget()
+        run = train(options, tmp_path / "run", resume=True)
+    finally:
+        models.unregister_model("written")
+    assert opteq.engine.settings.calls_before_tracing == 2
+    assert lines(run) == lines(whole)
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
 @pytest.mark.usefixtures("own")
 def test_what_cannot_be_compared_counts_as_replaced(tmp_path: Path) -> None:
     """It is saved all the same, and read into a model with the same parts."""
@@ -147,3 +200,40 @@ def test_parameters_without_a_gradient_stop_several_processes(frozen: bool) -> N
         else:
             with pytest.raises(UserError, match=re.escape("does not depend on head.2.unused: with several processes")):
                 runner.step(*given)
+
+
+class Written(opteq.Objective):
+    penalty = "relu"
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"data": 0.5 * (y - x).square().flatten(1).sum(1)}
+
+
+@pytest.mark.parametrize("format", ["torchscript", "exported"])
+def test_derivatives_are_not_exported(format: str, tmp_path: Path) -> None:
+    config = {"name": "mine", "num_classes": 3, "in_channels": 1, "options": {}, "extra": {"image_shape": [1, 8, 8]}}
+    own = models.Classifier(nn.Identity(), opteq.Equilibrium(Written()), nn.Flatten(), config)
+    own.config["extra"] |= {"mean": [0.5], "std": [0.5], "classes": ["a", "b", "c"]}
+    own.head = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    with pytest.raises(UserError, match="mine can't be exported: a step of Written is a derivative of its terms"):
+        export(own, tmp_path / "model", format)
+    assert not list(tmp_path.iterdir())
+    assert Exportable(own, 3)(torch.rand(2, 1, 8, 8)).shape == (2, 3)  # in PyTorch it works
+
+
+@pytest.mark.parametrize("format", ["torchscript", "exported"])
+def test_a_step_written_out_is_exported(format: str, tmp_path: Path) -> None:
+    config = {"name": "mine", "num_classes": 3, "in_channels": 1, "options": {}}
+    extra = {"image_shape": [1, 8, 8], "mean": [0.5], "std": [0.5], "classes": ["a", "b", "c"]}
+    layer = opteq.Equilibrium(opteq.FixedPoint(Step()))
+    own = models.Classifier(
+        nn.Identity(), layer, nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), {**config, "extra": extra}
+    )
+    exported = export(own.eval(), tmp_path / f"model{ENDINGS[format]}", format)
+    assert exported.path.exists()
+    assert exported.agreement == 1
+
+
+class Step(nn.Module):
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return torch.relu(0.5 * y + x)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _counting = Lock()
 
-__all__ = ["attach", "bounded_weights", "forget", "off", "report", "solve"]
+__all__ = ["attach", "bounded_weights", "forget", "off", "report", "settings", "solve"]
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from opteq.models.classifier import Classifier, equilibria
 from opteq.models.denoiser import Denoiser, holds_denoiser
 from opteq.models.prediction import check_shape
 from opteq.models.pretrained import released_folder
+from opteq.problems import HiddenProblem, Objective, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -144,6 +145,12 @@ def export(
 def _classifier(
     model: Classifier, steps: int | None, image_shape: tuple[int, int, int] | None, generator: torch.Generator
 ) -> tuple[_Subject, int]:
+    for part in model.modules():
+        if isinstance(part, Problem) and type(part).bind in (Objective.bind, HiddenProblem.bind):
+            raise UserError(
+                f"{model.config['name']} can't be exported: a step of {type(part).__name__} is a derivative of its "
+                "terms, which no format of files has; write the step itself, as a FixedPoint"
+            )
     shape = image_shape or model.config["extra"].get("image_shape")
     if shape is None:
         raise UserError(

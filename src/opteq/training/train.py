@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from opteq import data, models
+from opteq import data, engine, models
 from opteq.common.errors import UserError
 from opteq.common.files import plain_errors
 from opteq.data import Batches, Dataset, Split
@@ -57,11 +58,21 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, console: Consol
     accelerator = make_accelerator(recipe.train.device, recipe.train.precision, recipe.train.tf32, recipe.train.threads)
     folder.check(recipe, resume)
     accelerator.wait_for_everyone()
-    with folder.prepared() if accelerator.is_main_process else nullcontext():
+    with _traced_from_the_first_call(), folder.prepared() if accelerator.is_main_process else nullcontext():
         _run(recipe, folder, resume, accelerator, console)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
     return folder.path
+
+
+@contextmanager
+def _traced_from_the_first_call() -> Iterator[None]:
+    """Traced functions round otherwise than plain ones: a resumed run, too, is to begin with them."""
+    before, engine.settings.calls_before_tracing = engine.settings.calls_before_tracing, 0
+    try:
+        yield
+    finally:
+        engine.settings.calls_before_tracing = before
 
 
 def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerator, console: Console | None) -> None:
