@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 import opteq
 from opteq.engine.values_read import values_read
+from opteq.models.table import MODELS
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
@@ -22,6 +24,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Models that are registered in between are gone afterwards."""
+    before = set(MODELS)
+    yield
+    for name in set(MODELS) - before:
+        opteq.models.unregister_model(name)
+
+
+@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_runs(page: Path) -> None:
     namespace: dict[str, object] = {"__name__": page.stem}
