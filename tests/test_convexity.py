@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import opteq
 from opteq import operators as op
 from opteq import potentials
-from opteq.common.convexity import Input, NotKnown, curvature_of_terms
+from opteq.common.bounds import Input, NotKnown
+from opteq.common.convexity import curvature_of_terms
 
 N = 6
 

@@ -1,368 +1,28 @@
-"""Bounds on the Hessian of an objective, from the code that computes it.
-
-A function ``terms(y, x)`` is called with objects of this module in place of tensors. They record how a value bends with
-y: linear maps carry bounds on their singular values, and squares and potentials of them an interval that the
-eigenvalues of their Hessian lie in. What is not listed here is not known, and says so. Shapes are not known either:
-where broadcasting could repeat entries, only bounds that survive any number of copies are kept.
-"""
+"""Bounds on the Hessian of an objective, and what follows from them, from the code that computes it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass
-from functools import partial
-from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, TypeVar
+from math import inf
+from typing import Any
 
-import torch
 from torch import Tensor
 
-_unknowns: ContextVar[list[NotKnown]] = ContextVar("unknowns")
-"""All that was met, also where a user's code has caught it."""
-
-
-class NotKnown(Exception):  # noqa: N818 - not an error: nothing follows from the code
-    """The function does something whose curvature is not known."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        _unknowns.get([]).append(self)
-
-
-class Bounds:
-    """What is known of a value in place of a tensor; takes part in torch's protocol for overriding its functions."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = function.__name__
-        if not _depend_on_y(args, kwargs):
-            return args[0].zeros() if name == "zeros_like" and _is(args[0], Given) else Given()
-        name = name.strip("_") if name.startswith("__") else name
-        if not _is(args[0], Bounds) and name in _SWAPPED and len(args) == 2:
-            name, args = _SWAPPED[name], args[::-1]
-        if not _is(args[0], Bounds):
-            raise NotKnown(f"it uses {name!r}")
-        return Bounds.__getattr__(args[0], name)(*args[1:], **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _CURVES and _is(self, Affine):
-            return partial(self._curve, name)
-        if name in _NAMES:
-            return getattr(self, _NAMES[name])
-        raise NotKnown(f"it uses {name!r}")
-
-    if not TYPE_CHECKING:
-
-        @property
-        def __class__(self) -> Any:  # isinstance looks here, unless the answer is yes
-            raise NotKnown("it asks for the type of a tensor or an input")
-
-        def __float__(self) -> float:
-            raise NotKnown("it needs numbers")
-
-        __int__ = __index__ = __complex__ = __float__
-
-    def __neg__(self) -> Any:
-        return self._mul(-1.0)
-
-    def __add__(self, other: Any) -> Any:
-        return self._add(other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._add(-other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return (-self)._add(other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._mul(other)
-
-    def __truediv__(self, other: Any) -> Any:
-        if not _is(other, int, float, Tensor):
-            raise NotKnown("it divides by what depends on y or x")
-        return self._mul(1 / other)
-
-    def __pow__(self, exponent: Any) -> Any:
-        if not _is(exponent, int, float) or exponent != 2:
-            raise NotKnown(f"it uses a power of {exponent}")
-        return self._square()
-
-    def __matmul__(self, other: Any) -> Any:
-        return self._linear(other)
-
-    def __bool__(self) -> bool:
-        raise NotKnown("it branches on values")
-
-    def __len__(self) -> int:
-        raise NotKnown("it reads the size of a batch")
-
-    def __iter__(self) -> Any:
-        raise NotKnown("it takes a tensor or an input apart")
-
-    def _compare(self, _: Any) -> Any:
-        raise NotKnown("it compares values")
-
-    __radd__, __rmul__, __hash__ = __add__, __mul__, object.__hash__
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = lambda self, other: self._compare(other)
-
-
-Known = TypeVar("Known", bound=Bounds)
-
-
-class Given(Bounds):
-    """A value that depends on the input x alone."""
-
-    def through(self, norm: float, operator: Any, adjoint: bool) -> Given:  # noqa: ARG002
-        """After a linear map, an operator or its adjoint, of that norm."""
-        return Given()
-
-    def zeros(self) -> Given:
-        """Zeros of its shape."""
-        return Given()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "ndim", "dtype", "device", "size", "dim"):
-            raise NotKnown(f"it reads {name!r}")
-        return getattr(self, _NAMES[name]) if name in _ARITHMETIC else Given()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Given:
-        """A method of it."""
-        if _depend_on_y(args, kwargs):
-            raise NotKnown("it calls a method of what depends on x with y")
-        return Given()
-
-    __getitem__ = _compare = __call__
-
-    def _mul(self, other: Any) -> Any:
-        return other._mul(self) if _is(other, Affine, Bent) else Given()
-
-    def _add(self, other: Any) -> Any:
-        return other._add(self) if _is(other, Affine, Bent) else Given()
-
-    def _square(self) -> Given:
-        return Given()
-
-    def __truediv__(self, other: Any) -> Any:
-        return super().__truediv__(other) if _is(other, Affine, Bent) else Given()
-
-
-class Input(Given):
-    """The input x, or minus x."""
-
-    def __neg__(self) -> Input:
-        return self
-
-    def through(self, norm: float, operator: Any, adjoint: bool) -> Given:  # noqa: ARG002
-        return Image(None if operator.keeps_shape else operator, adjoint)
-
-    def zeros(self) -> Given:
-        return Image(None, False)
-
-
-class Image(Given):
-    """Of the shape that x has after an operator, or its adjoint; of that of x itself without an operator."""
-
-    def __init__(self, operator: Any, adjoint: bool) -> None:
-        self.operator, self.adjoint = operator, adjoint
-
-    def zeros(self) -> Given:
-        return self
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Affine(Bounds):
-    """``L y + M x + c``: ``least <= |L v| / |v| <= most``, ``|M| <= given``.
-
-    ``cut`` says by how many entries it is shorter than y, and in which dimensions; None for any other shape. ``like_x``
-    where it has the shape of x, ``like`` where it has that of an :class:`Image`; ``flat`` after ``flatten(1)``.
-    """
-
-    most: float = 1.0
-    least: float = 1.0
-    given: float = 0.0
-    cut: frozenset[tuple[int, int]] | None = frozenset()
-    like_x: bool = False
-    like: Image | None = None
-    flat: bool = False
-
-    def through(self, norm: float, operator: Any, adjoint: bool) -> Affine:
-        """After a linear map, an operator or its adjoint, of that norm."""
-        most, given = _times(self.most, norm), _times(self.given, norm)
-        if operator.keeps_shape:
-            return _changed(self, most=most, least=0.0, given=given)
-        back = self.like is not None and self.like.operator is operator and self.like.adjoint != adjoint
-        return Affine(most, 0.0, given, None, like_x=back)
-
-    def bent(self, low: float, high: float) -> Bent:
-        """The sum of a function of every entry whose second derivative lies in ``[low, high]``."""
-        mixed = _times(max(abs(low), abs(high)), _times(self.most, self.given))
-        low = low * self.least**2 if low > 0 else _times(low, self.most**2)
-        high = high * self.least**2 if high < 0 else _times(high, self.most**2)
-        return Bent(low, high, mixed, flat=self.flat)
-
-    def _mul(self, other: Any) -> Affine | Bent:
-        if _is(other, Given):
-            return Bent(0.0, 0.0, inf)
-        factor = _number(other)
-        if factor is not None:
-            size = abs(factor)
-            return _changed(self, most=size * self.most, least=size * self.least, given=size * self.given)
-        return Affine(inf, float(other.detach().abs().min()) * self.least, inf, None)
-
-    def _add(self, other: Any) -> Affine:
-        if _number(other) is not None:
-            return self
-        if _is(other, Input) and self.like_x:
-            return _changed(self, given=self.given + 1)
-        if _is(other, Affine) and self.cut is not None and (self.cut, self.flat) == (other.cut, other.flat):
-            least = max(self.least - other.most, other.least - self.most, 0.0)
-            return _changed(self, most=self.most + other.most, least=least, given=self.given + other.given)
-        if _is(other, Bent):
-            raise NotKnown("it adds values of a term to a tensor")
-        return Affine(inf, 0.0 if _is(other, Affine) else self.least, inf, None)
-
-    def _square(self) -> Bent:
-        return self.bent(2.0, 2.0)
-
-    def _curve(self, name: str, *options: Any, **named: Any) -> Bent:
-        if options or named:
-            raise NotKnown(f"it uses {name!r} with options")
-        return self.bent(*_CURVES[name])
-
-    def _linear(self, weight: Any, bias: Any = None, *_: Any, **__: Any) -> Affine:
-        """After a linear map of torch's own; without its bias, which is the same for every y."""
-        if _depend_on_y(weight, bias):
-            raise NotKnown("it multiplies what depends on y by itself")
-        if not _is(weight, Tensor) or _is(bias, Given):  # they may depend on x
-            return Affine(inf, 0.0, inf, None)
-        norm = _largest_norm(weight)
-        return Affine(_times(self.most, norm), 0.0, _times(self.given, norm), None)
-
-    def _sum(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
-        _check_within_samples(dim)
-        return Affine(inf, 0.0, inf, None)
-
-    def _mean(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
-        _check_within_samples(dim)
-        return Affine(self.most, 0.0, self.given, None)
-
-    def _flatten(self, start_dim: int = 0) -> Affine:
-        _check_within_samples(start_dim)
-        return _changed(self, cut=self.cut if start_dim == 1 else None, like_x=False, like=None, flat=start_dim == 1)
-
-    def _diff(self, n: int = 1, dim: int = -1) -> Affine:
-        _check_within_samples(dim)
-        cut = frozenset({(dim, n)}) if self.cut == frozenset() and not self.flat else None
-        return Affine(_times(self.most, 2.0**n), 0.0, _times(self.given, 2.0**n), cut)
-
-    def __getitem__(self, index: Any) -> Affine:
-        parts = index if _is(index, tuple) else (index,)
-        if not all(part is None or part is ... or _is(part, int, slice) for part in parts):
-            raise NotKnown("it selects entries by a tensor")
-        if parts[0] is not ... and parts[0] != slice(None):
-            raise NotKnown("it joins samples of the batch")
-        return Affine(self.most, 0.0, self.given, _cut(parts) if self.cut == frozenset() and not self.flat else None)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Bent(Bounds):
-    """Entries whose sum has a Hessian by y in ``[low, high]``, and a mixed derivative by y and x of at most ``mixed``.
-
-    ``single`` where the entries are one function of a linear map; ``summed`` where there is one per sample;
-    ``repeated`` for the bounds if broadcasting repeated entries of a sum, which does no harm unless they are summed
-    again.
-    """
-
-    low: float
-    high: float
-    mixed: float
-    single: bool = True
-    summed: bool = False
-    flat: bool = False
-    repeated: Bent | None = None
-
-    def _settled(self) -> Bent:
-        return self if self.repeated is None else self.repeated
-
-    def _any_number_of_times(self) -> Bent:
-        """If each entry may appear several times."""
-        whole = self._settled()
-        ends = whole.low if whole.low >= 0 else -inf, whole.high if whole.high <= 0 else inf
-        return Bent(*ends, whole.mixed and inf, whole.single)
-
-    def _mul(self, other: Any) -> Bent:
-        if _is(other, Given):
-            raise NotKnown("it weights a term by what depends on x, or by a tensor that is no parameter or buffer")
-        factor = _number(other)
-        if factor is not None:
-            low, high = sorted(_times(factor, end) for end in (self.low, self.high))
-            rest = None if self.repeated is None else self.repeated._mul(factor)
-            return _changed(self, low=low, high=high, mixed=_times(abs(factor), self.mixed), repeated=rest)
-        if not self.single:
-            return Bent(-inf, inf, inf)
-        weights = float(other.detach().min()), float(other.detach().max())
-        ends = [_times(weight, end) for weight in weights for end in (self.low, self.high)]
-        return Bent(min(ends), max(ends), _times(max(map(abs, weights)), self.mixed))._any_number_of_times()
-
-    def _add(self, other: Any) -> Bent:
-        if _number(other) is not None:
-            return self
-        if _is(other, Affine):
-            raise NotKnown("it adds values of a term to a tensor")
-        bent = other if _is(other, Bent) else Bent(0.0, 0.0, 0.0)
-        both, rest = self.summed and bent.summed, None
-        if not both:
-            one, two = self._any_number_of_times(), bent._any_number_of_times()
-            rest = Bent(*one._ends_with(two), False)
-        return Bent(*self._ends_with(bent), False, both, repeated=rest)
-
-    def _ends_with(self, other: Bent) -> tuple[float, float, float]:
-        low, high = _least([self.low, other.low]), _most([self.high, other.high])
-        return low, high, _most([self.mixed, other.mixed])
-
-    def _sum(self, dim: Any = None, keepdim: bool = False) -> Bent:
-        _check_within_samples(dim)
-        return _changed(self._settled(), flat=False, summed=self.flat and dim in (1, -1) and not keepdim)
-
-    def _mean(self, dim: Any = None, keepdim: bool = False) -> Bent:  # noqa: ARG002
-        _check_within_samples(dim)
-        whole = self._settled()
-        least = _SOME if whole.low > 0 else whole.low
-        return Bent(least, max(whole.high, 0.0), whole.mixed, whole.single)
-
-    def _linear(self, *_: Any, **__: Any) -> Any:
-        raise NotKnown("it applies a linear map to values of a term")
-
-    def _flatten(self, start_dim: int = 0) -> Bent:
-        _check_within_samples(start_dim)
-        return _changed(self._settled(), flat=start_dim == 1, summed=False)
-
-
-_NAMES = {
-    "add": "__add__", "radd": "__add__", "sub": "__sub__", "subtract": "__sub__", "rsub": "__rsub__", "mul": "__mul__",
-    "rmul": "__mul__", "multiply": "__mul__", "div": "__truediv__", "truediv": "__truediv__", "neg": "__neg__",
-    "negative": "__neg__", "pow": "__pow__", "square": "_square", "sum": "_sum", "mean": "_mean", "flatten": "_flatten",
-    "getitem": "__getitem__", "diff": "_diff", "linear": "_linear", "matmul": "_linear", "conv1d": "_linear",
-    "conv2d": "_linear", "conv3d": "_linear", "conv_transpose2d": "_linear",
-}  # fmt: skip
-_CURVES = {
-    "exp": (0.0, inf), "cosh": (1.0, inf), "softplus": (0.0, 0.25), "log_sigmoid": (-0.25, 0.0), "sin": (-1.0, 1.0),
-    "cos": (-1.0, 1.0), "sigmoid": (-0.0963, 0.0963), "tanh": (-0.7699, 0.7699),
-}  # fmt: skip
-"""Functions of every entry, without options: where their second derivatives lie."""
-_ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "neg", "negative", "pow", "square")
-_SOME = 1e-200
-"""Stands for a positive number that depends on how many entries there are."""
-_ROUNDING = 1e-14
-"""Relative error of a sum and of what it is made of, with room."""
-_SMALL = 512
-"""Channels, or rows of a matrix, up to which a norm is computed exactly."""
-_SWAPPED = {"add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "multiply": "mul", "rsub": "sub"}
-"""Functions of two values by what they are with these the other way round."""
-
+from opteq.common.bounds import (
+    SOME,
+    Affine,
+    Bent,
+    Bounds,
+    Given,
+    Image,
+    Input,
+    NotKnown,
+    is_kind,
+    sum_above,
+    sum_below,
+    unknowns,
+)
 
 Terms = Callable[[Any, Any], Mapping[str, Any]]
 
@@ -375,13 +35,13 @@ def curvature_of_terms(terms: Terms, start: Any) -> tuple[float, float, float]:
         start: what has the shape of y, as :func:`start_for` gives it.
 
     Raises:
-        NotKnown: where the code does something else than listed in this module.
+        NotKnown: where the code does something else than :mod:`opteq.common.bounds` lists.
     """
     met: list[NotKnown] = []
-    token = _unknowns.set(met)
+    token = unknowns.set(met)
     try:
-        like = start if _is(start, Image) else None
-        same = _is(start, Input) or (like is not None and like.operator is None)
+        like = start if is_kind(start, Image) else None
+        same = is_kind(start, Input) or (like is not None and like.operator is None)
         found = terms(Affine(like_x=same, like=like), Input())
         values = list(found.values())
     except NotKnown:
@@ -389,13 +49,13 @@ def curvature_of_terms(terms: Terms, start: Any) -> tuple[float, float, float]:
     except Exception as error:  # a user's code that was not made for what it got here
         raise met[0] if met else NotKnown(f"it needs tensors: {error}") from error
     finally:
-        _unknowns.reset(token)
+        unknowns.reset(token)
     if met:  # and the code went on without it
         raise met[0]
-    bent = [value for value in values if _is(value, Bent)]
-    if not all(_is(value, Bounds, Tensor) for value in values):
+    bent = [value for value in values if is_kind(value, Bent)]
+    if not all(is_kind(value, Bounds, Tensor) for value in values):
         raise NotKnown("a term is no tensor")
-    return _least([b.low for b in bent]), _most([b.high for b in bent]), _most([b.mixed for b in bent])
+    return sum_below([b.low for b in bent]), sum_above([b.high for b in bent]), sum_above([b.mixed for b in bent])
 
 
 def start_for(problem: Any, usual: Any) -> Any:
@@ -417,7 +77,7 @@ def without_memory(problem: Any) -> Any:
     Tensors that are neither parameters nor buffers may come from an earlier input, and count as that.
     """
     other = copy(problem)
-    vars(other).update({name: Given() for name, value in vars(other).items() if _is(value, Tensor)})
+    vars(other).update({name: Given() for name, value in vars(other).items() if is_kind(value, Tensor)})
     return other
 
 
@@ -440,7 +100,7 @@ def certify_objective(terms: Terms, start: Any, returns_state: bool, curvature: 
     if not least > 0:
         why = f"the Hessian of the terms is only known to lie above {least:.4g}, and not above 0"
         return {"reasons": dict.fromkeys(names, why)}
-    if least < _SOME**0.5:  # what stands for it may have been multiplied
+    if least < SOME**0.5:  # what stands for it may have been multiplied
         why = "the terms are strongly convex, by how much depends on the number of entries that a mean is taken of"
         return {"exists": True, "unique": True, "reasons": dict.fromkeys(names, why)}
     strong = f"the terms are {least:.4g}-strongly convex: their Hessian lies in [{least:.4g}, {most:.4g}]"
@@ -469,77 +129,3 @@ def certify_smooth_part(
     why, contraction = f"the Hessian of g lies in [{low:.4g}, {high:.4g}]", steepness * max(abs(low), abs(high))
     lipschitz = steepness * mixed / (1 - contraction) if contraction < 1 and mixed < inf and returns_state else None
     return low > -1 and steepness <= 1, contraction if contraction < inf else None, lipschitz, why
-
-
-def _is(value: Any, *kinds: type) -> bool:
-    """isinstance, by the type itself."""
-    return issubclass(type(value), kinds)
-
-
-def _depend_on_y(*values: Any) -> bool:
-    for value in values:
-        inside = value.values() if _is(value, dict) else value if _is(value, list, tuple) else ()
-        if _is(value, Affine, Bent) or _depend_on_y(*inside):
-            return True
-    return False
-
-
-def _changed(bounds: Known, **changes: Any) -> Known:
-    return type(bounds)(**{**vars(bounds), **changes})
-
-
-def _least(parts: list[float]) -> float:
-    """A lower bound of the sum; where parts cancel each other, rounding may be all that is left."""
-    if -inf in parts:
-        return -inf
-    return sum(parts) - (_ROUNDING * sum(map(abs, parts)) if min(parts, default=0.0) < 0 < max(parts) else 0.0)
-
-
-def _most(parts: list[float]) -> float:
-    """An upper bound of the sum, rounding included."""
-    return -_least([-part for part in parts])
-
-
-def _check_within_samples(dim: Any) -> None:
-    if dim is None or 0 in (dim if isinstance(dim, list | tuple) else (dim,)):
-        raise NotKnown("it joins samples of the batch")
-
-
-def _cut(parts: tuple[Any, ...]) -> frozenset[tuple[int, int]] | None:
-    """How many entries slices like ``1:`` and ``:-1`` leave out, by dimension, counted from the end after ``...``."""
-    found = set[tuple[int, int]]()
-    for place, part in enumerate(parts):
-        if part is ... and place == 0:
-            continue
-        if not isinstance(part, slice) or part.step is not None:
-            return None
-        begin, end = part.start or 0, -part.stop if part.stop is not None else 0
-        if begin < 0 or end < 0 or part.stop == 0:
-            return None
-        if begin or end:
-            found.add((place - len(parts) if parts[0] is ... else place, begin + end))
-    return frozenset(found)
-
-
-def _number(value: Any) -> float | None:
-    value = value.detach() if _is(value, Tensor) and value.numel() == 1 else value
-    if not _is(value, int, float, Tensor) or (_is(value, Tensor) and value.numel() != 1):
-        return None
-    if not isfinite(number := float(value)):
-        raise NotKnown("it uses a number that is not finite")
-    return number
-
-
-def _largest_norm(weight: Tensor) -> float:
-    """An upper bound of the norm of a matrix, or of a convolution of any stride: the sum over places of its kernel."""
-    if weight.is_meta:
-        return inf
-    kernel = weight.detach().to("cpu", torch.float64)
-    matrices = kernel.reshape(*kernel.shape[:2], -1).movedim(2, 0) if kernel.ndim > 1 else kernel[None, None]
-    exact = min(matrices.shape[1:]) <= _SMALL
-    return float(torch.linalg.matrix_norm(matrices, 2 if exact else "fro").sum()) * (1 + _ROUNDING * kernel.numel())
-
-
-def _times(one: float, other: float) -> float:
-    """A product in which zero times infinity is zero."""
-    return 0.0 if one == 0 or other == 0 else one * other
