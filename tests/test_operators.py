@@ -347,6 +347,7 @@ def test_wrong_bound(make: Callable[[object], op.Operator], bound: object) -> No
     [
         (lambda: op.Dense(3, 5)(torch.ones(2, 4)), r"Dense\(3, 5\) expects .* \(\.\.\., 3\); got \(2, 4\)"),
         (lambda: op.Dense(3, 5).adjoint(torch.ones(2, 3)), r"adjoint of Dense.*\(\.\.\., 5\); got \(2, 3\)"),
+        (lambda: op.Downsample(2).adjoint(torch.ones(4, 3)), r"adjoint of Downsample.*\(B, c, h, w\); got \(4, 3\)"),
         (lambda: op.Dense(3, 5)(torch.tensor(1.0)), r"got \(\)"),
         (lambda: op.Conv2d(3, 5, 3)(torch.ones(1, 4, 2, 2)), r"\(batch, 3, height, width\); got \(1, 4, 2, 2\)"),
         (lambda: op.Conv2d(3, 5, 3)(torch.ones(3, 2, 2)), r"\(batch, 3, height, width\); got \(3, 2, 2\)"),

@@ -158,6 +158,8 @@ class DownsampleMap(LinearMap):
 
     def adjoint(self, u: Tensor) -> Tensor:
         """Zeros are put between the pixels, then comes the transposed filter."""
+        if u.ndim != 4:
+            raise wrong_shape("the adjoint of Downsample", "(B, c, h, w)", u)
         extra = [self.factor - size + 2 * p for size, p in zip(self.kernel.shape, self.padding, strict=True)]
         return F.conv_transpose2d(
             u, self._weight(u), stride=self.factor, padding=self.padding, output_padding=extra, groups=u.shape[1]
