@@ -56,7 +56,9 @@ def made(kind: str) -> tuple[opteq.problems.Problem, Tensor]:
 
 @pytest.fixture(autouse=True)
 def _full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an earlier test of the process trained with."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 def flat(tensors: Tensor | tuple[Tensor, ...]) -> Tensor:

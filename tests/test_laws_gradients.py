@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from all_cases import CASES
 from cases import EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name, combined
 from opteq.gradients import Gradient
 from opteq.gradients.adjoint import AdjointSystem
-from opteq.solvers import Solver
-from opteq.states import blocks
+from opteq.gradients.base import find
+from opteq.problems.hidden import BoundMap
+from opteq.solvers import Outcome, Solver
+from opteq.states import State, blocks
 from oracles import (
     assert_slopes,
     dense_jacobian,
@@ -170,6 +173,26 @@ def test_gradients_reach_a_solution_in_evaluation_mode_and_through_the_state() -
         unrolled = layer.problem(x).step(unrolled)
     (expected,) = torch.autograd.grad(probe_loss(unrolled), x)
     torch.testing.assert_close(through_state, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("gradient", ALL_GRADIENTS.values(), ids=ALL_GRADIENTS)
+def test_features_of_a_solve_without_autograd_stop_no_gradient(
+    gradient: Gradient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the captured solve computes the features as well."""
+    (case,) = by_name("opteq-conv")
+    problem = case.problem()
+    x = case.input().requires_grad_()
+    inputs = [x, *problem.parameters()]
+    layer = opteq.Equilibrium(problem, SOLVERS["anderson"], gradient)
+    expected = gradients(layer(x), inputs)
+
+    def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False) -> Outcome:
+        outcome = find(hidden, solver, start, same_steps)
+        return replace(outcome, features=hidden.features(outcome.state))
+
+    monkeypatch.setattr(opteq.engine, "solve", solve)
+    assert difference(gradients(layer(x), inputs), expected) < 1e-12
 
 
 @pytest.mark.parametrize("gradient", ALL_GRADIENTS.values(), ids=ALL_GRADIENTS)

@@ -24,6 +24,7 @@ from opteq.diagnostics.minimum import mark_non_minima
 from opteq.diagnostics.objective_trace import trace_terms
 from opteq.gradients import Gradient, Implicit
 from opteq.gradients.attach import attach
+from opteq.gradients.base import wants_gradient
 from opteq.problems.base import Problem, WrittenProblem
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solution import BackwardSlot, Report, Solution
@@ -222,7 +223,10 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             self._monitor.check(failure, self.on_failure)
         for observer in self._observers.values():
             observer(hidden, state)
-        features = hidden.features(state) if outcome.features is None else outcome.features
+        features = outcome.features
+        # A solve without autograd may have computed them: as constants, unless the gradient was attached to them.
+        if features is None or (torch.is_grad_enabled() and not wants_gradient(features)):
+            features = hidden.features(state)
         if not isinstance(hidden, Hidden):  # others may have features that are cut off, and lose a NaN on its way back
             features = attach(features, features)
         # Without a finite step there is no state to speak of: that of the start would pass for an answer.
