@@ -26,8 +26,9 @@ test-all: $(VENV)/.test lint
 quick: $(VENV)/.test
 	$(PYTEST) --timeout 300 -m "not slow and not gpu"
 
+# Several processes share the GPU: the tests wait for the host most of the time.
 gpu: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m gpu
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
