@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opteq.common.bounds import Bounds
+from opteq.common.curvature.bounds import Bounds
 from opteq.common.options import NamedOptions
 from opteq.common.validate import check_positive
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from opteq.common.bounds import Bounds
+from opteq.common.curvature.bounds import Bounds
 from opteq.common.options import NamedOptions
 from opteq.common.override import overridable
 from opteq.common.validate import check_flag, check_positive, check_whole

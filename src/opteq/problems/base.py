@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import engine, penalties
-from opteq.common.convexity import certify_smooth_part, start_for, without_memory
+from opteq.common.curvature.certify import certify_smooth_part, start_for, without_memory
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
 from opteq.operators.base import Operator, is_observer_hook

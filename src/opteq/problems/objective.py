@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opteq import penalties
-from opteq.common.convexity import certify_objective, start_for, without_memory
+from opteq.common.curvature.certify import certify_objective, start_for, without_memory
 from opteq.common.derivatives import gradient, pullback
 from opteq.common.returns import check_terms, try_once
 from opteq.penalties import Penalty

@@ -9,20 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from opteq.common.bounds import (
-    SOME,
-    Affine,
-    Bent,
-    Bounds,
-    Given,
-    Image,
-    Input,
-    NotKnown,
-    is_kind,
-    sum_above,
-    sum_below,
-    unknowns,
-)
+from opteq.common.curvature.arithmetic import SOME, NotKnown, is_kind, sum_above, sum_below, unknowns
+from opteq.common.curvature.bounds import Affine, Bent, Bounds, Given, Image, Input
 
 Terms = Callable[[Any, Any], Mapping[str, Any]]
 
@@ -35,7 +23,7 @@ def curvature_of_terms(terms: Terms, start: Any) -> tuple[float, float, float]:
         start: what has the shape of y, as :func:`start_for` gives it.
 
     Raises:
-        NotKnown: where the code does something else than :mod:`opteq.common.bounds` lists.
+        NotKnown: where the code does something else than :mod:`opteq.common.curvature.bounds` lists.
     """
     met: list[NotKnown] = []
     token = unknowns.set(met)

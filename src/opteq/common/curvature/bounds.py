@@ -1,32 +1,37 @@
 """Stand-ins for tensors that record how far a value bends.
 
-:mod:`opteq.common.convexity` calls a function ``terms(y, x)`` with objects of this module in place of tensors. They
-record how a value bends with y: linear maps carry bounds on their singular values, and squares and potentials of them
-an interval that the eigenvalues of their Hessian lie in. What is not listed here is not known, and says so. Shapes are
-not known either: where broadcasting could repeat entries, only bounds that survive any number of copies are kept.
+:mod:`opteq.common.curvature.certify` calls a function ``terms(y, x)`` with objects of this module in place of tensors.
+They record how a value bends with y: linear maps carry bounds on their singular values, and squares and potentials of
+them an interval that the eigenvalues of their Hessian lie in. What is not listed here is not known, and says so. Shapes
+are not known either: where broadcasting could repeat entries, only bounds that survive any number of copies are kept.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
-unknowns: ContextVar[list[NotKnown]] = ContextVar("unknowns")
-"""All that was met, also where a user's code has caught it."""
-
-
-class NotKnown(Exception):  # noqa: N818 - not an error: nothing follows from the code
-    """The function does something whose curvature is not known."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        unknowns.get([]).append(self)
+from opteq.common.curvature.arithmetic import (
+    ARITHMETIC,
+    CURVES,
+    LOSSES,
+    NAMES,
+    SOME,
+    SWAPPED,
+    NotKnown,
+    as_number,
+    check_within_samples,
+    is_kind,
+    largest_norm,
+    left_out,
+    sum_above,
+    sum_below,
+    times,
+)
 
 
 class Bounds:
@@ -39,18 +44,20 @@ class Bounds:
         if not _depend_on_y(args, kwargs):
             return args[0].zeros() if name == "zeros_like" and is_kind(args[0], Given) else Given()
         name = name.strip("_") if name.startswith("__") else name
-        if not is_kind(args[0], Bounds) and name in _SWAPPED and len(args) == 2:
-            name, args = _SWAPPED[name], args[::-1]
+        if not is_kind(args[0], Bounds) and name in SWAPPED and len(args) == 2:
+            name, args = SWAPPED[name], args[::-1]
         if not is_kind(args[0], Bounds):
             raise NotKnown(f"it uses {name!r}")
         return Bounds.__getattr__(args[0], name)(*args[1:], **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _CURVES and is_kind(self, Affine):
+        if name in CURVES and is_kind(self, Affine):
             return partial(self._curve, name)
-        if name in _NAMES:
-            return getattr(self, _NAMES[name])
-        raise NotKnown(f"it uses {name!r}")
+        if name in LOSSES:
+            return partial(self._loss, name)
+        if name in NAMES:
+            return getattr(self, NAMES[name])
+        raise NotKnown(f"it uses {name.lstrip('_')!r}")
 
     if not TYPE_CHECKING:
 
@@ -84,12 +91,21 @@ class Bounds:
         return self._mul(1 / other)
 
     def __pow__(self, exponent: Any) -> Any:
-        if not is_kind(exponent, int, float) or exponent != 2:
+        if not is_kind(exponent, int, float) or exponent not in (2, 0.5):
             raise NotKnown(f"it uses a power of {exponent}")
-        return self._square()
+        return self._square() if exponent == 2 else self._sqrt()
 
     def __matmul__(self, other: Any) -> Any:
         return self._linear(other)
+
+    def _loss(self, name: str, target: Any, **options: Any) -> Any:
+        """A loss of torch's own, entry by entry."""
+        if options.get("reduction") != "none" or options.get("weight") is not None:
+            raise NotKnown(f"it uses {name!r} otherwise than with reduction='none' and without weights")
+        difference = self - target
+        if not is_kind(difference, Affine):
+            raise NotKnown(f"it uses {name!r} of values of a term")
+        return difference._square() if name == "mse_loss" else difference.bent(0.0, 1 / options.get("beta", 1.0))
 
     def __bool__(self) -> bool:
         raise NotKnown("it branches on values")
@@ -124,7 +140,7 @@ class Given(Bounds):
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "ndim", "dtype", "device", "size", "dim"):
             raise NotKnown(f"it reads {name!r}")
-        return getattr(self, _NAMES[name]) if name in _ARITHMETIC else Given()
+        return getattr(self, NAMES[name]) if name in ARITHMETIC else Given()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Given:
         """A method of it."""
@@ -188,7 +204,7 @@ class Affine(Bounds):
 
     def through(self, norm: float, operator: Any, adjoint: bool) -> Affine:
         """After a linear map, an operator or its adjoint, of that norm."""
-        most, given = _times(self.most, norm), _times(self.given, norm)
+        most, given = times(self.most, norm), times(self.given, norm)
         if operator.keeps_shape:
             return _changed(self, most=most, least=0.0, given=given)
         back = self.like is not None and self.like.operator is operator and self.like.adjoint != adjoint
@@ -196,22 +212,22 @@ class Affine(Bounds):
 
     def bent(self, low: float, high: float) -> Bent:
         """The sum of a function of every entry whose second derivative lies in ``[low, high]``."""
-        mixed = _times(max(abs(low), abs(high)), _times(self.most, self.given))
-        low = low * self.least**2 if low > 0 else _times(low, self.most**2)
-        high = high * self.least**2 if high < 0 else _times(high, self.most**2)
+        mixed = times(max(abs(low), abs(high)), times(self.most, self.given))
+        low = low * self.least**2 if low > 0 else times(low, self.most**2)
+        high = high * self.least**2 if high < 0 else times(high, self.most**2)
         return Bent(low, high, mixed, flat=self.flat)
 
     def _mul(self, other: Any) -> Affine | Bent:
         if is_kind(other, Given):
             return Bent(0.0, 0.0, inf)
-        factor = _number(other)
+        factor = as_number(other)
         if factor is not None:
             size = abs(factor)
             return _changed(self, most=size * self.most, least=size * self.least, given=size * self.given)
         return Affine(inf, float(other.detach().abs().min()) * self.least, inf, None)
 
     def _add(self, other: Any) -> Affine:
-        if _number(other) is not None:
+        if as_number(other) is not None:
             return self
         if is_kind(other, Input) and self.like_x:
             return _changed(self, given=self.given + 1)
@@ -223,12 +239,22 @@ class Affine(Bounds):
         return Affine(inf, 0.0 if is_kind(other, Affine) else self.least, inf, None)
 
     def _square(self) -> Bent:
-        return self.bent(2.0, 2.0)
+        return _changed(self.bent(2.0, 2.0), squares=0.0)
 
     def _curve(self, name: str, *options: Any, **named: Any) -> Bent:
         if options or named:
             raise NotKnown(f"it uses {name!r} with options")
-        return self.bent(*_CURVES[name])
+        return self.bent(*CURVES[name])
+
+    def _softplus(self, beta: float = 1.0, threshold: float = 20.0) -> Bent:
+        if _depend_on_y(beta, threshold) or not (beta > 0 and threshold >= 20):  # below, its slope jumps
+            raise NotKnown("it uses 'softplus' with a beta that is not positive, or a threshold below 20")
+        return self.bent(0.0, 0.25 * float(beta))
+
+    def _logsumexp(self, dim: Any, keepdim: bool = False) -> Bent:
+        check_within_samples(dim)
+        # Its Hessian is diag(p) - p p', for probabilities p.
+        return _changed(self.bent(0.0, 0.5), flat=False, summed=self.flat and dim in (1, -1) and not keepdim)
 
     def _linear(self, weight: Any, bias: Any = None, *_: Any, **__: Any) -> Affine:
         """After a linear map of torch's own; without its bias, which is the same for every y."""
@@ -236,33 +262,35 @@ class Affine(Bounds):
             raise NotKnown("it multiplies what depends on y by itself")
         if not is_kind(weight, Tensor) or is_kind(bias, Given):  # they may depend on x
             return Affine(inf, 0.0, inf, None)
-        norm = _largest_norm(weight)
-        return Affine(_times(self.most, norm), 0.0, _times(self.given, norm), None)
+        norm = largest_norm(weight)
+        return Affine(times(self.most, norm), 0.0, times(self.given, norm), None)
 
     def _sum(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
-        _check_within_samples(dim)
+        check_within_samples(dim)
         return Affine(inf, 0.0, inf, None)
 
     def _mean(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
-        _check_within_samples(dim)
+        check_within_samples(dim)
         return Affine(self.most, 0.0, self.given, None)
 
     def _flatten(self, start_dim: int = 0) -> Affine:
-        _check_within_samples(start_dim)
+        check_within_samples(start_dim)
         return _changed(self, cut=self.cut if start_dim == 1 else None, like_x=False, like=None, flat=start_dim == 1)
 
     def _diff(self, n: int = 1, dim: int = -1) -> Affine:
-        _check_within_samples(dim)
+        check_within_samples(dim)
         cut = frozenset({(dim, n)}) if self.cut == frozenset() and not self.flat else None
-        return Affine(_times(self.most, 2.0**n), 0.0, _times(self.given, 2.0**n), cut)
+        return Affine(times(self.most, 2.0**n), 0.0, times(self.given, 2.0**n), cut)
 
     def __getitem__(self, index: Any) -> Affine:
         parts = index if is_kind(index, tuple) else (index,)
         if not all(part is None or part is ... or is_kind(part, int, slice) for part in parts):
             raise NotKnown("it selects entries by a tensor")
         if parts[0] is not ... and parts[0] != slice(None):
-            raise NotKnown("it joins samples of the batch")
-        return Affine(self.most, 0.0, self.given, _cut(parts) if self.cut == frozenset() and not self.flat else None)
+            raise NotKnown("it selects samples of the batch")
+        return Affine(
+            self.most, 0.0, self.given, left_out(parts) if self.cut == frozenset() and not self.flat else None
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -271,7 +299,7 @@ class Bent(Bounds):
 
     ``single`` where the entries are one function of a linear map; ``summed`` where there is one per sample;
     ``repeated`` for the bounds if broadcasting repeated entries of a sum, which does no harm unless they are summed
-    again.
+    again. ``squares`` where the entries are sums of squares and of at least that number.
     """
 
     low: float
@@ -281,6 +309,7 @@ class Bent(Bounds):
     summed: bool = False
     flat: bool = False
     repeated: Bent | None = None
+    squares: float | None = None
 
     def _settled(self) -> Bent:
         return self if self.repeated is None else self.repeated
@@ -294,20 +323,23 @@ class Bent(Bounds):
     def _mul(self, other: Any) -> Bent:
         if is_kind(other, Given):
             raise NotKnown("it weights a term by what depends on x, or by a tensor that is no parameter or buffer")
-        factor = _number(other)
+        factor = as_number(other)
         if factor is not None:
-            low, high = sorted(_times(factor, end) for end in (self.low, self.high))
+            low, high = sorted(times(factor, end) for end in (self.low, self.high))
             rest = None if self.repeated is None else self.repeated._mul(factor)
-            return _changed(self, low=low, high=high, mixed=_times(abs(factor), self.mixed), repeated=rest)
+            squares = factor * self.squares if self.squares is not None and factor >= 0 else None
+            mixed = times(abs(factor), self.mixed)
+            return _changed(self, low=low, high=high, mixed=mixed, repeated=rest, squares=squares)
         if not self.single:
             return Bent(-inf, inf, inf)
         weights = float(other.detach().min()), float(other.detach().max())
-        ends = [_times(weight, end) for weight in weights for end in (self.low, self.high)]
-        return Bent(min(ends), max(ends), _times(max(map(abs, weights)), self.mixed))._any_number_of_times()
+        ends = [times(weight, end) for weight in weights for end in (self.low, self.high)]
+        return Bent(min(ends), max(ends), times(max(map(abs, weights)), self.mixed))._any_number_of_times()
 
     def _add(self, other: Any) -> Bent:
-        if _number(other) is not None:
-            return self
+        number = as_number(other)
+        if number is not None:
+            return _changed(self, squares=None if self.squares is None else self.squares + number)
         if is_kind(other, Affine):
             raise NotKnown("it adds values of a term to a tensor")
         bent = other if is_kind(other, Bent) else Bent(0.0, 0.0, 0.0)
@@ -315,56 +347,38 @@ class Bent(Bounds):
         if not both:
             one, two = self._any_number_of_times(), bent._any_number_of_times()
             rest = Bent(*one._ends_with(two), False)
-        return Bent(*self._ends_with(bent), False, both, repeated=rest)
+        squares = None if self.squares is None or bent.squares is None else self.squares + bent.squares
+        return Bent(*self._ends_with(bent), False, both, repeated=rest, squares=squares)
 
     def _ends_with(self, other: Bent) -> tuple[float, float, float]:
         low, high = sum_below([self.low, other.low]), sum_above([self.high, other.high])
         return low, high, sum_above([self.mixed, other.mixed])
 
     def _sum(self, dim: Any = None, keepdim: bool = False) -> Bent:
-        _check_within_samples(dim)
-        return _changed(self._settled(), flat=False, summed=self.flat and dim in (1, -1) and not keepdim)
+        check_within_samples(dim)
+        squares = None if self.squares is None or self.squares < 0 else self.squares  # of any number of entries
+        summed = self.flat and dim in (1, -1) and not keepdim
+        return _changed(self._settled(), flat=False, summed=summed, squares=squares)
+
+    def _sqrt(self) -> Bent:
+        if self.squares is None or not self.squares > 0:
+            raise NotKnown("it takes the root of what is not a sum of squares and a positive number")
+        whole, slope = self._settled(), 0.5 / self.squares**0.5
+        high, mixed = times(slope, whole.high), times(slope, whole.mixed)
+        return Bent(0.0, high, mixed, whole.single, self.summed, self.flat)
 
     def _mean(self, dim: Any = None, keepdim: bool = False) -> Bent:  # noqa: ARG002
-        _check_within_samples(dim)
+        check_within_samples(dim)
         whole = self._settled()
         least = SOME if whole.low > 0 else whole.low
-        return Bent(least, max(whole.high, 0.0), whole.mixed, whole.single)
+        return Bent(least, max(whole.high, 0.0), whole.mixed, whole.single, squares=self.squares)
 
     def _linear(self, *_: Any, **__: Any) -> Any:
         raise NotKnown("it applies a linear map to values of a term")
 
     def _flatten(self, start_dim: int = 0) -> Bent:
-        _check_within_samples(start_dim)
-        return _changed(self._settled(), flat=start_dim == 1, summed=False)
-
-
-_NAMES = {
-    "add": "__add__", "radd": "__add__", "sub": "__sub__", "subtract": "__sub__", "rsub": "__rsub__", "mul": "__mul__",
-    "rmul": "__mul__", "multiply": "__mul__", "div": "__truediv__", "truediv": "__truediv__", "neg": "__neg__",
-    "negative": "__neg__", "pow": "__pow__", "square": "_square", "sum": "_sum", "mean": "_mean", "flatten": "_flatten",
-    "getitem": "__getitem__", "diff": "_diff", "linear": "_linear", "matmul": "_linear", "conv1d": "_linear",
-    "conv2d": "_linear", "conv3d": "_linear", "conv_transpose2d": "_linear",
-}  # fmt: skip
-_CURVES = {
-    "exp": (0.0, inf), "cosh": (1.0, inf), "softplus": (0.0, 0.25), "log_sigmoid": (-0.25, 0.0), "sin": (-1.0, 1.0),
-    "cos": (-1.0, 1.0), "sigmoid": (-0.0963, 0.0963), "tanh": (-0.7699, 0.7699),
-}  # fmt: skip
-"""Functions of every entry, without options: where their second derivatives lie."""
-_ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "neg", "negative", "pow", "square")
-SOME = 1e-200
-"""Stands for a positive number that depends on how many entries there are."""
-_ROUNDING = 1e-14
-"""Relative error of a sum and of what it is made of, with room."""
-_SMALL = 512
-"""Channels, or rows of a matrix, up to which a norm is computed exactly."""
-_SWAPPED = {"add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "multiply": "mul", "rsub": "sub"}
-"""Functions of two values by what they are with these the other way round."""
-
-
-def is_kind(value: Any, *kinds: type) -> bool:
-    """isinstance, by the type itself."""
-    return issubclass(type(value), kinds)
+        check_within_samples(start_dim)
+        return _changed(self._settled(), flat=start_dim == 1, summed=False, squares=self.squares)
 
 
 def _depend_on_y(*values: Any) -> bool:
@@ -377,60 +391,3 @@ def _depend_on_y(*values: Any) -> bool:
 
 def _changed(bounds: Known, **changes: Any) -> Known:
     return type(bounds)(**{**vars(bounds), **changes})
-
-
-def sum_below(parts: list[float]) -> float:
-    """A lower bound of the sum; where parts cancel each other, rounding may be all that is left."""
-    if -inf in parts:
-        return -inf
-    return sum(parts) - (_ROUNDING * sum(map(abs, parts)) if min(parts, default=0.0) < 0 < max(parts) else 0.0)
-
-
-def sum_above(parts: list[float]) -> float:
-    """An upper bound of the sum, rounding included."""
-    return -sum_below([-part for part in parts])
-
-
-def _check_within_samples(dim: Any) -> None:
-    if dim is None or 0 in (dim if isinstance(dim, list | tuple) else (dim,)):
-        raise NotKnown("it joins samples of the batch")
-
-
-def _cut(parts: tuple[Any, ...]) -> frozenset[tuple[int, int]] | None:
-    """How many entries slices like ``1:`` and ``:-1`` leave out, by dimension, counted from the end after ``...``."""
-    found = set[tuple[int, int]]()
-    for place, part in enumerate(parts):
-        if part is ... and place == 0:
-            continue
-        if not isinstance(part, slice) or part.step is not None:
-            return None
-        begin, end = part.start or 0, -part.stop if part.stop is not None else 0
-        if begin < 0 or end < 0 or part.stop == 0:
-            return None
-        if begin or end:
-            found.add((place - len(parts) if parts[0] is ... else place, begin + end))
-    return frozenset(found)
-
-
-def _number(value: Any) -> float | None:
-    value = value.detach() if is_kind(value, Tensor) and value.numel() == 1 else value
-    if not is_kind(value, int, float, Tensor) or (is_kind(value, Tensor) and value.numel() != 1):
-        return None
-    if not isfinite(number := float(value)):
-        raise NotKnown("it uses a number that is not finite")
-    return number
-
-
-def _largest_norm(weight: Tensor) -> float:
-    """An upper bound of the norm of a matrix, or of a convolution of any stride: the sum over places of its kernel."""
-    if weight.is_meta:
-        return inf
-    kernel = weight.detach().to("cpu", torch.float64)
-    matrices = kernel.reshape(*kernel.shape[:2], -1).movedim(2, 0) if kernel.ndim > 1 else kernel[None, None]
-    exact = min(matrices.shape[1:]) <= _SMALL
-    return float(torch.linalg.matrix_norm(matrices, 2 if exact else "fro").sum()) * (1 + _ROUNDING * kernel.numel())
-
-
-def _times(one: float, other: float) -> float:
-    """A product in which zero times infinity is zero."""
-    return 0.0 if one == 0 or other == 0 else one * other
