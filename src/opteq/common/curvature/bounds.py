@@ -114,7 +114,7 @@ class Bounds:
         raise NotKnown("it reads the size of a batch")
 
     def __iter__(self) -> Any:
-        raise NotKnown("it takes a tensor or an input apart")
+        raise NotKnown("it takes a tensor or an input apart (x[0] and x[1] can be followed)")
 
     def _compare(self, _: Any) -> Any:
         raise NotKnown("it compares values")
