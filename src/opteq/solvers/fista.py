@@ -104,7 +104,6 @@ class AcceleratedIteration:
         none, ones = torch.zeros_like(rows), torch.ones_like(rows)
         self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit, gap)
         self.estimate = _ASSUMED * residual
-        self.codes: Tensor | None = None
 
     @property
     def point(self) -> Tensor:
@@ -121,10 +120,6 @@ class AcceleratedIteration:
         image, merit = self.evaluate(proposal)
         self.at, self.codes = accept(active, self.at, main, proposal, age, longer, image, merit, self.eps, self.floor)
         return self.at.point, self._estimated_error() if self.error else self.at.residual
-
-    def breakdowns(self) -> Tensor | None:
-        """Rows where even the shortest step is not finite, and those whose objective has no lower bound."""
-        return self.codes
 
     def _estimated_error(self) -> Tensor:
         # Where the residual is down to the map's rounding, no further step comes closer.
@@ -174,15 +169,12 @@ def accept(
 
     finite = torch.isfinite(residual)
     worse = gap > 1.01 * at.gap + 8 * rounding
-    taken = active & finite
-    bad = ~finite
     if merit is not None and at.merit is not None:
         outside = ~(merit < torch.inf) & torch.isfinite(at.merit)  # of the objective's domain: a log's, for instance
         raised = outside | (worse & ~(merit <= at.merit + 64 * eps * at.merit.abs()))
-        taken, bad = taken & ~raised, bad | raised
     else:
         raised = ~plain & (gap > at.least + 8 * rounding)
-        taken, bad = taken & ~raised, bad | raised
+    taken, bad = active & finite & ~raised, ~finite | raised
     shorter = torch.where(steep & finite, at.share / (at.share * met).clamp(1.0, 4.0), longer)
     shorter = torch.where(plain & bad, at.share / 2, shorter)
     share = torch.where(active, shorter, at.share)

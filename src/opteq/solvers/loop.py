@@ -79,16 +79,19 @@ FAR = 10.0
 
 
 class Process(Protocol):
-    """The part of a method between two evaluations of the residual. Points are matrices with one row per sample."""
+    """The part of a method between two evaluations of the residual. Points are matrices with one row per sample.
+
+    Attributes:
+        codes: after a step, a status code per row: above zero where the method cannot go on.
+    """
+
+    codes: Tensor
 
     def first(self) -> tuple[Tensor, Tensor]:
         """The starting point ``(R, N)`` and its relative residual ``(R,)``."""
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """The next point and its residual; rows outside ``active`` are finished and may hold anything."""
-
-    def breakdowns(self) -> Tensor | None:
-        """A status code per row: above zero where the method cannot go on. None where that never happens."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,7 @@ class Loop:
         self.best_residual = torch.where(chosen, residual, self.best_residual)
         self.done = self.best_residual <= rule.tol
         self.steps = self.steps + active
-        broken = self.process.breakdowns()
-        if broken is not None:
-            self.broken = torch.where(active & ~self.done, broken, self.broken)
+        self.broken = torch.where(active & ~self.done, self.process.codes, self.broken)
         self.trace.append(torch.where(active, residual, self.trace[-1]))
 
     def unfinished(self) -> Tensor:
@@ -231,7 +232,6 @@ class GuardedIteration:
         self.floor = floor
         self.tol = tol
         self.eps = task.eps
-        self.codes: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor]:
         self.change, self.gap, residual = self._measured(self.point, self.image)
@@ -269,10 +269,6 @@ class GuardedIteration:
             return proposal, residual
         far = (gap > FAR * self.least) & (residual > self.tol)
         return proposal, torch.where(far, torch.inf, residual)
-
-    def breakdowns(self) -> Tensor | None:
-        """Rows where even a plain step is not finite."""
-        return self.codes
 
     def _harmless(self, gap: Tensor, merit: Tensor | None) -> Tensor:
         if merit is None or self.merit is None:

@@ -22,16 +22,13 @@ class Prior(Protocol):
     @property
     def couples_batch(self) -> bool:
         """Whether R ties the samples of a batch together."""
-        ...
 
     @property
     def gradient_lipschitz(self) -> float | None:
         """Lipschitz constant of the gradient of R, None where unknown."""
-        ...
 
     def gradient(self, z: Tensor) -> Tensor:
         """Gradient of R, shaped like ``z``."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +129,6 @@ class _Averaging:
         self.layout = task.layout
         self.point, self.image = task.start, task.known[0]
         self.step = 0
-        self.codes: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor]:
         return self.point, self._residual()
@@ -151,9 +147,6 @@ class _Averaging:
         residual = self._residual()
         self.codes = torch.where(torch.isfinite(residual), 0, int(Status.NON_FINITE))
         return self.point, residual
-
-    def breakdowns(self) -> Tensor | None:
-        return self.codes
 
     def _residual(self) -> Tensor:
         return relative(row_norms(self.image - self.point), row_norms(self.image), self.options.floor)

@@ -33,7 +33,6 @@ class _ConjugateGradients:
         self.direction = rhs
         self.square = dots(rhs, rhs)
         self.size = torch.zeros_like(self.square)  # of A, from below
-        self.codes = torch.zeros_like(self.square, dtype=torch.int64)
 
     def first(self) -> tuple[Tensor, Tensor]:
         return self.point, self.square.sqrt()
@@ -53,6 +52,3 @@ class _ConjugateGradients:
         self.direction = torch.addcmul(self.residual, per_row(ratio(square, self.square), image), self.direction)
         self.square = square
         return self.point, torch.where(hidden, torch.inf, square.sqrt())
-
-    def breakdowns(self) -> Tensor | None:
-        return self.codes

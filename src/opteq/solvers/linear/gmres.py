@@ -47,13 +47,6 @@ class _ArnoldiCycle:
         self.product, self.rhs, self.restart = product, rhs, restart
         self.point = torch.zeros_like(rhs)
         self.norm = row_norms(self.point)  # of A, from below
-        self.codes: Tensor | None = None
-        self.base: Tensor
-        self.basis: Tensor
-        self.triangle: Tensor
-        self.turn: Tensor
-        self.length: Tensor
-        self.size: int
         self._begin(rhs)
 
     def first(self) -> tuple[Tensor, Tensor]:
@@ -79,9 +72,6 @@ class _ArnoldiCycle:
         self.codes = torch.where(hidden | (length == 0), int(Status.SINGULAR), 0)
         self.codes = torch.where(torch.isfinite(residual), self.codes, int(Status.NON_FINITE))
         return self.point, torch.where(hidden, torch.inf, residual)
-
-    def breakdowns(self) -> Tensor | None:
-        return self.codes
 
     def _begin(self, residual: Tensor) -> None:
         small = widest_dtype(residual)

@@ -41,7 +41,6 @@ class _MinimalResiduals:
         self.cos_older, self.cos_newer = one, one
         self.sin_older, self.sin_newer = zero, zero
         self.size = zero  # of A, from below
-        self.codes: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor]:
         return self.point, self.rest.abs()
@@ -75,9 +74,6 @@ class _MinimalResiduals:
         self.codes = torch.where(hidden, int(Status.SINGULAR), 0)
         self.codes = torch.where(torch.isfinite(self.rest), self.codes, int(Status.NON_FINITE))
         return self.point, torch.where(hidden, torch.inf, self.rest.abs())
-
-    def breakdowns(self) -> Tensor | None:
-        return self.codes
 
 
 def _minus(a: Tensor, numbers: Tensor, b: Tensor) -> Tensor:
