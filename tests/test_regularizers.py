@@ -20,7 +20,7 @@ from lazy import lazily
 from opteq import regularizers
 from opteq.gradients import Gradient
 from opteq.operators import Dense
-from opteq.regularizers import HSIC, L1, Decorrelation, Envelope, Incay, Regularizer, Ridge, base
+from opteq.regularizers import HSIC, L1, Decorrelation, Envelope, Incay, Regularizer, Ridge, hsic
 
 optimize, stats = lazily("scipy.optimize"), lazily("scipy.stats")
 
@@ -603,7 +603,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     R, z, v = HSIC(), draw(6, 5, 2), draw(6, 5, 2, seed=1)
     whole = R.value(z), R.gradient(z), R.curvature(z, v)
     for chunk in (1, 80, 200):
-        monkeypatch.setattr(base, "CHUNK", chunk)
+        monkeypatch.setattr(hsic, "_CHUNK", chunk)
         torch.testing.assert_close((R.value(z), R.gradient(z), R.curvature(z, v)), whole)
 
 
@@ -617,7 +617,7 @@ def test_exact_hsic_keeps_few_kernel_matrices_at_a_time(monkeypatch: pytest.Monk
         return answer
 
     monkeypatch.setattr(HSIC, "_kernel", watched)
-    monkeypatch.setattr(base, "CHUNK", 3 * 6 * 6)
+    monkeypatch.setattr(hsic, "_CHUNK", 3 * 6 * 6)
     HSIC().gradient(draw(6, 20))
     assert max(sizes) == 3 * 6 * 6
     assert sum(sizes) == 2 * 20 * 6 * 6

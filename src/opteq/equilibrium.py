@@ -19,6 +19,7 @@ from opteq.common.dynamo import constant
 from opteq.common.errors import unknown_name
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
+from opteq.common.validate import check_kind
 from opteq.diagnostics.convergence_monitor import ConvergenceMonitor, FailureCheck
 from opteq.diagnostics.minimum import mark_non_minima
 from opteq.diagnostics.objective_trace import trace_terms
@@ -134,7 +135,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         if name == "on_failure" and value not in _ON_FAILURE:
             raise unknown_name(name, value, _ON_FAILURE)
         kind, wanted = _PARTS.get(name, (object, ""))
-        super().__setattr__(name, _checked(value, kind, name, wanted))
+        super().__setattr__(name, check_kind(name, value, kind, wanted))
 
     def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
@@ -265,10 +266,3 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
 
 def _on_meta(x: State) -> bool:
     return any(isinstance(part, Tensor) and part.is_meta for part in blocks(x))
-
-
-def _checked(value: Any, kind: type, name: str, wanted: str) -> Any:
-    if not isinstance(value, kind):
-        hint = f"; did you mean {value.__name__}()?" if isinstance(value, type) and issubclass(value, kind) else ""
-        raise TypeError(f"{name} should be {wanted}; got {value!r}{hint}")
-    return value

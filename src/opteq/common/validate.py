@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ def check_flag(name: str, value: object) -> bool:
     """``value`` if it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} should be True or False; got {value!r}")
+    return value
+
+
+def check_kind(name: str, value: Any, kind: type, wanted: str) -> Any:
+    """``value`` if it is a ``kind``, or a ``wanted`` one; the error for a class proposes an object of it."""
+    if not isinstance(value, kind):
+        hint = f"; did you mean {value.__name__}()?" if isinstance(value, type) and issubclass(value, kind) else ""
+        raise TypeError(f"{name} should be {wanted}; got {value!r}{hint}")
     return value
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from opteq.common.validate import positive
 from opteq.gradients.attach import Gradients, attach, filled
@@ -52,11 +51,8 @@ class Shine(Gradient):
             assert gradient is not None
             rows = layout.pack(nan_samples(gradient, layout.coupled))
             with autocast.off():
-                solved = self._believed(inverse(rows), rows)
-            return blocks(layout.unpack(solved))
+                estimate = inverse(rows)
+                believed = row_norms(estimate) <= self.limit * row_norms(rows)  # false for NaN, which both are
+            return blocks(layout.unpack(torch.where(believed[:, None], estimate, rows)))
 
         return attach(state, carrier, adjoint, notice=lambda: record(report)), outcome
-
-    def _believed(self, estimate: Tensor, gradient: Tensor) -> Tensor:
-        believed = row_norms(estimate) <= self.limit * row_norms(gradient)  # false for NaN, which both are
-        return torch.where(believed[:, None], estimate, gradient)

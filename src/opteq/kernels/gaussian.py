@@ -68,8 +68,7 @@ class Gaussian(Kernel):
     ) -> None:
         super().__init__()
         self._gamma = _check_gamma(gamma, learn_gamma)
-        self._rule = gamma if isinstance(gamma, str) else None
-        self.log_gamma = nn.Parameter(torch.tensor(math.log(self._gamma))) if learn_gamma and self._gamma else None
+        self.log_gamma = nn.Parameter(torch.tensor(math.log(float(self._gamma)))) if learn_gamma else None
         if (patch is None) != (split is None):
             raise ValueError(
                 f"Gaussian.patch and Gaussian.split go together, sides and channels of a patch; got {patch=}, {split=}"
@@ -87,9 +86,7 @@ class Gaussian(Kernel):
     @property
     def gamma(self) -> float | str | Tensor:
         """The sharpness: a number, the name of a rule, or a tensor where it is learned."""
-        if self.log_gamma is not None:
-            return self.log_gamma.exp()
-        return self._rule or "auto" if self._gamma is None else self._gamma
+        return self._gamma if self.log_gamma is None else self.log_gamma.exp()
 
     def bind(self, W: LinearMap, c: Tensor) -> GaussianSimilarity:
         """Cut, project and, where it is automatic, choose gamma."""
@@ -100,8 +97,10 @@ class Gaussian(Kernel):
         gamma: float | Tensor
         if self.log_gamma is not None:
             gamma = self.log_gamma.to(working_dtype(self.log_gamma.dtype)).exp()
+        elif isinstance(self._gamma, str):
+            gamma = automatic_gamma(view, c, self._gamma == "median")
         else:
-            gamma = automatic_gamma(view, c, self._rule == "median") if self._gamma is None else self._gamma
+            gamma = self._gamma
         return GaussianSimilarity(W, c, view, gamma, grid)
 
     def input_gain(self, norm: float, slope: float) -> tuple[float | None, str]:
@@ -115,7 +114,7 @@ class Gaussian(Kernel):
         if DIP * reach**2 >= 1:
             return None, f"needs L |W|^2 |P|^2 < 1 / (2 e^(-3/2)) = {1 / DIP:.5g}"
         gain, reason = response(reach), "r the response of the Gaussian kernel at r0 = sqrt(L) |W| |P|"
-        if self._gamma is None:  # it is chosen from the input
+        if isinstance(self._gamma, str):  # it is chosen from the input
             if self.patches is not None:
                 return None, (
                     'gamma="auto" is itself a function of the input, 0.2 / M(x), and what that adds grows with the '
@@ -289,12 +288,12 @@ def _grid(patches: Patches, c: Tensor) -> tuple[int, int, int]:
         raise ValueError(f"{error} The image is W's output, which has the shape of U x + b.") from error
 
 
-def _check_gamma(gamma: float | str, learn: bool) -> float | None:
-    """``gamma`` as a number, or None where it is automatic."""
+def _check_gamma(gamma: float | str, learn: bool) -> float | str:
+    """``gamma`` as a number, or the name of a rule."""
     if isinstance(gamma, str) and gamma in ("auto", "median"):
         if learn:
             raise ValueError("Gaussian.learn_gamma needs a number to begin from, Gaussian(gamma=1.0, learn_gamma=True)")
-        return None
+        return gamma
     if isinstance(gamma, bool) or not isinstance(gamma, int | float):
         raise TypeError(f"Gaussian.gamma should be a positive number, 'auto' or 'median'; got {gamma!r}")
     if not 0 < gamma < math.inf:

@@ -12,7 +12,8 @@ from opteq import engine, penalties
 from opteq.common.curvature.certify import certify_smooth_part, start_for, without_memory
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
-from opteq.operators.base import Operator, is_observer_hook
+from opteq.operators import Operator, module_norm
+from opteq.operators.base import is_observer_hook
 from opteq.penalties import Penalty
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
@@ -217,10 +218,14 @@ def check_injection(U: Any) -> nn.Module | None:
     return U
 
 
-def unknown_norm(U: nn.Module | None, where: str = "") -> str:
-    """Why the norm of ``U`` is not known."""
-    why = ": it has hooks, which may change what it gives" if U is not None and is_hooked(U) else ""
-    return f"the norm of U{where}, a {type(U).__name__}, is not known{why}"
+def known_norm(U: nn.Module | None, where: str = "") -> tuple[float | None, str]:
+    """``|U|``, or None and why it is not known."""
+    if U is None:
+        return 1.0, ""
+    if (norm := module_norm(U)) is not None:
+        return float(norm), ""
+    why = ": it has hooks, which may change what it gives" if is_hooked(U) else ""
+    return None, f"the norm of U{where}, a {type(U).__name__}, is not known{why}"
 
 
 def inject(U: nn.Module | None, x: Tensor, W: Operator | None = None) -> Tensor:
@@ -235,12 +240,6 @@ def inject(U: nn.Module | None, x: Tensor, W: Operator | None = None) -> Tensor:
         raise ValueError(
             f"the input has no batch dimension; its shape is {tuple(x.shape)}. Give x[None] for one sample"
         )
-    if W is not None:
-        _check_width(injected, W)
-    return injected
-
-
-def _check_width(injected: Tensor, W: Operator) -> None:
     for name, dim, kind in (("out_channels", 1, "channels"), ("out_features", -1, "entries")):
         wanted = getattr(W, name, None)
         if isinstance(wanted, int) and injected.shape[dim] != wanted:
@@ -248,3 +247,4 @@ def _check_width(injected: Tensor, W: Operator) -> None:
                 f"U x + b should have {wanted} {kind}, as many as the output of W; it has {injected.shape[dim]} (shape "
                 f"{tuple(injected.shape)})"
             )
+    return injected

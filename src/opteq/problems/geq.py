@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
+from opteq.common.validate import check_kind
 from opteq.kernels import Gaussian, Kernel, Similarity
 from opteq.kernels.inner_product import InnerProduct, InnerProductSimilarity
-from opteq.operators import Operator, module_norm
+from opteq.operators import Operator
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject, unknown_norm
+from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject, known_norm
 from opteq.problems.certificate import Certificate, existence, for_finite_weights
 from opteq.problems.hidden import Hidden, Structure
 from opteq.states import State, inner, single
@@ -55,7 +56,8 @@ class GEQ(Problem):
         super().__init__()
         self.W = check_operator(W, "W")
         self.U = check_injection(U)
-        self.kernel = _check_kernel(Gaussian() if kernel is None else kernel)
+        kernel = Gaussian() if kernel is None else kernel
+        self.kernel = check_kind("kernel", kernel, Kernel, "one of opteq.kernels, such as kernels.Gaussian()")
         self.penalty = penalties.get(activation)
 
     def bind(self, x: Tensor) -> BoundGEQ:
@@ -111,11 +113,11 @@ class GEQ(Problem):
         gain, reason = self.kernel.input_gain(norm, self.penalty.lipschitz)
         if gain is None:
             return None, reason
-        carried = 1.0 if self.U is None else module_norm(self.U)
+        carried, missing = known_norm(self.U)
         if carried is None:
-            return None, unknown_norm(self.U)
+            return None, missing
         projection = self.kernel.projection
-        return float(carried) * (1.0 if projection is None else _norm(projection)) * gain, reason
+        return carried * (1.0 if projection is None else _norm(projection)) * gain, reason
 
     def _norm(self, size: Callable[[Operator], float]) -> float:
         """``|W| |projection|``."""
@@ -199,10 +201,3 @@ def _norm(operator: Operator) -> float:
 
 def _scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:
     return interval[0] * factor, interval[1] * factor
-
-
-def _check_kernel(kernel: object) -> Kernel:
-    if not isinstance(kernel, Kernel):
-        hint = f"; did you mean {kernel.__name__}()?" if isinstance(kernel, type) and issubclass(kernel, Kernel) else ""
-        raise TypeError(f"kernel should be one of opteq.kernels, such as kernels.Gaussian(); got {kernel!r}{hint}")
-    return kernel

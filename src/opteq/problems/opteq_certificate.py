@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from opteq.operators import Operator, module_norm
+from opteq.operators import Operator
 from opteq.penalties import Penalty
-from opteq.problems.base import check_unhooked, unknown_norm
+from opteq.problems.base import check_unhooked, known_norm
 from opteq.problems.certificate import Certificate, existence
 from opteq.regularizers import Regularizer
 
@@ -37,16 +37,16 @@ def certify(
         reasons["contraction"] = f"L |W|^2 / mu with |W| <= {norm:.4g} and L = {slope:.4g}, the activation's slope"
         if regularizer is not None:
             reasons["contraction"] += f", times |I - gamma hess R| <= {stretch:.4g}"
-    carried = 1.0 if U is None else module_norm(U)
+    carried, missing = known_norm(U)
     lipschitz = None
     if pull is None:
         reasons["lipschitz"] = reasons["contraction"]
     elif factor * pull >= 1:
         reasons["lipschitz"] = f"needs L |W|^2 / mu below {1 / pull:.4g}; it is bounded by {factor:.4g}"
     elif carried is None:
-        reasons["lipschitz"] = unknown_norm(U)
+        reasons["lipschitz"] = missing
     else:
-        lipschitz = float(carried) * slope * norm / mu / (1 - factor * pull)
+        lipschitz = carried * slope * norm / mu / (1 - factor * pull)
         share = "" if pull == 1 else f"{pull:.4g} "
         reasons["lipschitz"] = (
             f"|U| L |W| / mu / (1 - {share}L |W|^2 / mu), since sigma is a convex function's gradient"

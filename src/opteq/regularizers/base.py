@@ -12,10 +12,6 @@ from opteq.common.derivatives import gradient, pullback
 from opteq.common.options import NamedOptions
 from opteq.states import Autocast
 
-# Elements of the largest temporary of a batch-coupled regulariser: 64 MiB in float32, enough to keep a GPU busy and
-# little compared with the activations of a network.
-CHUNK = 2**24
-
 
 class Regularizer(metaclass=NamedOptions):
     """A prior R on features z.
@@ -101,11 +97,6 @@ def working_copy(z: Tensor, *, least_dims: int = 1) -> Tensor:
 def batch_shares(total: Tensor, z: Tensor) -> Tensor:
     """The value ``total`` of a whole batch as equal shares of its samples, shape ``(B,)``."""
     return (total / max(z.shape[0], 1)).expand(z.shape[0])
-
-
-def chunk_size(numbers_each: int) -> int:
-    """How many things of that many numbers to hold at once; at least one."""
-    return max(1, CHUNK // max(numbers_each, 1))
 
 
 def check_direction(z: Tensor, v: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from opteq.common.validate import check_not_negative, positive
+from opteq.common.validate import check_kind, check_not_negative, positive
 from opteq.regularizers.base import Regularizer, batch_shares, working_copy
 from opteq.states import sum_over_sample
 
@@ -42,8 +42,7 @@ class Envelope(Regularizer):
 
     def __post_init__(self) -> None:
         R = self.regularizer
-        if not isinstance(R, Regularizer):
-            raise TypeError(f"Envelope: regularizer should be a Regularizer, such as L1(); got {R!r}")
+        check_kind("Envelope: regularizer", R, Regularizer, "a Regularizer, such as L1()")
         if not R.convex:
             raise ValueError(f"Envelope: regularizer should be convex, such as Ridge() or L1(); got {R!r}")
         if type(R).prox is Regularizer.prox:

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import positive
-from opteq.regularizers.base import Regularizer, batch_shares, chunk_size, working_copy
+from opteq.regularizers.base import Regularizer, batch_shares, working_copy
 from opteq.states import Autocast
+
+# Elements of the largest temporary: 64 MiB in float32, enough to keep a GPU busy and little compared with the
+# activations of a network.
+_CHUNK = 2**24
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def _unsamples(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(x, chunk_size(x.shape[1] ** 2))
+    return torch.split(x, max(1, _CHUNK // max(x.shape[1] ** 2, 1)))
 
 
 def _squared_distances(x: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from opteq.common.validate import check_not_negative, positive
@@ -57,6 +56,7 @@ class L1(Regularizer):
     Its prox is soft thresholding, ``sign(z) max(|z| - w, 0)``. The gradient, ``sign(z)``, jumps at zero, so
     gradient steps hover around a zero feature and never reach it: use the prox.
 
+    >>> import torch
     >>> L1().value(torch.tensor([[3.0, -4.0]]))
     tensor([7.])
     >>> L1().prox(torch.tensor([[3.0, -0.5]]), weight=1.0)
@@ -74,11 +74,6 @@ class L1(Regularizer):
     def gradient(self, z: Tensor) -> Tensor:
         """``sign(z)``: the subgradient of least norm."""
         return working_copy(z).sign().to(z.dtype)
-
-    def curvature(self, z: Tensor, v: Tensor) -> Tensor:
-        """Zero: R is linear on either side of its kinks."""
-        check_direction(z, v)
-        return torch.zeros_like(z)
 
     def prox(self, z: Tensor, weight: float) -> Tensor:
         check_not_negative("L1.weight", weight)

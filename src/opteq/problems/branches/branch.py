@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from opteq.common.options import NamedOptions
 from opteq.common.validate import check_whole
-from opteq.operators import Operator, module_norm
+from opteq.operators import Operator
 from opteq.operators.resample import pool
-from opteq.problems.base import check_injection, check_operator, unknown_norm
+from opteq.problems.base import check_injection, check_operator, known_norm
 from opteq.states import State
 
 
@@ -93,13 +92,12 @@ def injection_norm(source: nn.Module | Sequence[Branch] | None) -> tuple[float |
     A branch at scale s sees the mean over ``s x s`` pixels, of norm ``1 / s``; with a tuple of inputs, it does not.
     """
     if source is None or isinstance(source, nn.Module):
-        carried = torch.ones(()) if source is None else module_norm(source)
-        return (None, unknown_norm(source)) if carried is None else (float(carried), "")
+        return known_norm(source)
     squares = most = 0.0
     for index, branch in enumerate(source):
-        carried = torch.ones(()) if branch.U is None else module_norm(branch.U)
+        carried, missing = known_norm(branch.U, f" in branch {index}")
         if carried is None:
-            return None, unknown_norm(branch.U, f" in branch {index}")
-        squares += (float(carried) / branch.scale) ** 2
-        most = max(most, float(carried))
+            return None, missing
+        squares += (carried / branch.scale) ** 2
+        most = max(most, carried)
     return max(math.sqrt(squares), most), ""

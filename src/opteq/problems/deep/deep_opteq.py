@@ -14,7 +14,7 @@ from opteq.common.errors import unknown_name
 from opteq.common.validate import check_positive
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
-from opteq.problems.base import Problem, check_unhooked, inject, unknown_norm
+from opteq.problems.base import Problem, check_unhooked, inject, known_norm
 from opteq.problems.branches.branch import Branch
 from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
 from opteq.problems.deep.feedforward import by_gram, by_slots, read_network
@@ -158,11 +158,11 @@ class DeepOptEq(Problem):
             return None, "the norm of the read-out is not known"
         total = 0.0
         for index, branch in enumerate(self.branches):
-            carried = 0.0 if branch.U is None else module_norm(branch.U)
+            carried, missing = (0.0, "") if branch.U is None else known_norm(branch.U, f" in layer {index}")
             if carried is None:
-                return None, unknown_norm(branch.U, f" in layer {index}")
+                return None, missing
             later = math.prod(factors[index + 1 :])
-            total += later * alphas[index] * self.penalty.lipschitz * norms[index] / self.mu * float(carried)
+            total += later * alphas[index] * self.penalty.lipschitz * norms[index] / self.mu * carried
         return float(outer) * total / (1 - contraction), "what layers add, carried through the later ones, / (1 - k)"
 
     @classmethod
