@@ -244,7 +244,6 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         return handle
 
     def extra_repr(self) -> str:
-        """Solver and gradient."""
         return f"solver={self.solver}, gradient={self.gradient}, on_failure={self.on_failure!r}"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -110,15 +110,13 @@ def mix_neighbours(features: Features, pairs: Pairs, weights: tuple[Tensor, ...]
 
 def _mix(weights: Tensor, channels: Tensor, more: Tensor | None = None) -> Tensor:
     """``weights channels + more``, channels-last in memory where ``channels`` is."""
-    if channels.stride(1) == 1 and channels.shape[1] > 1:
-        return _mix_rows(channels.mT, weights.mT, None if more is None else more.mT).mT
-    return _mix_rows(weights, channels, more)
-
-
-def _mix_rows(left: Tensor, right: Tensor, more: Tensor | None) -> Tensor:
+    turned = channels.stride(1) == 1 and channels.shape[1] > 1
+    pair = (channels.mT, weights.mT) if turned else (weights, channels)
     if more is None:
-        return matrix_product(torch.bmm, left, right)
-    return matrix_product(torch.baddbmm, more, left, right)
+        mixed = matrix_product(torch.bmm, *pair)
+    else:
+        mixed = matrix_product(torch.baddbmm, more.mT if turned else more, *pair)
+    return mixed.mT if turned else mixed
 
 
 def at_size_of(z: Tensor, matrix: Tensor) -> Tensor:

@@ -57,7 +57,6 @@ class Implicit(Gradient):
             )
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
-        """Solve without autograd; the backward pass solves the adjoint system."""
         state, outcome = find_no_grad(hidden, solver, start)
         linear = self._linear(hidden, state)
         attached = engine.attach(hidden, state, outcome, linear, record)

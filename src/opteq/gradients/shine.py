@@ -34,7 +34,6 @@ class Shine(Gradient):
         positive(self, "limit")
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
-        """Solve without autograd; the backward pass applies the estimate."""
         state, outcome = find_no_grad(hidden, solver, start, keep_inverse=True)
         carrier = hidden.step(state)
         if not wants_gradient(carrier):

@@ -37,7 +37,6 @@ class Unrolled(Gradient):
         return find_no_grad(hidden, replace(solver, max_steps=self.steps), start, same_steps=True)
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
-        """Solve under autograd."""
         outcome = find(hidden, replace(solver, max_steps=self.steps), start)
         quiet = replace(
             outcome, residual=outcome.residual.detach(), history=outcome.trace.detach(), inverse_adjoint=None

@@ -96,15 +96,12 @@ class Linear(InnerProduct):
     second_range = (0.0, 0.0)
 
     def value(self, t: Tensor) -> Tensor:
-        """``t``."""
         return t
 
     def derivative(self, t: Tensor) -> Tensor:
-        """1."""
         return torch.ones_like(t)
 
     def second(self, t: Tensor) -> Tensor:
-        """0."""
         return torch.zeros_like(t)
 
     def input_gain(self, norm: float, slope: float) -> tuple[float | None, str]:
@@ -150,19 +147,15 @@ class Polynomial(InnerProduct):
         self.degree = degree
 
     def start(self, W: LinearMap, c: Tensor) -> Tensor:
-        """``c``, since zero may be an equilibrium."""
         return self.state_like(W, c)
 
     def value(self, t: Tensor) -> Tensor:
-        """``t^d``."""
         return t**self.degree
 
     def derivative(self, t: Tensor) -> Tensor:
-        """``d t^(d-1)``."""
         return self.degree * t ** (self.degree - 1)
 
     def second(self, t: Tensor) -> Tensor:
-        """``d (d-1) t^(d-2)``."""
         return self.degree * (self.degree - 1) * t ** (self.degree - 2)
 
     def extra_repr(self) -> str:
@@ -191,14 +184,11 @@ class Sigmoid(InnerProduct):
     )
 
     def value(self, t: Tensor) -> Tensor:
-        """``tanh t``."""
         return torch.tanh(t)
 
     def derivative(self, t: Tensor) -> Tensor:
-        """``1 - tanh^2 t``."""
         return 1 - torch.tanh(t).square()
 
     def second(self, t: Tensor) -> Tensor:
-        """``-2 tanh t (1 - tanh^2 t)``."""
         height = torch.tanh(t)
         return -2 * height * (1 - height.square())

@@ -45,7 +45,6 @@ class SeparableConvMap(LinearMap):
         return F.conv2d(F.conv2d(v, self.depthwise, padding=self.padding, groups=channels), self.pointwise)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """The two adjoints, in the opposite order."""
         check_image("the adjoint of the separable convolution", u, self.pointwise.shape[0])
         mixed = F.conv_transpose2d(u, self.pointwise)
         return F.conv_transpose2d(mixed, self.depthwise, padding=self.padding, groups=self.depthwise.shape[0])
@@ -106,7 +105,6 @@ class Conv2d(_Convolution):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weight again and scale it to the initial norm."""
         if self.weight.is_meta:
             return
         nn.init.normal_(self.weight, std=self.weight[0].numel() ** -0.5)
@@ -141,7 +139,6 @@ class SeparableConv2d(_Convolution):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights again and scale the pointwise part so that the whole has the initial norm."""
         if self.pointwise.is_meta:
             return
         nn.init.normal_(self.depthwise, std=self.depthwise[0].numel() ** -0.5)

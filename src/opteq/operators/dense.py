@@ -26,7 +26,6 @@ class DenseMap(LinearMap):
         return matrix_product(F.linear, v, self.weight)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """``A' u = u @ weight``."""
         n, m = self.weight.shape
         if u.ndim == 0 or u.shape[-1] != n:
             raise wrong_shape(f"the adjoint of Dense({m}, {n})", f"(..., {n})", u)

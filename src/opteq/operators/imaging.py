@@ -188,7 +188,8 @@ class Downsample(Operator):
         self.factor = check_whole("factor", factor)
         blocks = torch.full((factor, factor), factor**-2.0)
         kernel = blocks if kernel is None else check_tensor("Downsample.kernel", kernel)
-        if kernel.ndim != 2 or any(not self._fits(size) for size in kernel.shape):
+        fit = [size % 2 == 1 or (factor % 2 == 0 and size >= factor) for size in kernel.shape]
+        if kernel.ndim != 2 or not all(fit):
             raise ValueError(
                 f"Downsample.kernel should be a matrix of odd sizes, or of {factor} plus an even number; "
                 f"got shape {tuple(kernel.shape)}"
@@ -205,17 +206,11 @@ class Downsample(Operator):
                 unit, magnitude = normalise(self.kernel)
                 return unit.square().sum().sqrt() * magnitude
             # Of the phases that the stride takes apart, each is a convolution of its own; rows of A side by side.
-            return self._polyphase_norm()
-
-    def _polyphase_norm(self) -> Tensor:
-        f = self.factor
-        rows, columns = (-(-size // f) * f for size in self.kernel.shape)
-        padded = F.pad(self.kernel, (0, columns - self.kernel.shape[1], 0, rows - self.kernel.shape[0]))
-        phases = padded.reshape(rows // f, f, columns // f, f).permute(1, 3, 0, 2).reshape(1, f * f, rows // f, -1)
-        return kernel_norm(phases, fine=True)
-
-    def _fits(self, size: int) -> bool:
-        return size % 2 == 1 if size % 2 != self.factor % 2 or size % 2 == 1 else size >= self.factor
+            f = self.factor
+            rows, columns = (-(-size // f) * f for size in self.kernel.shape)
+            padded = F.pad(self.kernel, (0, columns - self.kernel.shape[1], 0, rows - self.kernel.shape[0]))
+            phases = padded.reshape(rows // f, f, columns // f, f).permute(1, 3, 0, 2).reshape(1, f * f, rows // f, -1)
+            return kernel_norm(phases, fine=True)
 
     def extra_repr(self) -> str:
         return f"factor={self.factor}, kernel of {tuple(self.kernel.shape)}"

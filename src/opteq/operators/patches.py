@@ -47,7 +47,6 @@ class PatchesMap(LinearMap):
         return cut.permute(0, 1, 3, 5, 2, 4, 6).reshape(v.shape[0], groups, rows, columns, self.split * self.patch**2)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """Put the patches back together."""
         size = self.split * self.patch**2
         if u.ndim != 5 or u.shape[-1] != size:
             raise wrong_shape("the adjoint of Patches", f"(batch, groups, rows, columns, {size})", u)
@@ -87,7 +86,6 @@ class Patches(Operator):
         return PatchesMap(self.split, self.patch)
 
     def norm(self) -> Tensor:
-        """Exactly 1."""
         return torch.ones(())
 
     def extra_repr(self) -> str:

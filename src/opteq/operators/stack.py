@@ -18,7 +18,6 @@ class IdentityMap(LinearMap):
         return v
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """``A' u = u``."""
         return u
 
 
@@ -35,7 +34,6 @@ class Identity(Operator):
         return IdentityMap()
 
     def norm(self) -> Tensor:
-        """Exactly 1."""
         return torch.ones(())
 
 
@@ -51,7 +49,6 @@ class StackMap(LinearMap):
         return torch.cat([linear(v) for linear in self.maps], dim=self.dim)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """``A_1' u_1 + ... + A_L' u_L``."""
         if u.ndim <= max(self.dim, 0) or u.shape[self.dim] != sum(self.sizes):
             raise ValueError(
                 f"the adjoint of Stack expects {sum(self.sizes)} entries (those of its parts: {self.sizes}) "

@@ -134,11 +134,9 @@ class ElementwisePenalty(Penalty):
         return torch.where(outside, math.inf, self._value(inside))
 
     def total(self, y: Tensor) -> Tensor:
-        """``sum_i f(y_i)`` of each sample."""
         return sum_over_sample(self.value(y))
 
     def potential(self, t: Tensor) -> Tensor:
-        """``sum_i sigma~(t_i)`` of each sample."""
         return sum_over_sample(self.antiderivative(t))
 
     def project(self, y: Tensor) -> Tensor:

@@ -110,20 +110,12 @@ class FromActivation(ElementwisePenalty):
         self._refuse(
             rise < -rounding, t, y, "decreases, and is thus the prox of no penalty; choose a non-decreasing one"
         )
-        self._refuse(
-            rise > self.lipschitz * t.diff() * (1 + 1e-9) + rounding,
-            t,
-            y,
-            f"is steeper than lipschitz={self.lipschitz}; give its largest slope",
-        )
+        steeper = rise > self.lipschitz * t.diff() * (1 + 1e-9) + rounding
+        self._refuse(steeper, t, y, f"is steeper than lipschitz={self.lipschitz}; give its largest slope")
         with torch.enable_grad():
             constant = not self._function(t.detach().requires_grad_()).requires_grad
-        self._refuse(
-            (rise > rounding) & constant,
-            t,
-            y,
-            "rises without a gradient: write it without detach, no_grad, data or numpy",
-        )
+        untaped = (rise > rounding) & constant
+        self._refuse(untaped, t, y, "rises without a gradient: write it without detach, no_grad, data or numpy")
 
     def _check_formulas(self) -> None:
         t = _check_grid()

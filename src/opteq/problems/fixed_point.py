@@ -51,15 +51,12 @@ class FixedPoint(WrittenProblem):
         self.read = features
 
     def start(self, x: State) -> State:
-        """The first state for input ``x``."""
         return torch.zeros_like(blocks(x)[0]) if self.first is None else self.first(x)
 
     def features(self, z: State) -> State:
-        """The output of the layer."""
         return z if self.read is None else self.read(z)
 
     def bind(self, x: State) -> BoundFixedPoint:
-        """The map for this input."""
         check_called(self)
         return BoundFixedPoint(self, x)
 
@@ -77,7 +74,6 @@ class BoundFixedPoint(WrittenMap):
         try_once(problem, self._images, self._start, "f(z, x)", differentiable=False)
 
     def step(self, y: State) -> State:
-        """``f(y, x)``."""
         image: State = self.bound.call("f", y, self.bound.x)
         return image
 

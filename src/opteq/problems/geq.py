@@ -164,15 +164,12 @@ class BoundGEQ(Hidden):
             self.damping = min(1.0, float(1 / (1 - low)))
 
     def start(self) -> Tensor:
-        """Zeros, unless the kernel says otherwise."""
         return self._start
 
     def smooth(self, y: State) -> Tensor:
-        """``-s(y)``."""
         return -self.similarity.value(single(y))
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
-        """Minus the terms of the similarity."""
         return {name: -term for name, term in self.similarity.terms(single(y)).items()}
 
     def preactivation(self, y: State) -> Tensor:

@@ -253,7 +253,6 @@ class Hidden(BoundMap):
         return map_state(torch.neg, slope)
 
     def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
-        """As for every map."""
         inside = self.preactivation(y)
         return self.activate(inside), inside, None
 
@@ -267,12 +266,10 @@ class Hidden(BoundMap):
         return like(inside, tuple(penalty.prox(block) for penalty, block in parts))
 
     def project(self, y: State) -> State:
-        """The nearest point of the penalty's domain."""
         parts = zip(self.penalties(y), blocks(y), strict=True)
         return like(y, tuple(penalty.project(block) for penalty, block in parts))
 
     def terms(self, y: State) -> dict[str, Tensor]:
-        """The objective term by term, each one value per sample."""
         return {"penalty": self._penalty_of(y), "quadratic": inner(y, y) / 2, **self.smooth_terms(y)}
 
     def _penalty_of(self, y: State) -> Tensor:

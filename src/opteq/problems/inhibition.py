@@ -155,11 +155,9 @@ class BoundInhibition(BoundObjective):
         self.quadratic = rest is None or rest.quadratic
 
     def start(self) -> State:
-        """Zeros, or where the other terms begin."""
         return map_state(torch.zeros_like, self.injections) if self.rest is None else self.rest.start()
 
     def features(self, y: State) -> State:
-        """The state, or the features of the other terms."""
         return y if self.rest is None else self.rest.features(y)
 
     def gradient(self, y: State) -> State:

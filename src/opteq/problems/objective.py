@@ -124,7 +124,6 @@ class BoundObjective(WrittenMap, Hidden):
         return torch.stack(list(self._smooth_parts(y).values())).sum(dim=0)
 
     def gradient(self, y: State) -> State:
-        """The gradient of F."""
         slope: State = gradient(lambda state: self.value(state).sum(), y)
         return slope
 

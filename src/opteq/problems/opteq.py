@@ -196,7 +196,6 @@ class BoundOptEq(Hidden):
         return self.block.preactivation(moved)
 
     def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
-        """As for every map."""
         z = self.features(y)
         inside = self._preactivation_of(z)
         return self.activate(inside), inside, z

@@ -47,7 +47,6 @@ class AffineOptEq(Problem):
         self.shift = nn.Parameter(shift.detach().clone())
 
     def bind(self, x: Tensor) -> BoundAffineOptEq:
-        """T for this input and the inverse matrix, once."""
         return BoundAffineOptEq(self.problem.bind(x).block, self.matrix, self.shift)
 
     @for_finite_weights
@@ -130,7 +129,6 @@ class Splitting(Problem):
         self.gamma = check_positive("gamma", gamma)
 
     def bind(self, x: Tensor) -> BoundSplitting:
-        """T for this input, once."""
         return BoundSplitting(self.problem.bind(x).block, self.regularizer, self.gamma)
 
     @for_finite_weights

@@ -114,7 +114,6 @@ class AcceleratedIteration:
         return self.at.point, self.estimate if self.error else self.at.residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """One accelerated step, accepted or taken back row by row."""
         main, proposal, age, longer = propose(active, self.at, self.most)
         proposal = self.admissible(proposal)
         image, merit = self.evaluate(proposal)

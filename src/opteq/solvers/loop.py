@@ -159,7 +159,6 @@ class Loop:
         self.rule = rule
 
     def begin(self) -> None:
-        """The start is the best so far."""
         self.best, residual = self.process.first()
         finite = torch.isfinite(residual)
         self.best_residual = torch.where(finite, residual, torch.inf)
@@ -169,7 +168,6 @@ class Loop:
         self.trace = [residual]
 
     def advance(self) -> None:
-        """Advance the process, and choose."""
         rule, active = self.rule, self.unfinished()
         point, residual = self.process.advance(active)
         chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
@@ -181,11 +179,9 @@ class Loop:
         self.trace.append(torch.where(active, residual, self.trace[-1]))
 
     def unfinished(self) -> Tensor:
-        """Rows that go on."""
         return (self.broken == 0) if self.rule.to_the_end else ~self.done & (self.broken == 0)
 
     def finish(self) -> Finish:
-        """The best points, and how they were reached."""
         ended = torch.where(self.broken > 0, self.broken, int(Status.MAX_STEPS))
         codes = torch.where(self.done, int(Status.CONVERGED), ended)
         return Finish(self.best, self.best_residual, self.steps, codes, torch.stack(self.trace))
@@ -239,7 +235,6 @@ class GuardedIteration:
         return self.point, residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """One proposal, accepted or refused per row."""
         proposal = self.admissible(self.method.propose(self.point, self.image, self.change, active))
         image, merit = self.evaluate(proposal)
         change, gap, residual = self._measured(proposal, image)

@@ -108,7 +108,6 @@ class SAM(Solver):
 
     @property
     def couples_batch(self) -> bool:
-        """Whether the regulariser ties samples together."""
         return self.regularizer.couples_batch
 
     def rule(self, device: torch.device, eps: float) -> Rule:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,11 +63,9 @@ class BoundParallel(BoundMap):
         return torch.stack(tensors).amin(dim=0).clamp(max=least) if tensors else least
 
     def start(self) -> State:
-        """Where every part begins."""
         return self._join(self._starts)
 
     def step(self, y: State) -> State:
-        """One step of every part."""
         return self._join(part.step(piece) for part, piece in self.pairs(y))
 
     def features(self, y: State) -> State:
@@ -75,7 +74,6 @@ class BoundParallel(BoundMap):
         return features if self.fusion is None else self.fusion(blocks(features))
 
     def project(self, y: State) -> State:
-        """Every part by itself."""
         return self._join(part.project(piece) for part, piece in self.pairs(y))
 
     def terms(self, y: State) -> dict[str, Tensor]:
@@ -86,7 +84,6 @@ class BoundParallel(BoundMap):
         return terms
 
     def objective(self, y: State) -> Tensor:
-        """The sum of the parts' objectives, one value per sample; an error where a part has none."""
         return torch.stack(list(self.terms(y).values())).sum(dim=0)
 
     def linearise(self, y: State, inside: State | None = None) -> Linearisation | SymmetricLinearisation:
@@ -115,7 +112,6 @@ class BoundParallel(BoundMap):
         return combined
 
     def feature_form(self) -> FeatureForm:
-        """Every part written for its features."""
         if self.fusion is not None:
             raise ValueError('a solver that works on features needs those of every branch: use fuse="none"')
         return self._joint_form([part.feature_form() for part in self.parts])
@@ -149,10 +145,9 @@ class BoundParallel(BoundMap):
 
     @property
     def seeks_minimum(self) -> bool:
-        """Whether a part does."""
         return any(part.seeks_minimum for part in self.parts)
 
-    def pairs(self, y: State) -> list[tuple[BoundMap, State]]:
+    def pairs(self, y: State) -> list[tuple[Any, State]]:
         """Every part with its own tensors of a state."""
         return list(zip(self.parts, self._pieces(y), strict=True))
 
@@ -169,31 +164,24 @@ class HiddenParallel(BoundParallel, Hidden):  # type: ignore[misc]
 
     def __init__(self, parts: Sequence[Hidden]) -> None:
         super().__init__(parts)
-        self.hidden = list(parts)
         self.quadratic = all(part.quadratic for part in parts)
 
     def penalties(self, y: State) -> list[Penalty]:
-        """Those of all parts."""
-        return [penalty for part, piece in self._hidden_pairs(y) for penalty in part.penalties(piece)]
+        return [penalty for part, piece in self.pairs(y) for penalty in part.penalties(piece)]
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The terms of g, with the part's number before the name."""
         return {
             f"{index}.{name}": value
-            for index, (part, piece) in enumerate(self._hidden_pairs(y))
+            for index, (part, piece) in enumerate(self.pairs(y))
             for name, value in part.smooth_terms(piece).items()
         }
 
     def preactivation(self, y: State) -> State:
-        """Every part by itself."""
-        return self._join(part.preactivation(piece) for part, piece in self._hidden_pairs(y))
+        return self._join(part.preactivation(piece) for part, piece in self.pairs(y))
 
     def negative_hessian_at(self, y: State) -> Callable[[State], State]:
-        """Block by block."""
-        return self._each(part.negative_hessian_at(piece) for part, piece in self._hidden_pairs(y))
-
-    def _hidden_pairs(self, y: State) -> list[tuple[Hidden, State]]:
-        return list(zip(self.hidden, self._pieces(y), strict=True))
+        return self._each(part.negative_hessian_at(piece) for part, piece in self.pairs(y))
 
 
 class _Form(BoundMap):
@@ -228,7 +216,6 @@ class SeparableProblem(Problem):
         return known[-1] if known and None not in given else Anderson(max_steps=known[-1].max_steps) if known else None
 
     def default_gradient_steps(self) -> int | None:
-        """The most of all parts."""
         return max((steps for part, _ in self.parts() if (steps := part.default_gradient_steps())), default=None)
 
     def bind(self, x: State) -> BoundParallel:
@@ -303,7 +290,6 @@ class Parallel(SeparableProblem):
         self.scales = [check_whole("scales", scale) for scale in scales]
 
     def parts(self) -> list[tuple[Problem, int]]:
-        """The problems with their scales."""
         problems = [problem for problem in self.problems if isinstance(problem, Problem)]
         return list(zip(problems, self.scales, strict=True))
 

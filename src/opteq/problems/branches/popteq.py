@@ -91,11 +91,15 @@ class POptEq(SeparableProblem):
         certificate = super().certificate()
         if self.fuse == "none" or certificate.lipschitz is None:
             return certificate
+
+        def with_lipschitz(bound: float | None, why: str) -> Certificate:
+            return replace(certificate, lipschitz=bound, reasons={**certificate.reasons, "lipschitz": why})
+
         branches = self.branch_list()
         images = [branch for branch in branches if not hasattr(branch.W, "in_features")]
         if len(images) > 1 and not all(keeps_size(branch.U) for branch in images):
             why = "a U may change the size of images, so that it is not known how often pixels are repeated"
-            return replace(certificate, lipschitz=None, reasons={**certificate.reasons, "lipschitz": why})
+            return with_lipschitz(None, why)
         scales = [branch.scale for branch in branches]
         slopes = [part.certificate().lipschitz or 0.0 for part, _ in self.parts()]
         # Pixels of a branch at scale s are repeated s / (least s) times; where that is no whole number, some of them
@@ -109,14 +113,10 @@ class POptEq(SeparableProblem):
             carried = module_norm(self.convolution)
             if carried is None:
                 why = "the norm of the convolution is not known: it has hooks, which may change what it gives"
-                return replace(certificate, lipschitz=None, reasons={**certificate.reasons, "lipschitz": why})
+                return with_lipschitz(None, why)
             bound = float(carried) * max(math.hypot(*pooled), *repeated)
             rule = "|conv| sqrt of the sum of squares (for a tuple, the largest times its scale)"
-        reasons = {
-            **certificate.reasons,
-            "lipschitz": f"{rule}, at the finest size. {certificate.reasons['lipschitz']}",
-        }
-        return Certificate(certificate.exists, certificate.unique, certificate.contraction, bound, reasons)
+        return with_lipschitz(bound, f"{rule}, at the finest size. {certificate.reasons['lipschitz']}")
 
 
 def _convolution(branches: list[Branch]) -> nn.Conv2d:

@@ -220,14 +220,12 @@ class BoundDeepOptEq(BoundMap):
         self.first: Tensor | None = None
 
     def start(self) -> Tensor:
-        """Zeros, or the input."""
         if self.first is not None:
             return self.first
         block = next(block for block in self.layers if block.c.ndim > 0)
         return torch.zeros_like(block.back(block.c))
 
     def features(self, y: State) -> State:
-        """The fixed point, or its read-out."""
         if self.readout is None:
             return y
         features: Tensor = self.readout(y)
@@ -244,7 +242,6 @@ class BoundDeepOptEq(BoundMap):
         return points
 
     def step(self, y: State) -> Tensor:
-        """All layers once."""
         return self.trajectory(y)[-1]
 
     def linearise(self, y: State, inside: State | None = None) -> Linearisation:  # noqa: ARG002

@@ -120,7 +120,11 @@ def by_slots(network: FeedForward, nonexpansive: bool) -> tuple[Layers, nn.Modul
     out[:, slot(len(sizes) - 1)] = network.out_weight
     shrink = 1.0
     if nonexpansive:
-        _check_homogeneous(network.activation)
+        if not isinstance(network.activation, _HOMOGENEOUS):  # sigma(s t) = s sigma(t) for positive s
+            raise ValueError(
+                f"nonexpansive=True scales the layers, which {type(network.activation).__name__} does not allow; "
+                "ReLU, LeakyReLU and Identity do"
+            )
         shrink = max(1.0, *(float(kernel_norm(W, fine=True)) for W in kernels))
     layers: Layers = [(_operator(out.new_zeros(1, width, *taps)), None)]
     for k, W in enumerate(kernels):
@@ -193,15 +197,6 @@ def _penalty(module: nn.Module) -> Penalty:
     if name is None:
         raise ValueError(f"no penalty belongs to {type(module).__name__}; known: {', '.join(penalties.names())}")
     return penalties.get(name)
-
-
-def _check_homogeneous(activation: Penalty) -> None:
-    """Raise unless ``sigma(s t) = s sigma(t)`` for positive s."""
-    if not isinstance(activation, _HOMOGENEOUS):
-        raise ValueError(
-            f"nonexpansive=True scales the layers, which {type(activation).__name__} does not allow; "
-            "ReLU, LeakyReLU and Identity do"
-        )
 
 
 def _enlarged(kernel: Tensor, taps: list[int]) -> Tensor:
