@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 
 import opteq
 from opteq import operators as op
@@ -261,7 +262,7 @@ def test_what_is_captured_solves_and_differentiates_as_the_plain_path(kind: Any)
         tensors = solve.tensors(solve.iteration.finish())
     assert traces_of(flat).reason is None
     assert (solve.formulation.form is not None) == (kind in (Written, "opteq"))  # others have no bottleneck
-    state = solve.facts.state.read(tensors)  # type: ignore[attr-defined]
+    state = tree_unflatten(tensors[:-4], solve.facts[0])[0]  # type: ignore[index]
     linear = opteq.Implicit(tol=1e-12)._linear(hidden, state)
     adjoint = AdjointByGraph(flat, state, linear, False, False, 400)
     reached, features = attach_adjoint(adjoint, backend.distinct_features(hidden, state), lambda report: None)

@@ -141,7 +141,8 @@ def _are_analytic(once: fx.GraphModule, *halves: fx.GraphModule) -> bool:
 def _can_be_drawn(once: fx.GraphModule, fixed: Sequence[Tensor]) -> bool:
     """Whether random numbers can take the place of all fixed tensors that are used."""
     given = [node for node in once.graph.nodes if node.op == "placeholder"]
-    return all(_is_drawn(tensor) for node, tensor in zip(given, fixed, strict=True) if node.users)
+    used = [tensor for node, tensor in zip(given, fixed, strict=True) if node.users]
+    return all(tensor.is_floating_point() or tensor.dtype == torch.bool for tensor in used)
 
 
 def _transposed(into: Callable[..., Tensor], out: Callable[..., Tensor], like: Tensor, draw: Any) -> bool:
@@ -159,11 +160,6 @@ def _transposed(into: Callable[..., Tensor], out: Callable[..., Tensor], like: T
 def _near(one: Tensor, other: Tensor) -> bool:
     """Whether tensors of float64 agree up to rounding."""
     return bool((one - other).norm() <= 1e-9 * one.norm())
-
-
-def _is_drawn(tensor: Tensor) -> bool:
-    """Whether random numbers can take the place of a tensor's."""
-    return tensor.is_floating_point() or tensor.dtype == torch.bool
 
 
 def _drawn(generator: torch.Generator, like: Tensor) -> Tensor:

@@ -56,12 +56,8 @@ def simplify(graph: fx.Graph) -> None:
     for node, number in numbers.items():
         value = node.meta.get("val")
         if node.users and isinstance(value, torch.Tensor):
-            with graph.inserting_before(node):
-                constant = graph.call_function(
-                    aten.full.default, (list(value.shape), number), {"dtype": value.dtype, "device": value.device}
-                )
-            constant.meta["val"] = value
-            node.replace_all_uses_with(constant)
+            form = {"dtype": value.dtype, "device": value.device}
+            node.replace_all_uses_with(_call(graph, node, aten.full.default, (list(value.shape), number), form))
     graph.eliminate_dead_code()
 
 
@@ -88,7 +84,8 @@ def _number(node: fx.Node, numbers: dict[fx.Node, float]) -> float | None:
 
 def _replacement(graph: fx.Graph, node: fx.Node, numbers: dict[fx.Node, float]) -> fx.Node | None:
     """A node with the same value that takes less to compute; None where there is none."""
-    if node.op != "call_function" or not _is_real(node):
+    value: Any = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return None
     if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and isinstance(node.args[0], fx.Node):
         return node.args[0]
@@ -113,12 +110,8 @@ def _gradient_by_input(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
             more[i] = n - (m - 1) * stride - reach
         elif (m - reach) // stride + 1 != n:  # an output padding of a stride or more
             return None
-    with graph.inserting_before(node):
-        made = graph.call_function(
-            aten.convolution.default, (incoming, weight, None, *geometry, not transposed, more, groups)
-        )
-    made.meta["val"] = node.meta["val"]
-    return made
+    arguments = (incoming, weight, None, *geometry, not transposed, more, groups)
+    return _call(graph, node, aten.convolution.default, arguments)
 
 
 def _flip(graph: fx.Graph, node: fx.Node) -> None:
@@ -143,14 +136,12 @@ def _flip(graph: fx.Graph, node: fx.Node) -> None:
 def _negated_later(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """A sum or a product of what was negated, negated itself: signs meet further on, and go. Not a digit changes."""
     one, other = map(_negated, (*node.args, None, None)[:2])
-    with graph.inserting_before(node):
-        if node.target is aten.add.Tensor and not node.kwargs and one is not None and other is not None:
-            made = graph.call_function(aten.add.Tensor, (one, other))
-        elif node.target in _LINEAR and one is not None and (len(node.args) < 3 or node.args[2] is None):
-            made = graph.call_function(node.target, (one, *node.args[1:]), node.kwargs)
-        else:
-            return None
-    made.meta["val"] = node.meta.get("val")
+    if node.target is aten.add.Tensor and not node.kwargs and one is not None and other is not None:
+        made = _call(graph, node, aten.add.Tensor, (one, other))
+    elif node.target in _LINEAR and one is not None and (len(node.args) < 3 or node.args[2] is None):
+        made = _call(graph, node, node.target, (one, *node.args[1:]), node.kwargs)
+    else:
+        return None
     return _scaled(graph, node, made, -1.0)
 
 
@@ -198,16 +189,15 @@ def _scaled(graph: fx.Graph, node: fx.Node, tensor: fx.Node, number: float) -> f
         source, factor = tensor.args[0], number * tensor.args[1]
     if factor == 1 and _same_form(source, node):
         return source
+    return _call(graph, node, aten.mul.Scalar, (source, factor))
+
+
+def _call(graph: fx.Graph, node: fx.Node, target: Any, arguments: tuple[Any, ...], options: Any = None) -> fx.Node:
+    """A call before a node, whose value has the form of the node's."""
     with graph.inserting_before(node):
-        made = graph.call_function(aten.mul.Scalar, (source, factor))
+        made = graph.call_function(target, arguments, options)
     made.meta["val"] = node.meta.get("val")
     return made
-
-
-def _is_real(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor of floating-point numbers."""
-    value: Any = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _same_form(tensor: fx.Node, node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
@@ -146,7 +147,7 @@ def with_traced_functions(flat: Flattened, traces: Traces, tensors: Sequence[Ten
     if isinstance(hidden, Hidden):
         hidden.contracts = functions.contracts = traces.contracts(flat, tensors)
         hidden.preactivation = functions.by_graph("preactivation")  # type: ignore
-        hidden.negative_hessian_at = functions.negative_hessian_at  # type: ignore[method-assign]
+        hidden.negative_hessian_at = partial(functions.at, "negative_hessian")  # type: ignore[method-assign]
         hidden.linearise, hidden.compact_form = functions.linearise, functions.compact_form  # type: ignore
     else:
         hidden.linearise = functions.linearise_freely  # type: ignore[method-assign]
@@ -188,10 +189,6 @@ class _Functions:
         """As the problem's."""
         *image, merit = self.both(y)
         return like(y, tuple(image)), merit
-
-    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
-        """As the problem's."""
-        return self.at("negative_hessian", y)
 
     def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
         """As the problem's, in the variable of a bottleneck where the Hessian has one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,6 @@ from opteq.solvers import Status
 from opteq.solvers.linear import LinearSolver
 from opteq.solvers.loop import Finish, Iteration, iterate
 from opteq.states import Autocast, Layout, State, any_row, blocks, like, map_state
-
-
-@dataclass(frozen=True)
-class Cotangents:
-    """The cotangents of the state and of the features in the backward pass; None where there is none."""
-
-    state: State | None
-    features: State | None
 
 
 class AdjointByGraph:
@@ -62,10 +54,12 @@ class AdjointByGraph:
         self.autocast = Autocast.current(self.layout.device)
         self.eps = rounding(self.layout, self.autocast)
 
-    def vjp(self, cotangents: Cotangents) -> tuple[list[Tensor | None], Report]:
-        """The gradients of every tensor of the problem, and the report of the adjoint solve."""
+    def vjp(self, *arrived: State | None) -> tuple[list[Tensor | None], Report]:
+        """The gradients of every tensor of the problem, and the report of the adjoint solve.
+
+        ``arrived`` are the cotangents of the state and of the features; None where there is none.
+        """
         held, states = len(self.flat.tensors), len(blocks(self.state))
-        arrived = [cotangents.state, cotangents.features]
         incoming = [part for one in arrived if one is not None for part in blocks(one)]
         inputs = [*self.flat.tensors, *blocks(self.state), *incoming]
 
@@ -73,7 +67,7 @@ class AdjointByGraph:
             state = like(self.state, tuple(tensors[held : held + states]))
             rest = iter(tensors[held + states :])
             given = [None if one is None else like(one, tuple(next(rest) for _ in blocks(one))) for one in arrived]
-            return _BackwardSolve(self, linear, tensors[:held], state, Cotangents(*given))
+            return _BackwardSolve(self, linear, tensors[:held], state, *given)
 
         forms = tuple(None if one is None else len(blocks(one)) for one in arrived)
         key = (
@@ -112,7 +106,7 @@ class _BackwardSolve:
 
     def __init__(
         self, adjoint: AdjointByGraph, linear: LinearSolver, held: Sequence[Tensor], state: State,
-        cotangents: Cotangents,
+        at_state: State | None, at_features: State | None,
     ) -> None:  # fmt: skip
         self.adjoint = adjoint
         self.state = state
@@ -121,9 +115,7 @@ class _BackwardSolve:
         ]
         self.facts: object = None
         operations = FastOperations()
-        at_state, at_features = (
-            None if one is None else map_state(dense, one) for one in (cotangents.state, cotangents.features)
-        )
+        at_state, at_features = (None if one is None else map_state(dense, one) for one in (at_state, at_features))
         with operations:
             with adjoint.autocast.entered():
                 traces = traces_of(adjoint.flat, adjoint.compile_functions)
@@ -227,7 +219,7 @@ class _Attached(torch.autograd.Function):
         at_state = filled(gradients[:count], adjoint.state)
         at_features = None if ctx.features is None else filled(gradients[count:], ctx.features)
         with torch.no_grad():
-            found, report = adjoint.vjp(Cotangents(at_state, at_features))
+            found, report = adjoint.vjp(at_state, at_features)
             ctx.record(report)
         if torch.is_grad_enabled():  # a second derivative may be asked for
             found = refuse_second_derivative(found, originals)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
@@ -64,13 +65,11 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
         note("forward", answer)
         return None
     note("forward", None)
-    tensors, facts = answer
-    assert isinstance(facts, _Facts)
-    residual, steps, codes, history = tensors[-4:]
-    return Outcome(
-        facts.state.read(tensors), residual, steps, codes, history, facts.tol,
-        features=None if facts.features is None else facts.features.read(tensors),
-    )  # fmt: skip
+    (*found, residual, steps, codes, history), facts = answer
+    assert isinstance(facts, tuple)
+    form, tol = facts
+    state, *beside = tree_unflatten(found, form)
+    return Outcome(state, residual, steps, codes, history, tol, features=beside[0] if beside else None)
 
 
 def _solve_in_two(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
@@ -152,33 +151,6 @@ def distinct_features(hidden: BoundMap, state: State) -> State | None:
     return None if same else features
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a state is in a list of tensors."""
-
-    slice: slice
-    is_tuple: bool
-
-    @classmethod
-    def of(cls, state: State, begin: int) -> _Place:
-        """That of a state whose first part is at ``begin``."""
-        return cls(slice(begin, begin + len(blocks(state))), isinstance(state, tuple))
-
-    def read(self, tensors: list[Tensor]) -> State:
-        """The state."""
-        parts = tuple(tensors[self.slice])
-        return parts if self.is_tuple else parts[0]
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """Which tensors of an output are the state, and which its features, if any; and the tolerance."""
-
-    state: _Place
-    features: _Place | None
-    tol: float
-
-
 class _ForwardSolve:
     """A forward solve under way, to be captured."""
 
@@ -189,7 +161,7 @@ class _ForwardSolve:
             self.formulation = Formulation.of(hidden, solver, same_steps)
             self.solve: Solve = open_fixed_point(hidden, solver, self.formulation, start)
         self.iteration: Iteration = WithOperations(self.solve.iteration, operations)
-        self.facts: object = None
+        self.facts: object = None  # the form of state and features, if there are any, and the tolerance
 
     def tensors(self, finish: Finish) -> list[Tensor]:
         """State, features, residual, steps, codes, history."""
@@ -198,8 +170,6 @@ class _ForwardSolve:
         with self.solve.caller.entered(), FastOperations():
             state = self.formulation.state(outcome.state)
             features = distinct_features(self.hidden, state)
-        place = _Place.of(state, 0)
-        beside = None if features is None else _Place.of(features, place.slice.stop)
-        self.facts = _Facts(place, beside, self.solve.tol)
-        parts = [*blocks(state), *(() if features is None else blocks(features))]
+        parts, form = tree_flatten((state,) if features is None else (state, features))
+        self.facts = form, self.solve.tol
         return [*parts, outcome.residual, outcome.steps, outcome.codes, outcome.trace]

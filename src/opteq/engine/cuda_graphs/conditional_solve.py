@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,21 +38,16 @@ class Capturable(Protocol):
     """A solve under way whose output is a list of tensors.
 
     The last one is the history of residuals. The three before it are residuals, steps and status codes per sample.
+    ``facts`` need no value from the device, and accompany every output.
     """
 
-    @property
-    def iteration(self) -> Iteration:
-        """The iteration that is captured."""
-
-    @property
-    def facts(self) -> object:
-        """Facts that need no value from the device; they accompany every output."""
+    iteration: Iteration
+    facts: object
 
     def tensors(self, finish: Finish) -> list[Tensor]:
         """The output, given where the iteration stands."""
 
 
-Result = TypeVar("Result")
 OpenSolve = Callable[[list[Tensor]], Capturable]
 
 
@@ -117,22 +112,20 @@ class ConditionalSolve:
         solve.tensors(solve.iteration.finish())
 
     def _capture(self, open_solve: OpenSolve) -> object:
-        steps, solve = self._record(partial(self._first, open_solve))
+        record = self.context.record
+        steps, solve = record(partial(self._first, open_solve))
         static, taken = None, 0
         for chunk in (*stage_lengths(solve.iteration.rule), None):
-            settle, at = self._record(partial(_settle, solve.iteration, static))
+            settle, at = record(partial(_settle, solve.iteration, static))
             self.stages.append(_Stage(steps, settle, taken + 1))
             if static is None:
                 # Before there are any steps: what they keep for the steps after them may not be there when it runs.
-                self.conclusion, _ = self._record(partial(self._conclude, solve, at.finish))
+                self.conclusion, _ = record(partial(self._conclude, solve, at.finish))
             static = at
             if chunk is not None:
-                steps, _ = self._record(partial(self._advance, solve.iteration, chunk))
+                steps, _ = record(partial(self._advance, solve.iteration, chunk))
                 taken += chunk
         return solve.facts
-
-    def _record(self, work: Callable[[], Result]) -> tuple[Any, Result]:
-        return self.context.record(work)
 
     def _begun(self, open_solve: OpenSolve) -> Capturable:
         solve = open_solve([buffer.tensor for buffer in self.inputs])

@@ -26,7 +26,7 @@ from opteq.kernels.gaussian import weigh, weigh_derivative
 from opteq.operators.resample import pool, spread
 from opteq.potentials.base import scaled_derivative, scaled_second
 from opteq.solvers import fista
-from opteq.solvers.loop import Finish, Iteration
+from opteq.solvers.loop import Iteration
 
 
 class FastOperations(TorchFunctionMode):
@@ -72,30 +72,20 @@ def _compiled(function: Callable[..., Any], *given: Any) -> Any:
 
 
 class WithOperations:
-    """An iteration with :class:`FastOperations` in force."""
+    """An iteration with :class:`FastOperations` in force when it begins and advances."""
 
     def __init__(self, iteration: Iteration, operations: FastOperations) -> None:
         self._iteration = iteration
         self._operations = operations
-        self.rule = iteration.rule
+        self.rule, self.unfinished, self.finish = iteration.rule, iteration.unfinished, iteration.finish
 
     def begin(self) -> None:
-        """As the iteration does."""
         with self._operations:
             self._iteration.begin()
 
     def advance(self) -> None:
-        """As the iteration does."""
         with self._operations:
             self._iteration.advance()
-
-    def unfinished(self) -> Tensor:
-        """As the iteration says."""
-        return self._iteration.unfinished()
-
-    def finish(self) -> Finish:
-        """As the iteration says."""
-        return self._iteration.finish()
 
 
 class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -96,11 +96,9 @@ class FusedConjugateGradients:
         self._redirect(place, row_state.flags, fold, fold and again)
 
     def unfinished(self) -> Tensor:
-        """Rows that go on."""
         return self.row_state.unfinished()
 
     def finish(self) -> Finish:
-        """The best answers, and how they were reached."""
         self._settle(self.row_state.flags, self.folded > 0)
         return self.row_state.summary(self.answer)
 

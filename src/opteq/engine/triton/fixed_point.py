@@ -108,11 +108,9 @@ class FusedAnderson:
         self.moves = layout.new(task.wide, memory)
 
     def unfinished(self) -> Tensor:
-        """Rows that go on."""
         return self.row_state.unfinished()
 
     def finish(self) -> Finish:
-        """The best points, and how they were reached."""
         # The second pass of a step has made all copies that its decision asked for.
         return self.row_state.summary(self.row_state.settle(self.point))
 
@@ -158,19 +156,16 @@ class FusedAnderson:
         """Where the newest difference is."""
         return (self.row_state.step - 1) % self.memory
 
-    def _at_a_time(self) -> int:
-        layout = self.row_state.blocks
-        return min(layout.piece, 256 if layout.parts * layout.rows >= MANY_PROGRAMS else 512)
-
     def _compare(self, older: Sequence[Tensor]) -> None:
-        row_state = self.row_state
+        row_state, layout = self.row_state, self.row_state.blocks
+        at_a_time = min(layout.piece, 256 if layout.parts * layout.rows >= MANY_PROGRAMS else 512)
         for i, width in enumerate(row_state.blocks.widths):
             anderson_observe[row_state.grid(i)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], older[i], self.older_image[i],
                 self.residuals[i], self.moves[i], self._damping(), row_state.flags, self.used, row_state.sums,
                 row_state.blocks.rows, width, self._slot(), row_state.blocks.firsts[i], row_state.blocks.parts,
                 self.moves[i].stride(0), M=self.memory, MP=self.padded, DAMPED=self.damping is not None,
-                WIDE=row_state.wide_type, PIECE=row_state.blocks.piece, BLOCK=self._at_a_time(), num_warps=1,
+                WIDE=row_state.wide_type, PIECE=row_state.blocks.piece, BLOCK=at_a_time, num_warps=1,
             )  # fmt: skip
 
     def _accept_step(self, merit: Tensor | None) -> None:
@@ -183,26 +178,18 @@ class FusedAnderson:
             P=row_state.width_of_sums, num_warps=row_state.acceptance_warps,
         )  # fmt: skip
 
-    def _mixers(self) -> tuple[int, int]:
-        """Entries a program of the second pass, and its warps."""
-        layout = self.row_state.blocks
-        few = sum(layout.widths) * layout.rows < _FEW_ENTRIES
-        return _MIXED[few], _MIXERS[few]
-
     def _mix(self, following: Sequence[Tensor]) -> None:
         row_state = self.row_state
-        mixed, mixers = self._mixers()
+        few = sum(row_state.blocks.widths) * row_state.blocks.rows < _FEW_ENTRIES
+        mixed = _MIXED[few]
         for i, width in enumerate(row_state.blocks.widths):
             anderson_mix[(-(-width // mixed), row_state.blocks.rows)](
                 self.point[i], self.image[i], self.before[i], self.image_before[i], following[i], self.moves[i],
                 self.weights, self._damping(), row_state.best[i], row_state.flags, row_state.blocks.rows, width,
-                self.moves[i].stride(0), *self._ends(), M=self.memory, MP=self.padded,
+                self.moves[i].stride(0), *(self.interval or (0.0, 0.0)), M=self.memory, MP=self.padded,
                 DAMPED=self.damping is not None, CLAMPED=self.interval is not None,
-                WIDE=row_state.wide_type, BLOCK=mixed, num_warps=mixers,
+                WIDE=row_state.wide_type, BLOCK=mixed, num_warps=_MIXERS[few],
             )  # fmt: skip
-
-    def _ends(self) -> tuple[float, float]:
-        return (0.0, 0.0) if self.interval is None else self.interval
 
     def _project(self, following: Sequence[Tensor]) -> None:
         if self.task.project is not None and self.interval is None:

@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from opteq.engine.trace import in_layout
 from opteq.engine.triton import row_state_kernels as kernels
 from opteq.solvers.loop import Finish, Rule
 from opteq.solvers.status import Status
@@ -82,12 +83,7 @@ class Blocks:
 
     def arranged(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The same values, in the strides of this layout; nothing is copied where they are so already."""
-        made = []
-        for part, like in zip(parts, self.like, strict=True):
-            if part.stride() != like.stride():
-                part = torch.empty_strided(like.shape, like.stride(), dtype=part.dtype, device=part.device).copy_(part)
-            made.append(part)
-        return made
+        return [in_layout(like.stride(), part) for part, like in zip(parts, self.like, strict=True)]
 
 
 def _dense(part: Tensor) -> bool:

@@ -25,15 +25,16 @@ _MOST_COLUMNS = 8
 def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation, start: State | None) -> Solve:
     """A solve of a bound problem that has evaluated the map at its start and not begun."""
     task = formulation.task(start)
-    own = _has_kernels(solver) and solver.tol != 0
+    own = type(solver)._method is Anderson._method  # a subclass may change when it stops, not what it does
     if hidden.estimates_length and task.step_and_merit is not None:
         own = False  # a step that increases the merit is undone and shortened, which kernels do not do
-    if not own or torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
+    if not (isinstance(solver, Anderson) and own and solver.memory <= _MOST_COLUMNS and solver.tol != 0):
+        return solver.open(task)
+    if torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
         return solver.open(task)
     from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson, StateTask
     from opteq.engine.triton.row_state import Blocks
 
-    assert isinstance(solver, Anderson)
     layout = Layout.of(task.start, task.coupled)
     caller = Autocast.current(layout.device)
     evaluate = Evaluation(task.step, task.step_and_merit, layout, caller)
@@ -49,12 +50,6 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
         lift = ridge(layout.dtype, evaluate.eps)
         anderson = FusedAnderson(in_place, memory, rule, solver.floor, solver.memory, Method.growth, lift)
         return Solve(anderson, layout, rule.tol, caller)
-
-
-def _has_kernels(solver: Solver) -> bool:
-    """Whether a solver is one of those that have kernels; a subclass may change when it stops, not what it does."""
-    own = type(solver)._method is Anderson._method
-    return own and isinstance(solver, Anderson) and solver.memory <= _MOST_COLUMNS
 
 
 def open_linear(
