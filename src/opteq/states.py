@@ -265,11 +265,8 @@ class Layout:
         pieces = torch.split(matrix, widths, dim=1) if len(widths) > 1 else (matrix,)
         parts = []
         for piece, shape, dtype, last in zip(pieces, self.shapes, self.dtypes, self.channels_last, strict=True):
-            if last:
-                moved = piece.reshape(shape[0], *shape[2:], shape[1])
-                parts.append(moved.movedim(-1, 1).to(dtype))
-            else:
-                parts.append(piece.reshape(shape).to(dtype))
+            part = piece.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else piece.reshape(shape)
+            parts.append(part.to(dtype))
         return tuple(parts) if self.is_tuple else parts[0]
 
     def restore(self, point: Tensor | tuple[Tensor, ...]) -> State:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
+S = TypeVar("S")
 
+
+@overload
+def gradient(function: Callable[[Any], Any], at: S) -> S: ...
+@overload
+def gradient(function: Callable[[Any], Any], at: S, has_aux: Literal[True]) -> tuple[S, Any]: ...
 def gradient(function: Callable[[Any], Any], at: Any, has_aux: bool = False) -> Any:
     """The gradient of a function of a state, whose value is one number; with ``has_aux``, that and something else."""
     derivative = torch.func.grad(function, has_aux=has_aux)
@@ -18,7 +24,7 @@ def gradient(function: Callable[[Any], Any], at: Any, has_aux: bool = False) -> 
         return derivative(at)
 
 
-def pullback(function: Callable[[Any], Any], at: Any) -> tuple[Any, Callable[[Any], Any]]:
+def pullback(function: Callable[[Any], Any], at: S) -> tuple[Any, Callable[[Any], S]]:
     """The value of a function of a state, and ``v -> J' v`` for its Jacobian J there."""
     result: Any
     if torch.compiler.is_compiling():

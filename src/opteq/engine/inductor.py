@@ -28,7 +28,6 @@ class CompiledGraph:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """Run the graph."""
         # Compiled code allocates past torch's dispatcher: a mode that observes operations gets to see the graph itself.
         if _get_current_dispatch_mode() is not None:
             return list(self._graph(*tensors))

@@ -186,7 +186,6 @@ class _Functions:
         return lambda y: like(y, tuple(call(y)))
 
     def step_and_merit(self, y: State) -> tuple[State, Tensor]:
-        """As the problem's."""
         *image, merit = self.both(y)
         return like(y, tuple(image)), merit
 

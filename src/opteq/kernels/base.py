@@ -39,8 +39,7 @@ class Similarity(ABC):
 
     def gradient(self, y: Tensor) -> Tensor:
         """``grad s(y)``, shaped like the state: what the activation is applied to."""
-        slope: Tensor = gradient(lambda state: self.value(state).sum(), y)
-        return slope
+        return gradient(lambda state: self.value(state).sum(), y)
 
     def gradient_and_value(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Both at once, for kernels where they share work."""
@@ -53,10 +52,8 @@ class Similarity(ABC):
     def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
         """Bounds of the eigenvalues of ``hess s`` over all states, for this input: two values per sample, or None.
 
-        For kernels whose curvature has no bound that holds for every input, :attr:`Kernel.curvature`.
-
-        Args:
-            square: bound of ``|W|^2 |projection|^2``.
+        For kernels whose curvature has no bound that holds for every input, :attr:`Kernel.curvature`. ``square`` is a
+        bound of ``|W|^2 |projection|^2``.
         """
         return None
 
@@ -135,8 +132,6 @@ class Kernel(nn.Module, metaclass=NamedOptions):
     def input_gain(self, norm: float, slope: float) -> tuple[float | None, str]:  # noqa: ARG002
         """A Lipschitz constant from the projected input to the equilibrium, and why; None where none is known.
 
-        Args:
-            norm: bound of ``|W| |projection|``.
-            slope: largest slope of the activation.
+        ``norm`` is a bound of ``|W| |projection|``, ``slope`` the largest slope of the activation.
         """
         return None, self.caveat or f"{type(self).__name__} declares nothing to conclude this from"

@@ -22,11 +22,7 @@ class PatchesMap(LinearMap):
         self._channels_last = False
 
     def grid(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """How the patches of an image lie: channel groups, rows and columns.
-
-        Args:
-            shape: of the image; its last three entries are ``(c, h, w)``, so ``x.shape`` will do.
-        """
+        """How the patches of an image of this shape, ``(..., c, h, w)``, lie: channel groups, rows and columns."""
         if len(shape) < 3:
             raise ValueError(f"shape should end with (channels, height, width); got {tuple(shape)}")
         channels, height, width = shape[-3:]

@@ -55,7 +55,7 @@ class Penalty(metaclass=NamedOptions):
 
     name: str
     lipschitz: float
-    bounded: bool
+    bounded: bool = False
     fixes_zero: bool
     offset: float
     has_total: bool = True

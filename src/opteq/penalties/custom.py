@@ -145,8 +145,7 @@ class FromActivation(ElementwisePenalty):
 def _derivative(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
     """The derivative of an elementwise function, by autograd; it can be differentiated again."""
     value, vjp = pullback(function, t)
-    slope: Tensor = vjp(torch.ones_like(value))
-    return slope
+    return vjp(torch.ones_like(value))
 
 
 def _check_grid() -> Tensor:

@@ -30,7 +30,6 @@ class LinearActivation(nn.Module, Penalty):
     """
 
     name = "linear"
-    bounded = False
     fixes_zero = True
     offset = 0.0
 

@@ -24,7 +24,6 @@ class Identity(ElementwisePenalty):
 
     name = "identity"
     lipschitz = 1.0
-    bounded = False
     kinks = ()
 
     def prox(self, t: Tensor) -> Tensor:
@@ -50,7 +49,6 @@ class ReLU(ElementwisePenalty):
 
     name = "relu"
     lipschitz = 1.0
-    bounded = False
     kinks = (0.0,)
     domain = (0.0, math.inf)
 
@@ -97,7 +95,6 @@ class LeakyReLU(ElementwisePenalty):
 
     name = "leaky_relu"
     lipschitz = 1.0
-    bounded = False
 
     def __post_init__(self) -> None:
         _validate.share(self, "slope")
@@ -132,7 +129,6 @@ class SoftThreshold(ElementwisePenalty):
 
     name = "soft_threshold"
     lipschitz = 1.0
-    bounded = False
 
     def __post_init__(self) -> None:
         _validate.not_negative(self, "threshold")

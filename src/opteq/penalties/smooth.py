@@ -83,7 +83,6 @@ class Softplus(ElementwisePenalty):
 
     name = "softplus"
     lipschitz = 1.0
-    bounded = False
     fixes_zero = False
     offset = math.pi**2 / 12
     domain = (0.0, math.inf)
@@ -118,7 +117,6 @@ class ELU(ElementwisePenalty):
     alpha: float = 1.0
 
     name = "elu"
-    bounded = False
 
     def __post_init__(self) -> None:
         _validate.positive(self, "alpha")

@@ -181,8 +181,7 @@ class BoundMap(ABC):
 
         def product(v: State) -> State:
             # u -> J'u is linear, so its own transpose is J: reverse mode twice, which every operation supports.
-            forward: State = pullback(vjp, map_state(torch.zeros_like, y))[1](v)
-            return forward
+            return pullback(vjp, map_state(torch.zeros_like, y))[1](v)
 
         return Linearisation(product, vjp)
 
@@ -249,8 +248,7 @@ class Hidden(BoundMap):
 
     def preactivation(self, y: State) -> State:
         """``-grad g(y)``: what the activation is applied to."""
-        slope: State = gradient(lambda state: self.smooth(state).sum(), y)
-        return map_state(torch.neg, slope)
+        return map_state(torch.neg, gradient(lambda state: self.smooth(state).sum(), y))
 
     def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
         inside = self.preactivation(y)

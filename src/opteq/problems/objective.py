@@ -124,8 +124,7 @@ class BoundObjective(WrittenMap, Hidden):
         return torch.stack(list(self._smooth_parts(y).values())).sum(dim=0)
 
     def gradient(self, y: State) -> State:
-        slope: State = gradient(lambda state: self.value(state).sum(), y)
-        return slope
+        return gradient(lambda state: self.value(state).sum(), y)
 
     def value_and_gradient(self, y: State) -> tuple[Tensor, State]:
         """Both in one pass."""

@@ -61,10 +61,7 @@ class OptEq(Problem):
         self.U = check_injection(U)
         self.penalty = penalties.get(activation)
         self.mu = check_positive("mu", mu)
-        self.gamma = check_positive("gamma", gamma)
-        if regularizer is None and gamma != 1:
-            raise ValueError(f"gamma is the weight of a regularizer, and there is none; got {gamma=}")
-        self.regularizer = check_prior(regularizer)
+        self.regularizer, self.gamma = check_prior(regularizer, gamma)
 
     def bind(self, x: Tensor) -> BoundOptEq:
         """``U x + b`` and the bounded W, computed once."""

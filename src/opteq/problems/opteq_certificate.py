@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from opteq.common.validate import check_positive
 from opteq.operators import Operator
 from opteq.penalties import Penalty
 from opteq.problems.base import check_unhooked, known_norm
@@ -71,8 +72,10 @@ def _name(regularizer: Regularizer | None) -> str:
     return type(regularizer).__name__
 
 
-def check_prior(regularizer: Regularizer | None) -> Regularizer | None:
-    """``regularizer`` if a step can take its gradient."""
+def check_prior(regularizer: Regularizer | None, gamma: float) -> tuple[Regularizer | None, float]:
+    """``regularizer`` if a step can take its gradient, and its weight."""
+    if check_positive("gamma", gamma) != 1 and regularizer is None:
+        raise ValueError(f"gamma is the weight of a regularizer, and there is none; got {gamma=}")
     if regularizer is not None and not isinstance(regularizer, Regularizer):
         raise TypeError(f"regularizer should be one of opteq.regularizers; got {regularizer!r}")
     if regularizer is not None and not regularizer.smooth:
@@ -80,7 +83,7 @@ def check_prior(regularizer: Regularizer | None) -> Regularizer | None:
             f"{type(regularizer).__name__} is not smooth, so T(z - gamma grad R(z)) has no meaning at its kinks. "
             "Use regularizers.Envelope(R, weight), which is what T o prox minimises, or opteq.Splitting for R itself"
         )
-    return regularizer
+    return regularizer, float(gamma)
 
 
 def prior_factors(regularizer: Regularizer | None, gamma: float) -> tuple[float | None, float | None]:

@@ -118,11 +118,8 @@ class Splitting(Problem):
         super().__init__()
         if not isinstance(problem, OptEq) or problem.regularizer is not None:
             raise TypeError("Splitting wraps an OptEq without a regulariser of its own")
-        if (
-            not isinstance(regularizer, Regularizer)
-            or not regularizer.convex
-            or type(regularizer).prox is Regularizer.prox
-        ):
+        convex = isinstance(regularizer, Regularizer) and regularizer.convex
+        if not convex or type(regularizer).prox is Regularizer.prox:
             raise TypeError(f"Splitting needs a convex regulariser with a prox; got {regularizer!r}")
         self.problem = problem
         self.regularizer = regularizer

@@ -52,16 +52,14 @@ class Regularizer(metaclass=NamedOptions):
 
     def gradient(self, z: Tensor) -> Tensor:
         """The gradient of ``value(z).sum()``, in the shape of ``z``; a subgradient where R is not smooth."""
-        slope: Tensor = gradient(lambda point: self.value(point).sum(), z)
-        return slope
+        return gradient(lambda point: self.value(point).sum(), z)
 
     def curvature(self, z: Tensor, v: Tensor) -> Tensor:
         """The Hessian of ``value(z).sum()`` at ``z`` times ``v``, in the shape of ``z``."""
         check_direction(z, v)
         # A Hessian is symmetric, so one reverse pass through the gradient is the product that is wanted.
         with Autocast.current(z.device).off():  # those of the reverse pass, too
-            product: Tensor = pullback(self.gradient, z)[1](v.to(z.dtype))
-            return product
+            return pullback(self.gradient, z)[1](v.to(z.dtype))
 
     def prox(self, z: Tensor, weight: float) -> Tensor:
         """``argmin_p weight * R(p) + 1/2 |p - z|^2``, for ``weight >= 0``.

@@ -59,7 +59,7 @@ class Decorrelation(Regularizer):
         with Autocast.current(z.device).off():
             unit, inverse_length = self._unit_rows(_rows(z))
             pull = 2 * _cosines(unit) @ unit
-            return _unrows(inverse_length * (pull - _row_dot(pull, unit) * unit), z)
+            return _unrows(inverse_length * (pull - (pull * unit).sum(1, keepdim=True) * unit), z)
 
     def _unit_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The rows over their lengths, and one over the lengths, ``(m, 1)``; zeros for a row that vanishes."""
@@ -84,7 +84,3 @@ def _cosines(unit: Tensor) -> Tensor:
     # The diagonal is 1 for a living row and 0 for a dead one; either way it is not a correlation.
     products = unit @ unit.mT
     return products - torch.diag_embed(products.diagonal())
-
-
-def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(1, keepdim=True)

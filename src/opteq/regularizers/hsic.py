@@ -71,7 +71,8 @@ class HSIC(Regularizer):
             answer = []
             for part in _chunks(x):
                 kernel = self._kernel(part)
-                answer.append(_laplacian((total - _centre(kernel)) * kernel, part))
+                weights = (total - _centre(kernel)) * kernel
+                answer.append(weights.sum(2, keepdim=True) * part - weights @ part)
             return _unsamples(torch.cat(answer) * (-2 * self._scale(x) / (self.bandwidth**2 * x.shape[2])), z)
 
     def _kernel(self, x: Tensor) -> Tensor:
@@ -114,8 +115,3 @@ def _centre(kernel: Tensor) -> Tensor:
     """``H K H`` of symmetric matrices."""
     mean = kernel.mean(2, keepdim=True)
     return kernel - mean - mean.mT + mean.mean(1, keepdim=True)
-
-
-def _laplacian(weights: Tensor, x: Tensor) -> Tensor:
-    """``sum_c weights_bc (x_b - x_c)``."""
-    return weights.sum(2, keepdim=True) * x - weights @ x

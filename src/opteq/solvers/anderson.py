@@ -122,14 +122,10 @@ class _AndersonMixing(Method):
         self.used = self.used & (sound[:, None] | newest)
         single = torch.where(self.used, target, 0.0) / (1 + self.ridge)
         factor = torch.where(sound[:, None, None], factor, eye)
-        return torch.where(sound[:, None], _solved(factor, target), single)
-
-
-def _solved(factor: Tensor, target: Tensor) -> Tensor:
-    """``(L L')^-1 target``. Not by cholesky_solve: on a GPU that allocates by itself, which a graph can't capture."""
-    half = torch.linalg.solve_triangular(factor, target[:, :, None], upper=False)
-    whole: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
-    return whole[:, :, 0]
+        # Not by cholesky_solve: on a GPU that allocates by itself, which a graph can't capture.
+        half = torch.linalg.solve_triangular(factor, target[:, :, None], upper=False)
+        joint = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+        return torch.where(sound[:, None], joint[:, :, 0], single)
 
 
 class History:
@@ -153,14 +149,14 @@ class History:
         return self._ring[:, : self.filled]
 
     @property
-    def following(self) -> int:
-        """The slot that is written next, which holds the oldest column."""
-        return (self.slot + 1) % self.memory
-
-    @property
     def newest(self) -> Tensor:
         """The newest column, ``(R, N)``."""
         return self._ring[:, self.slot]
+
+    @property
+    def following(self) -> int:
+        """The slot that is written next, which holds the oldest column."""
+        return (self.slot + 1) % self.memory
 
     def push(self, vector: Tensor, scale: Tensor, rows: Tensor) -> None:
         """Write ``vector / scale`` over the oldest column in ``rows``; others keep theirs, or zeros."""

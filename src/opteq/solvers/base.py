@@ -215,7 +215,12 @@ class Solver(metaclass=NamedOptions):
                 state = layout.unpack(rows)
                 return layout.pack(state if task.project is None else task.project(state))
 
-            damping = _by_row(task.damping, layout)
+            damping = task.damping
+            if isinstance(
+                damping, Tensor
+            ):  # a column beside the matrix; samples that are solved as one share the least
+                damping = damping.to(layout.dtype)[:, None]
+                damping = damping.amin(dim=0, keepdim=True) if layout.coupled else damping
             rows = Task(evaluate.rows, admissible, first, (packed, merit), layout, damping, evaluate.eps)
             method, process = self._process(rows)
             rule = self.rule(layout.device, evaluate.eps)
@@ -256,14 +261,6 @@ class DampedSolver(Solver):
 
     def _damping(self, task: Task) -> float | Tensor:
         return task.damping if self.damping is None else self.damping
-
-
-def _by_row(damping: float | Tensor, layout: Layout) -> float | Tensor:
-    """A damping per sample as a column beside the matrix; samples that are solved as one share the least."""
-    if not isinstance(damping, Tensor):
-        return damping
-    column = damping.to(layout.dtype)[:, None]
-    return column.amin(dim=0, keepdim=True) if layout.coupled else column
 
 
 class Evaluation:

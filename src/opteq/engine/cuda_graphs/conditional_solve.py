@@ -206,7 +206,6 @@ class _StaticFinish:
         self.finish = Finish(point, residual, steps, codes, trace)
 
     def copy_from(self, finish: Finish) -> None:
-        """Copy a finish there."""
         if not self.in_place:
             own = [*_parts(self.finish), self.finish.trace[: len(finish.trace)]]
             for mine, part in zip(own, [*_parts(finish), finish.trace], strict=True):
@@ -272,7 +271,6 @@ class StepCountPredictor:
         self._others: deque[int] = deque()
 
     def observe(self, steps: int) -> None:
-        """Take notice of a solve."""
         if self.steps is None:
             self.steps = steps
         elif steps == self.steps:

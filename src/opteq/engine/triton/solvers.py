@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 
@@ -83,13 +84,11 @@ def _interval(hidden: BoundMap, state: State) -> tuple[float, float] | None:
 
 def _lengths(state: State, coupled: bool) -> torch.Tensor:
     """The norm of every sample, or of the whole batch ``(1,)``, in float64."""
-    total: torch.Tensor | None = None
+    norms = []
     for part in blocks(state):
         dims = tuple(range(0 if coupled else 1, part.ndim))
         largest = usable_scale(part.abs().amax(dim=dims, keepdim=True)) if dims else torch.ones_like(part)
         scaled = part / largest
         norm = torch.linalg.vector_norm(scaled, dim=dims, dtype=torch.float64) if dims else scaled.abs().double()
-        norm = norm * largest.reshape(norm.shape)
-        total = norm if total is None else torch.hypot(total, norm)
-    assert total is not None
-    return total.reshape(-1)
+        norms.append(norm * largest.reshape(norm.shape))
+    return reduce(torch.hypot, norms).reshape(-1)

@@ -5,7 +5,6 @@ Here ``hidden`` is a :class:`~opteq.problems.branches.mopteq.BoundMOptEq`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,14 +55,13 @@ def is_periodic(hidden: Any, y: Tensors, doubtful: Tensor) -> Tensor:
     return doubtful & back
 
 
-def inclusion_residual(hidden: Any, y: Tensors, zero: float, steps: int, gain: Callable[[], float]) -> Tensor:
+def inclusion_residual(hidden: Any, y: Tensors, zero: float, steps: int) -> Tensor:
     """The relative residual of ``y`` with the best choice of signs where a product is zero, ``(B,)``.
 
     With signs S the pre-activation ``p(S)`` is affine, and the gap ``sum sigma~(p) - <p, y>`` is a convex function of S
     whose gradient in p is ``sigma(p) - y``: it is least, over ``[-1, 1]`` for the free signs, exactly where ``y =
     sigma(p)`` if it can be so at all. It is minimised by accelerated projected gradients that begin anew when
-    they overshoot. Products below the share ``zero`` of the two branches' norms count as zero; ``gain`` gives a bound
-    on the norms of the W.
+    they overshoot. Products below the share ``zero`` of the two branches' norms count as zero.
     """
     coupling = hidden.coupling
     signs: Tensors | None = None
@@ -71,7 +69,8 @@ def inclusion_residual(hidden: Any, y: Tensors, zero: float, steps: int, gain: C
         z = hidden.features(y)
         matrices = products(z)
         sizes = torch.stack([_norm(part) for part in z]).amax(dim=0)
-        lipschitz = hidden.penalty.lipschitz * (gain() * coupling.diversity * sizes).square()
+        gain = max(float(branch.W.norm()) for branch in hidden.problem.branch_list())
+        lipschitz = hidden.penalty.lipschitz * (gain * coupling.diversity * sizes).square()
         first = tuple(coupling.signs(matrix) for matrix in matrices)
         signs = _best_signs(hidden, y, first, _free(z, matrices, zero), lipschitz, steps)
     image = _image(hidden, y, signs)

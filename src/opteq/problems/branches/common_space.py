@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -42,12 +43,8 @@ class CommonSpaceMap:
 
     def adjoint(self, y: State) -> Tensor:
         """``A' y``."""
-        total: Tensor | None = None
-        for index, (A, part) in enumerate(zip(self.maps, blocks(y), strict=True)):
-            seen = self._larger(A.adjoint(part), index)
-            total = seen if total is None else total + seen
-        assert total is not None
-        return total
+        pairs = zip(self.maps, blocks(y), strict=True)
+        return reduce(torch.add, (self._larger(A.adjoint(part), index) for index, (A, part) in enumerate(pairs)))
 
     def _smaller(self, v: Tensor, index: int) -> Tensor:
         factor = self.factors[index]

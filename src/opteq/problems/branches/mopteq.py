@@ -132,8 +132,7 @@ class MOptEq(Problem):
     def known_convexity(self, sizes: Sequence[int] | None = None) -> bool:
         """Whether the bounds of the W make the objective strongly convex, for all weights within them.
 
-        Args:
-            sizes: heights of the features, which determine how much resampling damps; None if unknown.
+        ``sizes`` are the heights of the features, which determine how much resampling damps; None if unknown.
         """
         bounds = [branch.W.bound for branch in self.branch_list()]
         channels = self.channels() if self.coupling.diversity else 1
@@ -232,7 +231,7 @@ class BoundMOptEq(Hidden):
         the minimiser this is 0, though the step may lead away from it. Products below the share ``zero`` of the two
         branches' norms count as zero; ``steps`` are those of the search for the best signs.
         """
-        return inclusion_residual(self, blocks(y), zero, steps, self._largest_norm)
+        return inclusion_residual(self, blocks(y), zero, steps)
 
     def perturbation_agreement(self, y: State) -> Tensor:
         """The share of entries whose frozen perturbation has the direction that ``y`` itself gives, ``(B,)``.
@@ -261,9 +260,6 @@ class BoundMOptEq(Hidden):
     def _activate(self, h: Features) -> Tensors:
         """``sigma(W_i h_i + c_i)``."""
         return tuple(self.penalty.prox(part) for part in self._carry(h, self.injections))
-
-    def _largest_norm(self) -> float:
-        return max(float(branch.W.norm()) for branch in self.problem.branch_list())
 
     @cached_property
     @torch.no_grad()

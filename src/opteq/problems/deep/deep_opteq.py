@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,10 +73,7 @@ class DeepOptEq(Problem):
         start: str = "zeros",
     ) -> None:
         super().__init__()
-        self.regularizer = check_prior(regularizer)
-        self.gamma = check_positive("gamma", gamma)
-        if regularizer is None and gamma != 1:
-            raise ValueError(f"gamma is the weight of a regularizer, and there is none; got {gamma=}")
+        self.regularizer, self.gamma = check_prior(regularizer, gamma)
         if start not in _STARTS:
             raise unknown_name("start", start, _STARTS)
         self.first = start
@@ -200,24 +198,19 @@ class DeepOptEq(Problem):
         return cls(layers, alpha_value, network.activation, readout=readout)
 
 
+@dataclass(eq=False, repr=False)
 class BoundDeepOptEq(BoundMap):
     """Deep OptEq with its input bound. The state is ``z_0 = z_L``, the features that close the ring."""
 
-    def __init__(
-        self,
-        layers: list[Block],
-        alphas: Sequence[float | Tensor],
-        readout: nn.Module | None = None,
-        regularizer: Regularizer | None = None,
-        gamma: float = 1.0,
-    ) -> None:
-        self.layers = layers
-        self.alphas = alphas
-        self.readout = readout
-        self.regularizer = regularizer
-        self.gamma = gamma
-        self.coupled = regularizer is not None and regularizer.couples_batch
-        self.first: Tensor | None = None
+    layers: list[Block]
+    alphas: Sequence[float | Tensor]
+    readout: nn.Module | None = None
+    regularizer: Regularizer | None = None
+    gamma: float = 1.0
+    first: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.coupled = self.regularizer is not None and self.regularizer.couples_batch
 
     def start(self) -> Tensor:
         if self.first is not None:
@@ -236,7 +229,8 @@ class BoundDeepOptEq(BoundMap):
 
         The first is the state, without ``gamma grad R`` of it where there is a regulariser.
         """
-        points = [self._after_prior(single(z))]
+        z = single(z)
+        points = [z if self.regularizer is None else z - self.gamma * self.regularizer.gradient(z)]
         for block, alpha in zip(self.layers, self.alphas, strict=True):
             points.append(_interpolate(points[-1], block(points[-1]), alpha))
         return points
@@ -264,9 +258,6 @@ class BoundDeepOptEq(BoundMap):
         return Linearisation(
             lambda v: through(prior(single(v)), parts), lambda v: prior(through(single(v), parts[::-1]))
         )
-
-    def _after_prior(self, z: Tensor) -> Tensor:
-        return z if self.regularizer is None else z - self.gamma * self.regularizer.gradient(z)
 
     def inclusion_residual(self, z: State) -> Tensor:
         """How far each layer is from ``alpha grad M_l(z_l) + z_l - z_{l-1} = 0`` (Theorem 2), shape ``(L, B)``.
