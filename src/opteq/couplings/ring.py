@@ -102,7 +102,8 @@ def mix_neighbours(features: Features, pairs: Pairs, weights: tuple[Tensor, ...]
         before, behind = pairs[index - 1][0], weights[index - 1].mT
         first = _mix(ahead, after)
         if before.shape == after.shape:  # both at one size: the second product adds to the first
-            received.append(at_size_of(z, _mix(behind, before, first)))
+            both = _mix(behind, before, first)
+            received.append(both[:, :, 0] if z.ndim == 2 else resample(_image(z, both), _size(z)))
         else:
             received.append(sum_at_size_of(z, first, _mix(behind, before)))
     return tuple(received)
@@ -119,13 +120,8 @@ def _mix(weights: Tensor, channels: Tensor, more: Tensor | None = None) -> Tenso
     return mixed.mT if turned else mixed
 
 
-def at_size_of(z: Tensor, matrix: Tensor) -> Tensor:
-    """A matrix ``(B, C, pixels)`` resampled to the size of ``z`` and shaped like it."""
-    return matrix[:, :, 0] if z.ndim == 2 else resample(_image(z, matrix), _size(z))
-
-
 def sum_at_size_of(z: Tensor, one: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:
-    """``factor`` times the sum of two matrices at the size of ``z``, added where there are fewer pixels."""
+    """``factor`` times the sum of two matrices ``(B, C, pixels)`` at the size of ``z``, added where they have fewer."""
     if z.ndim == 2:
         return factor * (one + other)[:, :, 0]
     coarse, fine = sorted((_image(z, one), _image(z, other)), key=lambda image: image.shape[2])

@@ -50,11 +50,9 @@ class LinearActivation(nn.Module, Penalty):
         return float(torch.linalg.matrix_norm(self.factor.detach().double(), ord=2)) ** 2
 
     def forward(self, t: Tensor) -> Tensor:
-        """The same as :meth:`prox`."""
         return self.prox(t)
 
     def prox(self, t: Tensor) -> Tensor:
-        """``F F' t``."""
         at_t = self.linearise(t)
         return at_t.factor(at_t.factor_adjoint(t))
 

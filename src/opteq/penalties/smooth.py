@@ -123,7 +123,6 @@ class ELU(ElementwisePenalty):
 
     @property
     def lipschitz(self) -> float:  # type: ignore[override]  # computed, and never assigned
-        """``max(1, alpha)``."""
         return max(1.0, float(self.alpha))
 
     @property

@@ -111,15 +111,17 @@ class Spline(Potential):
         gain = 0.9 * min(self.mu / high, self.rho / -low if low < 0 else math.inf)
         width = self.reach / self.knots
         middles = (torch.arange(self.raw.shape[1]) + 0.5) * width - (0 if self.odd else self.reach)
-        share = (gain * like.second(middles) - self._middle) / self._half
+        middle, half = self._range()
+        share = (gain * like.second(middles) - middle) / half
         share = share.clamp(-0.98, 0.98)
         self.raw.copy_(share / (1 - share.square()).sqrt())
 
     def slopes(self) -> Tensor:
         """The slopes of ``psi'`` between knots, ``(C, intervals)``, all within ``[-rho, mu]``."""
         bent = self.raw / (1 + self.raw.square()).sqrt()
+        middle, half = self._range()
         # Rounding may carry the sum just outside.
-        return (self._middle + self._half * bent).clamp(-self.rho, self.mu)
+        return (middle + half * bent).clamp(-self.rho, self.mu)
 
     def prepare(self) -> SplineCurve:
         slopes = self.slopes()
@@ -151,13 +153,9 @@ class Spline(Potential):
     def convex(self) -> bool:
         return self.rho == 0
 
-    @property
-    def _middle(self) -> float:
-        return (self.mu - self.rho) / 2
-
-    @property
-    def _half(self) -> float:
-        return (self.mu + self.rho) / 2
+    def _range(self) -> tuple[float, float]:
+        """The middle of the slopes' range, and half its length."""
+        return (self.mu - self.rho) / 2, (self.mu + self.rho) / 2
 
     def extra_repr(self) -> str:
         own = f"knots={self.knots}, reach={self.reach:g}, rho={self.rho:g}, mu={self.mu:g}, odd={self.odd}"

@@ -173,11 +173,9 @@ class BoundGEQ(Hidden):
         return {name: -term for name, term in self.similarity.terms(single(y)).items()}
 
     def preactivation(self, y: State) -> Tensor:
-        """``grad s(y)``."""
         return self.similarity.gradient(single(y))
 
     def negative_hessian_at(self, y: State) -> Callable[[State], State]:
-        """``v -> hess s(y) v``."""
         product = self.similarity.hessian_at(single(y))
         return lambda v: product(single(v))
 

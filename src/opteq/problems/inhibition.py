@@ -26,7 +26,6 @@ class AcceleratedProblem(Problem):
     """A problem whose steps are proximal gradient steps, and which is badly conditioned where A is large."""
 
     def default_solver(self) -> FISTA:
-        """Accelerated proximal gradient steps."""
         return FISTA(measure="error", max_steps=400)
 
     def default_gradient_steps(self) -> int:

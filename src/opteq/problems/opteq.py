@@ -173,7 +173,6 @@ class BoundOptEq(Hidden):
         return torch.zeros_like(self.block.c)
 
     def features(self, y: State) -> Tensor:
-        """``z = W'y / mu``."""
         return self.block.back(single(y))
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ def certify(
     contraction = None if stretch is None else factor * stretch
     exists, unique, reasons = _existence(factor, contraction, penalty, regularizer)
     if contraction is None:
-        reasons["contraction"] = f"the gradient of {_name(regularizer)} has no known Lipschitz constant"
+        reasons["contraction"] = f"the gradient of {type(regularizer).__name__} has no known Lipschitz constant"
     else:
         reasons["contraction"] = f"L |W|^2 / mu with |W| <= {norm:.4g} and L = {slope:.4g}, the activation's slope"
         if regularizer is not None:
@@ -65,11 +65,7 @@ def _existence(
     if R is None or R.gradient_lipschitz is not None or not penalty.bounded:
         return existence(contraction, penalty.bounded)
     # Decorrelation, for one, has a gradient that jumps where a feature vanishes: Brouwer needs it continuous.
-    return existence(contraction, False, f"the gradient of {_name(R)} is not known to be continuous")
-
-
-def _name(regularizer: Regularizer | None) -> str:
-    return type(regularizer).__name__
+    return existence(contraction, False, f"the gradient of {type(R).__name__} is not known to be continuous")
 
 
 def check_prior(regularizer: Regularizer | None, gamma: float) -> tuple[Regularizer | None, float]:

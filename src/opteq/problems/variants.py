@@ -85,7 +85,6 @@ class BoundAffineOptEq(BoundMap):
         return single(u) @ self.matrix.T + self.shift
 
     def step(self, y: State) -> Tensor:
-        """``A^-1 T(A u)``."""
         inner = self.block(self.outer(y)) - self.shift
         moved: Tensor = inner @ self.inverse.T
         return moved
@@ -159,11 +158,9 @@ class BoundSplitting(BoundMap):
         return torch.zeros_like(self.block.back(self.block.c))
 
     def features(self, y: State) -> Tensor:
-        """``p = prox(u)``."""
         return self.regularizer.prox(single(y), self.gamma)
 
     def step(self, y: State) -> Tensor:
-        """``u + T(2 p - u) - p``."""
         u, p = single(y), self.features(y)
         return u + self.block(2 * p - u) - p
 

@@ -59,7 +59,8 @@ class Decorrelation(Regularizer):
         with Autocast.current(z.device).off():
             unit, inverse_length = self._unit_rows(_rows(z))
             pull = 2 * _cosines(unit) @ unit
-            return _unrows(inverse_length * (pull - (pull * unit).sum(1, keepdim=True) * unit), z)
+            slope = inverse_length * (pull - (pull * unit).sum(1, keepdim=True) * unit)
+            return slope.reshape(z.transpose(0, 1).shape).transpose(0, 1).to(z.dtype)
 
     def _unit_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The rows over their lengths, and one over the lengths, ``(m, 1)``; zeros for a row that vanishes."""
@@ -73,11 +74,6 @@ class Decorrelation(Regularizer):
 def _rows(z: Tensor) -> Tensor:
     """``(B, m, ...)`` as ``(m, B * ...)``."""
     return working_copy(z, least_dims=2).transpose(0, 1).flatten(1)
-
-
-def _unrows(rows: Tensor, like: Tensor) -> Tensor:
-    """The inverse of :func:`_rows`, in the shape and dtype of ``like``."""
-    return rows.reshape(like.transpose(0, 1).shape).transpose(0, 1).to(like.dtype)
 
 
 def _cosines(unit: Tensor) -> Tensor:

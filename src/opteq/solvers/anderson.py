@@ -47,19 +47,33 @@ def ridge(dtype: torch.dtype, eps: float) -> float:
     return max(50 * torch.finfo(dtype).eps, 0.1 * eps)
 
 
-class _AndersonMixing(Method):
+class MemoryMethod(Method):
+    """A method that keeps a column per step: those that are ``used``, and ``fresh`` rows, which learn none yet."""
+
+    def __init__(self, start: Tensor, memory: int, damping: float | Tensor) -> None:
+        self.damping = damping
+        self.used = zeros_per_row(start, memory, dtype=torch.bool)
+        self.fresh = ~zeros_per_row(start, dtype=torch.bool)
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def plain(self) -> Tensor:
+        return ~self.used.any(dim=1)
+
+    def restart(self, rows: Tensor) -> None:
+        self.used = self.used & ~rows[:, None]
+        self.fresh = self.fresh | rows
+
+
+class _AndersonMixing(MemoryMethod):
     shortens = True
 
     def __init__(self, start: Tensor, memory: int, damping: float | Tensor, ridge: float) -> None:
-        self.damping = damping
+        super().__init__(start, memory, damping)
         self.residuals = History(start, memory)  # dG / |dG|
         self.moves = History(start, memory)  # (dY + damping dG) / |dG|
         small = widest_dtype(start)
         self.gram = zeros_per_row(start, memory, memory, dtype=small)
         self.eye = torch.eye(memory, dtype=small, device=start.device)
-        self.used = zeros_per_row(start, memory, dtype=torch.bool)
-        self.fresh = ~zeros_per_row(start, dtype=torch.bool)
-        self.last: tuple[Tensor, Tensor] | None = None
         self.ridge = ridge
 
     def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:
@@ -73,17 +87,10 @@ class _AndersonMixing(Method):
         target = self.residuals.products(change).to(self.gram.dtype)
         return self.moves.subtract(plain_step, self._solve(target))
 
-    def plain(self) -> Tensor:
-        return ~self.used.any(dim=1)
-
     def shorten(self, rows: Tensor) -> None:
         assert self.last is not None
         factor = torch.where(rows[:, None], 0.5, torch.ones_like(self.last[0][:, :1]))
         self.damping = self.damping * factor
-
-    def restart(self, rows: Tensor) -> None:
-        self.used = self.used & ~rows[:, None]
-        self.fresh = self.fresh | rows
 
     def inverse_adjoint(self, rows: Tensor) -> Tensor:
         """``damping I - residuals (Gram)^-1 moves'``: what the last proposal used, transposed."""

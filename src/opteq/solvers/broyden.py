@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import whole
-from opteq.solvers.anderson import History, with_column
+from opteq.solvers.anderson import History, MemoryMethod, with_column
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Task
-from opteq.states import row_norms, zeros_per_row
+from opteq.states import row_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,16 @@ class Broyden(DampedSolver):
         return _BroydenUpdates(task.start, self.memory, self._damping(task))
 
 
-class _BroydenUpdates(Method):
+class _BroydenUpdates(MemoryMethod):
     """``H = damping I + sum of left_i right_i'`` over the terms in use."""
 
     # On a linear map of dimension n Broyden ends in 2 n steps, but not downhill: held to a factor of 2 it ends nowhere.
     growth = 30.0
 
     def __init__(self, start: Tensor, memory: int, damping: float | Tensor) -> None:
-        self.damping = damping
+        super().__init__(start, memory, damping)
         self.left = History(start, memory)
         self.right = History(start, memory)
-        self.used = zeros_per_row(start, memory, dtype=torch.bool)
-        self.fresh = ~zeros_per_row(start, dtype=torch.bool)
-        self.last: tuple[Tensor, Tensor] | None = None
 
     def propose(self, point: Tensor, image: Tensor, change: Tensor, active: Tensor) -> Tensor:  # noqa: ARG002
         if self.last is not None:
@@ -63,13 +60,6 @@ class _BroydenUpdates(Method):
         self.last = (point, change)
         self.fresh = self.fresh & ~active
         return point + self.apply(change)
-
-    def plain(self) -> Tensor:
-        return ~self.used.any(dim=1)
-
-    def restart(self, rows: Tensor) -> None:
-        self.used = self.used & ~rows[:, None]
-        self.fresh = self.fresh | rows
 
     def apply(self, rows: Tensor) -> Tensor:
         """``H`` times each row."""

@@ -182,7 +182,6 @@ class BoundMOptEq(Hidden):
         return tuple(torch.zeros_like(c) for c in self.injections)
 
     def features(self, y: State) -> Features:
-        """``z_i = W_i' y_i``."""
         return tuple(W.adjoint(part) for W, part in zip(self.maps, blocks(y), strict=True))
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:

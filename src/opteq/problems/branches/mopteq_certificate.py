@@ -31,7 +31,10 @@ def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], ch
     sizes = _relative_sizes(branches)
     factor = penalty.lipschitz * zeta**2 * coupling.curvature_bound(channels or 1, sizes)
     damped = sizes is not None and len(set(sizes)) > 1
-    shown = f"k = L zeta^2 {_rule(coupling, damped)} = {factor:.4g}"
+    rule = "(1 + lambda (C - 1))"
+    if damped:
+        rule = f"rho {rule}" if coupling.heritage else "(1 + rho lambda (C - 1))"
+    shown = f"k = L zeta^2 {rule} = {factor:.4g}"
     contraction = None
     if coupling.diversity and channels != 1:
         exists, unique, reasons = _with_diversity(penalty, coupling, factor, shown)
@@ -42,12 +45,6 @@ def certify(penalty: Penalty, coupling: Coupling, branches: Sequence[Branch], ch
         reasons["contraction"] = f"{what}, with L = {penalty.lipschitz:.4g} and zeta = {zeta:.4g}"
     lipschitz, reasons["lipschitz"] = _lipschitz(penalty, branches, factor, zeta, shown)
     return Certificate(exists, unique, contraction, lipschitz, reasons)
-
-
-def _rule(coupling: Coupling, damped: bool) -> str:
-    if not damped:
-        return "(1 + lambda (C - 1))"
-    return "rho (1 + lambda (C - 1))" if coupling.heritage else "(1 + rho lambda (C - 1))"
 
 
 def _relative_sizes(branches: Sequence[Branch]) -> list[int] | None:

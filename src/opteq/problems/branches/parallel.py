@@ -237,12 +237,15 @@ class SeparableProblem(Problem):
 
         contractions = [one.contraction for one in given if one.contraction is not None]
         slopes = [one.lipschitz for one in given if one.lipschitz is not None]
-        known = len(slopes) == len(given)
+        lipschitz = None
+        if len(slopes) == len(given):  # of tuples of features, for one input that parts see averaged, or an input each
+            averaged = math.hypot(*(slope / scale for slope, (_, scale) in zip(slopes, parts, strict=True)))
+            lipschitz = max(averaged, *slopes)
         return Certificate(
             exists=_all(one.exists for one in given),
             unique=_all(one.unique for one in given),
             contraction=max(contractions) if len(contractions) == len(given) else None,
-            lipschitz=_joint_lipschitz(slopes, [scale for _, scale in parts]) if known else None,
+            lipschitz=lipschitz,
             reasons={
                 "exists": f"every part has an equilibrium. {why('exists')}",
                 "unique": f"every part has only one. {why('unique')}",
@@ -251,11 +254,6 @@ class SeparableProblem(Problem):
                 f"or the largest, for a tuple with an input each: whichever is larger. {why('lipschitz')}",
             },
         )
-
-
-def _joint_lipschitz(slopes: Sequence[float], scales: Sequence[int]) -> float:
-    """How far tuples of features move, at most, with one input that parts see averaged, or with an input each."""
-    return max(math.hypot(*(slope / scale for slope, scale in zip(slopes, scales, strict=True))), *slopes)
 
 
 class Parallel(SeparableProblem):

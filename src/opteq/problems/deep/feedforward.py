@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -62,12 +61,14 @@ def read_network(network: nn.Sequential) -> FeedForward:
     for layer in layers:
         if isinstance(layer, nn.Conv2d):
             _check_convolution(layer)
-    activation = _activation_of(modules[1::2])
+    activations = {_penalty(module) for module in modules[1::2]}
+    if len(activations) > 1:
+        raise ValueError(f"all activations should be the same; got {sorted(map(str, activations))}")
     weights = [layer.weight.detach() for layer in layers]
     biases = [
         layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias.detach() for layer in layers
     ]
-    return FeedForward(weights[:-1], biases[:-1], weights[-1], biases[-1], activation)
+    return FeedForward(weights[:-1], biases[:-1], weights[-1], biases[-1], activations.pop())
 
 
 def _check_convolution(conv: nn.Conv2d) -> None:
@@ -78,14 +79,6 @@ def _check_convolution(conv: nn.Conv2d) -> None:
             "from_feedforward takes convolutions of stride 1 with odd kernels, no groups or dilation, and zero "
             f"padding that keeps the size of images; got {conv}"
         )
-
-
-def _activation_of(modules: Sequence[nn.Module]) -> Penalty:
-    """The penalty that belongs to all of them."""
-    shared = {_penalty(module) for module in modules}
-    if len(shared) > 1:
-        raise ValueError(f"all activations should be the same; got {sorted(map(str, shared))}")
-    return shared.pop()
 
 
 def by_slots(network: FeedForward, nonexpansive: bool) -> tuple[Layers, nn.Module]:
