@@ -216,11 +216,10 @@ class Solver(metaclass=NamedOptions):
                 return layout.pack(state if task.project is None else task.project(state))
 
             damping = task.damping
-            if isinstance(
-                damping, Tensor
-            ):  # a column beside the matrix; samples that are solved as one share the least
+            if isinstance(damping, Tensor):
                 damping = damping.to(layout.dtype)[:, None]
-                damping = damping.amin(dim=0, keepdim=True) if layout.coupled else damping
+                if layout.coupled:  # solved as one: the least of all samples
+                    damping = damping.amin(dim=0, keepdim=True)
             rows = Task(evaluate.rows, admissible, first, (packed, merit), layout, damping, evaluate.eps)
             method, process = self._process(rows)
             rule = self.rule(layout.device, evaluate.eps)
