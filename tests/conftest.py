@@ -13,16 +13,21 @@ from collections.abc import Generator, Iterator
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import pytest
-import torch
 
-torch.set_num_threads(1)
 
-# Where there is no GPU, Triton's interpreter runs the fused kernels. It has to be known before Triton is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    # Every torch.manual_seed keeps its seed for devices that may come, each with a formatted stack: 1 ms a call.
-    for devices in (torch.cuda, torch.xpu, torch.mtia):
-        devices.manual_seed_all = lambda seed: None
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that run tests need torch; the one that hands tests out to them does not, and begins sooner."""
+    if config.getoption("dist", "no") != "no":
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    # Where there is no GPU, Triton's interpreter runs the fused kernels. It has to be known before Triton is imported.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        # Every torch.manual_seed keeps its seed for devices that may come, each with a formatted stack: 1 ms a call.
+        for devices in (torch.cuda, torch.xpu, torch.mtia):
+            devices.manual_seed_all = lambda seed: None
 
 
 # Laws are products of cases and options. Three quarters of the combinations are left to `make test-all`: which ones
