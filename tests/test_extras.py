@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 import tomlkit
 
-import fresh_process
 from opteq.common.errors import MissingExtraError, UserError, needs_extra
 
 PYPROJECT = tomlkit.parse((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")).unwrap()[
@@ -109,31 +106,12 @@ for action in (lambda: __import__("opteq.play"), lambda: export(model, "m.onnx",
 """
 
 
-@pytest.fixture(scope="module")
-def said() -> dict[str, str]:
-    """What processes say in which packages are missing."""
-    if not hasattr(os, "fork"):
-        pytest.skip("needs fork")
+def codes() -> dict[str, str]:
+    """Run by tests/test_imports.py, in processes that start from the same one as its own."""
     extras = PYPROJECT["optional-dependencies"]
     packages = names([one for extra in ("train", "cli", "report") for one in extras[extra]]) - ALWAYS_THERE
     blocked = {"sklearn", *(IMPORTED.get(package, package.replace("-", "_")) for package in packages)}
-    return fresh_process.run({"all": f"BLOCKED = {blocked!r}\n{WITHOUT_EXTRAS}", "play and export": PLAY_AND_EXPORT})
-
-
-def test_the_library_runs_without_extras(said: dict[str, str]) -> None:
-    found = json.loads(said["all"])
-    assert found["fetch"] == "this needs huggingface_hub, which is not installed: pip install 'opteq[train]'"
-    assert found["plot"] == "this needs matplotlib, which is not installed: pip install 'opteq[report]'"
-    assert found["compare"] == "this needs rich, which is not installed: pip install 'opteq[cli]'"
-    assert found["augment"] == "this needs kornia, which is not installed: pip install 'opteq[train]'"
-    assert re.fullmatch(r"this needs \w+, which is not installed: pip install 'opteq\[train\]'", found["train"])
-    assert found["main"] == "2 opteq: this needs typer, which is not installed: pip install 'opteq[cli]'\n"
-
-
-def test_play_and_export_name_their_extras(said: dict[str, str]) -> None:
-    play, export = said["play and export"].splitlines()
-    assert play.endswith("pip install 'opteq[play]'")
-    assert export.endswith("pip install 'opteq[export]'")
+    return {"without extras": f"BLOCKED = {blocked!r}\n{WITHOUT_EXTRAS}", "play and export": PLAY_AND_EXPORT}
 
 
 def test_a_module_of_our_own_that_is_missing_is_no_extra() -> None:

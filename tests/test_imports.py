@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 
 import fresh_process
 import opteq
+import test_extras
 
 SOURCE = Path(opteq.__file__).parent
 
@@ -192,7 +194,7 @@ def fresh() -> dict[str, str]:
     """What the codes print in processes of their own."""
     if not hasattr(os, "fork"):
         pytest.skip("a process for each of them would load torch again")
-    return fresh_process.run(FRESH)
+    return fresh_process.run(FRESH | test_extras.codes())
 
 
 def light(fresh: dict[str, str]) -> list[str]:
@@ -228,6 +230,22 @@ def test_names_are_imported_at_first_use(fresh: dict[str, str]) -> None:
 
 def test_subpackages_are_attributes(fresh: dict[str, str]) -> None:
     assert fresh["random"].splitlines()[0].split() == ["load", "Picard", "opteq.training", "opteq.inference"]
+
+
+def test_the_library_runs_without_extras(fresh: dict[str, str]) -> None:
+    found = json.loads(fresh["without extras"])
+    assert found["fetch"] == "this needs huggingface_hub, which is not installed: pip install 'opteq[train]'"
+    assert found["plot"] == "this needs matplotlib, which is not installed: pip install 'opteq[report]'"
+    assert found["compare"] == "this needs rich, which is not installed: pip install 'opteq[cli]'"
+    assert found["augment"] == "this needs kornia, which is not installed: pip install 'opteq[train]'"
+    assert re.fullmatch(r"this needs \w+, which is not installed: pip install 'opteq\[train\]'", found["train"])
+    assert found["main"] == "2 opteq: this needs typer, which is not installed: pip install 'opteq[cli]'\n"
+
+
+def test_play_and_export_name_their_extras(fresh: dict[str, str]) -> None:
+    play, export = fresh["play and export"].splitlines()
+    assert play.endswith("pip install 'opteq[play]'")
+    assert export.endswith("pip install 'opteq[export]'")
 
 
 def test_help_does_not_load_torch() -> None:
