@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
     gallery = importlib.import_module("gallery")
     monkeypatch.setattr(gallery, "GALLERY", tmp_path)
+    whole = gallery.cells
+
+    def shortened(path: Path) -> list[Any]:
+        """One step of a training runs all of its code."""
+        found = whole(path)
+        for cell in found:
+            cell.source = re.sub(r"for _ in range\(\d+\):", "for _ in range(1):", cell.source)
+        return found
+
+    monkeypatch.setattr(gallery, "cells", shortened)
     threads = torch.get_num_threads()
     try:
         cells = gallery.run(notebook)
