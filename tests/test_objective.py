@@ -103,7 +103,8 @@ class Linear(opteq.Objective):
         return {"slope": (x * y).sum(1)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+# Thousands of steps; float32 is the harder one, as such a slope is near to its rounding.
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str)
 def test_a_small_constant_slope_is_followed_to_its_end(dtype):
     x = torch.tensor([[10.0, 3.0], [2.0, -1.0], [0.0, 3.0]], dtype=dtype)
     solution = opteq.Equilibrium(Outlier(1e-4).to(dtype), on_failure="raise").solve(x)
@@ -283,6 +284,7 @@ def test_negative_curvature_is_reported_by_the_backward_pass():
 
 def test_traces_are_finite_and_end_at_the_answer():
     H, x, _ = random_problems(5, 4, seed=8)
+    H = H / torch.linalg.matrix_norm(H, 2)[:, None, None] + 0.1 * torch.eye(4, dtype=torch.float64)
     for solver in (None, opteq.Anderson(), opteq.Picard(max_steps=20), opteq.Broyden()):
         layer = opteq.Equilibrium(Quadratic(H, "relu"), solver, on_failure="ignore")
         assert layer.solve(x).objective_trace is None
@@ -298,8 +300,8 @@ def test_traces_are_finite_and_end_at_the_answer():
 def test_a_trace_follows_the_points_that_were_taken(monkeypatch):
     from opteq.solvers.fista import AcceleratedIteration
 
-    H = torch.diag(torch.logspace(0, 3, 20, dtype=torch.float64))[None]
-    x = random_problems(1, 20, seed=3)[1]
+    H = torch.diag(torch.logspace(0, 2, 5, dtype=torch.float64))[None]
+    x = random_problems(1, 5, seed=3)[1]
     layer = opteq.Equilibrium(Quadratic(H))
     hidden, taken, advance = layer.problem(x), [], AcceleratedIteration.advance
 
@@ -319,7 +321,7 @@ def test_plots_are_drawn():
     pytest.importorskip("matplotlib").use("agg")
     import opteq.plot
 
-    H, x, _ = random_problems(3, 4, seed=8)
+    H, x = torch.diag(torch.tensor([1.0, 2.0, 3.0])).expand(3, 3, 3), torch.randn(3, 3)
     layer = opteq.Equilibrium(Quadratic(H))
     assert len(opteq.plot.convergence(layer.solve(x, trace_objective=True)).axes) == 2
     assert len(opteq.plot.convergence(layer.solve(x), sample=1).axes) == 1
@@ -363,14 +365,16 @@ def test_a_batch_equals_its_samples():
     assert torch.allclose(together, alone, atol=1e-10)
 
 
-@pytest.mark.parametrize("solver", [None, opteq.FISTA(), opteq.Anderson()])
-def test_low_precision_works(solver):
+@pytest.mark.parametrize(("dtype", "close"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)], ids=str)
+def test_low_precision_works(dtype, close):
     torch.manual_seed(0)
     x = torch.rand(2, 1, 6, 6)
-    exact = opteq.Equilibrium(FieldOfExperts().eval(), opteq.FISTA(tol=1e-6, max_steps=500))
-    for dtype, close in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
-        layer = opteq.Equilibrium(copy.deepcopy(exact.problem).to(dtype), solver)
-        assert (layer(x.to(dtype)).float() - exact(x)).abs().max() < close
+    layer = opteq.Equilibrium(FieldOfExperts().eval(), opteq.FISTA(tol=1e-6, max_steps=500))
+    exact = layer(x)
+    assert isinstance(opteq.Equilibrium(layer.problem).solver, opteq.FISTA)
+    for solver in (None, opteq.Anderson()):
+        low = opteq.Equilibrium(copy.deepcopy(layer.problem).to(dtype), solver)
+        assert (low(x.to(dtype)).float() - exact).abs().max() < close
 
 
 @pytest.mark.parametrize(
@@ -468,7 +472,8 @@ def test_a_solve_under_vmap_ends_when_all_samples_have_finished():
 def test_a_checkpoint_saves_the_same_the_second_time(calls):
     """Whichever path its first pass has seen: the very first call, the plain path, or graphs."""
     torch.manual_seed(0)
-    layer = opteq.Equilibrium(FieldOfExperts("relu").double(), opteq.FISTA(tol=1e-10, max_steps=70))
+    solver = opteq.FISTA(tol=1e-10, max_steps=10)  # any steps will do
+    layer = opteq.Equilibrium(FieldOfExperts("relu").double(), solver, on_failure="ignore")
     x = torch.randn(2, 1, 5, 5, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
         for _ in range(calls):
@@ -588,7 +593,7 @@ def test_an_objective_that_falls_without_end_is_not_called_converged(solver):
     assert set(solution.status) == {Status.NOT_A_MINIMUM}
 
 
-@pytest.mark.parametrize("n", [100, 1000, 10_000])
+@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow), 10_000])
 @pytest.mark.parametrize("least", [-2e-4, 1e-3])
 def test_weak_negative_curvature_is_found(n, least):
     class Saddle(opteq.Objective):
