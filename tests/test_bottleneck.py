@@ -145,7 +145,7 @@ def test_gradients_of_features_and_of_the_state_add_up(kind: type[opteq.Problem]
     problem = kind(op.Conv2d(3, 6, 3, bound=0.9), nn.Conv2d(3, 6, 3, padding=1)).double()
     x = torch.randn(2, 3, 5, 5).double().requires_grad_()
     implicit = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-13), opteq.Implicit(tol=1e-13))
-    unrolled = opteq.Equilibrium(problem, opteq.Picard(tol=1e-14, max_steps=300), opteq.Unrolled(300))
+    unrolled = opteq.Equilibrium(problem, opteq.Picard(tol=1e-14, max_steps=300), opteq.Unrolled(150))
 
     for weights in ((1.0, 0.0), (0.0, 1.0), (1.0, -2.0)):
         found = []
@@ -157,7 +157,7 @@ def test_gradients_of_features_and_of_the_state_add_up(kind: type[opteq.Problem]
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow), 3, 5])
 def test_rows_of_the_bottleneck_are_those_of_samples(batch: int) -> None:
     """Also where there are as many samples as features."""
     torch.manual_seed(0)
@@ -411,6 +411,6 @@ def test_features_run_on_the_users_module_once_a_call() -> None:
     calls: list[int] = []
     problem.norm.register_forward_hook(lambda *_: calls.append(1))
     layer = opteq.Equilibrium(problem)
-    for count in range(1, 6):
+    for count in range(1, 4):
         layer(torch.randn(5, 3)).sum().backward()
         assert int(problem.norm.num_batches_tracked) == len(calls) == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 from collections.abc import Callable
@@ -112,6 +113,8 @@ def test_a_layer_inside_the_terms_of_another_has_its_gradient(case: Case, gradie
     """Terms are called inside of torch.func, and what depends on the input alone is tracked by autograd outside."""
     torch.manual_seed(0)
     x = case.input()
+    if isinstance(gradient, opteq.Phantom | opteq.Unrolled) and gradient.steps > 60:
+        gradient = dataclasses.replace(gradient, steps=60)  # these maps contract by a half at least
     inner = opteq.Equilibrium(case.problem(), opteq.Anderson(tol=1e-12, max_steps=200), gradient)
     layer = opteq.Equilibrium(_Around(inner), opteq.FISTA(tol=1e-12, measure="error"), opteq.Implicit(tol=1e-12))
     tracked = [x.requires_grad_(), *layer.parameters()]
