@@ -96,9 +96,11 @@ def unflatten(vector: Tensor, template: State) -> State:
     return like(template, tuple(p.view_as(t) for p, t in zip(pieces, blocks(template), strict=True)))
 
 
-def dense_jacobian(function, state: State) -> Tensor:
-    """The Jacobian of a map on states as a matrix, by autograd, sample couplings included."""
-    return torch.autograd.functional.jacobian(lambda v: flatten(function(unflatten(v, state))), flatten(state))
+def dense_jacobian(function, state: State, vectorize: bool = False) -> Tensor:
+    """The Jacobian of a map on states as a matrix, by autograd, sample couplings included; all rows at once or not."""
+    return torch.autograd.functional.jacobian(
+        lambda v: flatten(function(unflatten(v, state))), flatten(state), vectorize=vectorize
+    )
 
 
 def relu_programme(W: Tensor, c: Tensor) -> tuple[np.ndarray, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -53,6 +54,11 @@ def solved(problem: opteq.problems.Problem, batch: int = 2) -> tuple[opteq.Equil
     return layer, x, local_certificate(layer, x)
 
 
+@functools.cache
+def solved_case(name: str) -> tuple[opteq.Equilibrium, torch.Tensor, LocalCertificate]:
+    return solved(cases()[name])
+
+
 def flat(state: opteq.states.State) -> torch.Tensor:
     return torch.cat([part.flatten(1) for part in blocks(state)], dim=1)
 
@@ -60,7 +66,7 @@ def flat(state: opteq.states.State) -> torch.Tensor:
 @pytest.mark.parametrize("name", list(cases()))
 def test_inference_mode_changes_nothing(name: str) -> None:
     """Derivatives are zero there, so that everything was certified: a Lipschitz constant of 0, a radius without end."""
-    layer, x, expected = solved(cases()[name])
+    layer, x, expected = solved_case(name)
     state = layer.solve(x).state
     with torch.inference_mode():
         inside = local_certificate(layer, x.clone(), start=opteq.states.map_state(torch.clone, state))
@@ -73,13 +79,13 @@ def test_inference_mode_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(cases()))
 def test_bounds_hold_for_dense_eigenvalues_and_jacobians(name: str) -> None:
-    problem = cases()[name]
-    layer, x, found = solved(problem)
+    layer, x, found = solved_case(name)
+    problem = layer.problem
     assert found.probability == pytest.approx(0.999)
     for sample in range(len(x)):
         one = x[sample : sample + 1]
         state = layer.solve(one).state
-        values = torch.linalg.eigvals(dense_jacobian(problem(one).step, state)).real
+        values = torch.linalg.eigvals(dense_jacobian(problem(one).step, state, vectorize=True)).real
         lower, upper = (end[sample] for end in found.eigenvalues)
         assert float(upper) == pytest.approx(max(0.0, float(values.max())), abs=1e-6)
         assert float(lower) == pytest.approx(min(0.0, float(values.min())), abs=1e-6)
@@ -104,12 +110,12 @@ def test_a_radius_in_float32_is_not_above_that_in_float64() -> None:
     """Far from 0, a pre-activation beside its kink is known no better than to the rounding of its terms."""
     torch.manual_seed(0)
     problem = opteq.OptEq(op.Dense(20, 40, bound=0.9), nn.Linear(5, 40))
-    x = torch.randn(1000, 5) * 3 + 50 * torch.randn(1000, 1)
+    x = torch.randn(300, 5) * 3 + 50 * torch.randn(300, 1)
     solver = opteq.Anderson(tol=3e-7, max_steps=300)
     found = local_certificate(opteq.Equilibrium(problem, solver, on_failure="ignore"), x)
     exact = local_certificate(opteq.Equilibrium(problem.double(), EXACT), x.double())
     assert found.radius is not None
-    assert int((found.radius > 0).sum()) > 900
+    assert int((found.radius > 0).sum()) > 270
     assert bool((found.radius.double() <= exact.radius).all())
 
 
@@ -237,11 +243,11 @@ def test_bounds_hold_where_lanczos_sees_little() -> None:
     """With a tenth of the steps that would be exact, upper bounds stay above the truth."""
     torch.manual_seed(0)
     problem = opteq.OptEq(op.Dense(30, 60, bound=0.95), nn.Linear(3, 60)).double()
-    layer, x = opteq.Equilibrium(problem, EXACT), torch.randn(3, 3, dtype=torch.float64)
+    layer, x = opteq.Equilibrium(problem, EXACT), torch.randn(2, 3, dtype=torch.float64)
     found = local_certificate(layer, x, steps=15)
-    for sample in range(3):
+    for sample in range(2):
         one = x[sample : sample + 1]
-        values = torch.linalg.eigvals(dense_jacobian(problem(one).step, layer.solve(one).state)).real
+        values = torch.linalg.eigvals(dense_jacobian(problem(one).step, layer.solve(one).state, vectorize=True)).real
         assert float(found.eigenvalues[1][sample]) >= float(values.max())
         jacobian = torch.autograd.functional.jacobian(lambda v: layer(v)[0], one)[:, 0]
         assert float(torch.linalg.matrix_norm(jacobian.detach(), 2)) <= float(found.lipschitz[sample])
