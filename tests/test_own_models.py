@@ -105,9 +105,8 @@ class Hidden(opteq.HiddenProblem):
         return -(0.5 * self.W.adjoint(y).square() + x * y).flatten(1).sum(1)
 
 
-@pytest.mark.parametrize("stop", [1, 3])
 def test_a_resumed_run_of_a_written_problem_has_the_same_weights(
-    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, though a new process has traced nothing yet, and the engine traces what was called before."""
     monkeypatch.setattr(opteq.engine.settings, "calls_before_tracing", 2)
@@ -120,27 +119,31 @@ def test_a_resumed_run_of_a_written_problem_has_the_same_weights(
     options = recipe("model.name=written", "train.checkpoint_steps=1", "train.threads=1")
     save = Checkpoints.save
 
-    def save_and_stop(self: Checkpoints, checkpoint: Checkpoint) -> Path:
-        path = save(self, checkpoint)
-        if checkpoint.step == stop:
-            raise KeyboardInterrupt
-        return path
+    def train_until(stop: int, run: Path) -> None:
+        def save_and_stop(self: Checkpoints, checkpoint: Checkpoint) -> Path:
+            path = save(self, checkpoint)
+            if checkpoint.step == stop:
+                raise KeyboardInterrupt
+            return path
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "save", save_and_stop)
+            with pytest.raises(KeyboardInterrupt):
+                train(options, run)
 
     try:
         opteq.engine.forget()
         whole = train(options, tmp_path / "whole")
-        opteq.engine.forget()
-        monkeypatch.setattr(Checkpoints, "save", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            train(options, tmp_path / "run")
-        monkeypatch.setattr(Checkpoints, "save", save)
-        opteq.engine.forget()
-        run = train(options, tmp_path / "run", resume=True)
+        for stop in (1, 3):
+            opteq.engine.forget()
+            train_until(stop, tmp_path / f"run-{stop}")
+            opteq.engine.forget()
+            run = train(options, tmp_path / f"run-{stop}", resume=True)
+            assert lines(run) == lines(whole)
+            assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     finally:
         models.unregister_model("written")
     assert opteq.engine.settings.calls_before_tracing == 2
-    assert lines(run) == lines(whole)
-    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 @pytest.mark.usefixtures("own")
