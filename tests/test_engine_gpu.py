@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import opteq
 import written
@@ -219,3 +220,77 @@ def test_forgetting_drops_the_graphs_of_bounds() -> None:
     assert bounds._graphs
     opteq.engine.forget()
     assert not bounds._graphs
+
+
+class Drawn(Written):
+    """Its features draw random numbers, and take statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout2d(0.5), nn.BatchNorm2d(3)
+
+    def features(self, y: Tensor) -> Tensor:
+        return self.norm(self.drop(self.W.adjoint(y)))
+
+
+def test_features_with_side_effects_are_those_of_the_plain_path() -> None:
+    """A replay would draw the same numbers at every call, and teach its own copies of the statistics."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 8, 8, device="cuda", requires_grad=True)
+    made = opteq.Equilibrium(Drawn().cuda(), opteq.Anderson(tol=1e-6, max_steps=100))
+
+    def run() -> tuple[list[Tensor], Tensor]:
+        layer, found = copy.deepcopy(made), []
+        torch.manual_seed(1)
+        for _ in range(4):
+            found.append(torch.cat(called(layer, x)))
+        return found, flat(tuple(layer.buffers()))
+
+    with opteq.engine.off():
+        expected = run()
+    found = run()
+    for one, other in zip([*found[0], found[1]], [*expected[0], expected[1]], strict=True):
+        assert (one - other).norm() < 1e-3 * other.norm()
+    assert "draws random numbers" in opteq.engine.report(made, x)
+    assert "forward: captured CUDA graph" in opteq.engine.report(made.eval(), x)
+
+
+@pytest.mark.parametrize("kind", ["popteq", "mopteq"])
+def test_parametrised_weights_keep_their_own_bounds_in_evaluation(kind: str) -> None:
+    problem, x = made(kind)
+    with torch.no_grad():
+        for size, branch in zip((2.0, 7.0), problem.branches, strict=True):
+            branch.W.weight.mul_(size)
+            parametrize.register_parametrization(branch.W, "weight", Scaled())
+        layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-6, max_steps=100))
+        with opteq.engine.off():
+            expected = flat(layer(x))
+        for _ in range(4):
+            assert (flat(layer(x)) - expected).norm() < 1e-5 * expected.norm()
+
+
+class Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 1.0 * weight
+
+
+def test_precision_may_be_chosen_by_the_newer_flags() -> None:
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has the older flags alone")
+    problem, x = made("opteq")
+    layer, before = opteq.Equilibrium(problem), torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # torch refuses to read the older flags then
+        assert "forward: captured CUDA graph" in opteq.engine.report(layer, x)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_integers_among_features_stay_integers() -> None:
+    class Labelled(Written):
+        def features(self, y: Tensor) -> tuple[Tensor, Tensor]:
+            return y, y.flatten(1).argmax(1)
+
+    x = torch.randn(4, 2, 8, 8, device="cuda")
+    layer = opteq.Equilibrium(Labelled().cuda())
+    assert [[part.dtype for part in layer(x)] for _ in range(3)] == 3 * [[torch.float32, torch.int64]]

@@ -150,10 +150,15 @@ def surely_finite(tensor: Tensor) -> bool:
 
 
 def nan_rows(state: State, lost: Tensor) -> State:
-    """The same state, NaN in the samples that ``lost`` names, ``(B,)``."""
+    """The same state, NaN in the samples that ``lost`` names, ``(B,)``. Integers, which have no NaN, stay."""
     if may_branch_on_values(lost) and not lost.any():
         return state
-    return map_state(lambda part: torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part), state)
+
+    def one(part: Tensor) -> Tensor:
+        has_nan = part.is_floating_point() or part.is_complex()
+        return torch.where(lost.reshape(-1, *[1] * (part.ndim - 1)), torch.nan, part) if has_nan else part
+
+    return map_state(one, state)
 
 
 def copy_if_shared(state: State, other: State) -> State:

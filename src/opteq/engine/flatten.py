@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _has_any_global_hook
 
 from opteq.engine.values_read import NotFlattenableError, pickling_method, values_read
@@ -32,11 +33,18 @@ class Flattened:
         structure: equal for two problems exactly where they differ in nothing but tensors.
         tensors: the tensors as constants.
         originals: the same as the problem holds them, tracked by autograd where they were.
+        unread: the places of running statistics that are written, and not read, as long as a layer is trained.
     """
 
     structure: Structure
     tensors: list[Tensor]
     originals: list[Tensor]
+    unread: frozenset[int] = frozenset()
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The originals that may be read: all but running statistics that the next call of a layer changes."""
+        return [tensor for place, tensor in enumerate(self.originals) if place not in self.unread]
 
     @property
     def wanted(self) -> tuple[bool, ...]:
@@ -78,6 +86,19 @@ def flatten(hidden: BoundMap) -> Flattened:
     return found
 
 
+def structure_of(options: Any) -> Structure:
+    """What decides how options of a user act, such as a solver with a regulariser: their values and their code.
+
+    Raises :class:`NotFlattenableError` where they can't be taken apart, or hold tensors.
+    """
+    found = _try_flatten(options)
+    if isinstance(found, str):
+        raise NotFlattenableError(found)
+    if found.tensors:
+        raise NotFlattenableError(f"{type(options).__name__} holds tensors")
+    return found.structure
+
+
 def _try_flatten(hidden: BoundMap) -> Flattened | str:
     if hasattr(hidden, "bound") and _has_any_global_hook():  # type: ignore[no-untyped-call]
         return "hooks on all modules (register_module_forward_hook) are in force"
@@ -91,7 +112,9 @@ def _try_flatten(hidden: BoundMap) -> Flattened | str:
         owner = getattr(getattr(hidden, "bound", None), "module", hidden)
         return f"{type(owner).__name__} can't be taken apart: {(str(error) or type(error).__name__).splitlines()[0]}"
     structure = Structure(stream.getvalue(), flattener.constants)
-    return Flattened(structure, [tensor.detach() for tensor in flattener.originals], flattener.originals)
+    originals = flattener.originals
+    unread = frozenset(place for place, tensor in enumerate(originals) if id(tensor) in flattener.statistics)
+    return Flattened(structure, [tensor.detach() for tensor in originals], originals, unread)
 
 
 class _Flattener(pickle.Pickler):
@@ -99,6 +122,7 @@ class _Flattener(pickle.Pickler):
         super().__init__(stream, protocol=5)
         self.originals: list[Tensor] = []
         self.constants: list[Any] = []
+        self.statistics: set[int] = set()
 
     # Not persistent_id, which is asked of every number and string on the way.
     def reducer_override(self, item: Any) -> Any:
@@ -114,6 +138,8 @@ class _Flattener(pickle.Pickler):
             return types.MethodType, (item.__func__, item.__self__)
         if (name := pickling_method(type(item))) is not None:  # type: ignore[arg-type]
             raise NotFlattenableError(f"{type(item).__name__}.{name} may leave out what is read: remove it")
+        if isinstance(item, _NormBase) and item.training:
+            self.statistics |= {id(buffer) for buffer in item.buffers(recurse=False)}
         return NotImplemented
 
     def _constant(self, item: Any) -> Any:

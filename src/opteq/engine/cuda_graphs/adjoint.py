@@ -143,7 +143,8 @@ class _BackwardSolve:
             total = gradients_of([(self.carrier, vector), *self.direct], self.leaves)
         self.facts = tuple(place for place, gradient in enumerate(total) if gradient is not None)
         statistics = [layout.per_sample(each) for each in (finish.residual, finish.steps, finish.codes)]
-        return [*(gradient for gradient in total if gradient is not None), *statistics, finish.trace]
+        trace = finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace
+        return [*(gradient for gradient in total if gradient is not None), *statistics, trace]
 
     def _through_features(
         self, local: Any, features: State | None, at_state: State | None, at_features: State
@@ -198,11 +199,12 @@ def attach_adjoint(
 
 class _Attached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, adjoint: AdjointByGraph, features: State | None, record: Any, *originals: Tensor) -> Any:
+    def forward(ctx: Any, adjoint: AdjointByGraph, features: State | None, record: Any, *originals: Tensor) -> Any:  # noqa: ARG004
         ctx.adjoint, ctx.record = adjoint, record
         ctx.set_materialize_grads(False)  # most users look at the features alone
         # Saved though the adjoint has them too: so autograd notices a weight that was changed in between.
-        ctx.save_for_backward(*originals)
+        # Not running statistics, which the next call of the layer may change before the backward pass of this one.
+        ctx.save_for_backward(*adjoint.flat.read)
         shape_only = partial(map_state, lambda part: part.new_empty(()).expand_as(part))
         ctx.features = None if features is None else shape_only(features)
         # The state is copied: the backward pass needs it as it is, and users may change what they are given in place.
@@ -211,9 +213,9 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        originals, adjoint = ctx.saved_tensors, ctx.adjoint
+        read, adjoint = ctx.saved_tensors, ctx.adjoint
         if all(gradient is None for gradient in gradients):
-            return (None, None, None, *[None] * len(originals))
+            return (None, None, None, *[None] * len(adjoint.flat.originals))
         refuse_batched_gradients(gradients)
         count = len(blocks(adjoint.state))
         at_state = filled(gradients[:count], adjoint.state)
@@ -222,5 +224,5 @@ class _Attached(torch.autograd.Function):
             found, report = adjoint.vjp(at_state, at_features)
             ctx.record(report)
         if torch.is_grad_enabled():  # a second derivative may be asked for
-            found = refuse_second_derivative(found, originals)
+            found = refuse_second_derivative(found, read)
         return (None, None, None, *found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opteq.engine.cuda_graphs import cache
 from opteq.engine.cuda_graphs.adjoint import AdjointByGraph, attach_adjoint
-from opteq.engine.cuda_graphs.bounds import scales_by_graph
-from opteq.engine.cuda_graphs.operations import FastOperations, WithOperations
-from opteq.engine.flatten import flatten
+from opteq.engine.cuda_graphs.bounds import Job, scales_by_graph
+from opteq.engine.cuda_graphs.operations import FastOperations, SideEffectCheck, SideEffectError, WithOperations
+from opteq.engine.flatten import flatten, structure_of
 from opteq.engine.log import note
 from opteq.engine.traced import traces_of, with_traced_functions
 from opteq.engine.triton.solvers import open_fixed_point
@@ -39,15 +39,14 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
     if solver.max_steps > _MOST_STEPS:
         return _solve_in_two(hidden, solver, start, same_steps)
     try:
-        flat = flatten(hidden)
-        hash(solver)
-    except (NotFlattenableError, TypeError) as error:
+        flat, method = flatten(hidden), structure_of(solver)
+    except NotFlattenableError as error:
         note("forward", str(error))
         return None
     count = len(flat.tensors)
     inputs = [*flat.tensors, *([] if start is None else blocks(start))]
-    if not inputs or not inputs[0].is_cuda:
-        note("forward", "not all tensors are on one CUDA device")
+    if (reason := cache.unusable(inputs)) is not None:
+        note("forward", reason)
         return None
     autocast = Autocast.current(inputs[0].device)
 
@@ -58,7 +57,7 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
             problem = with_traced_functions(flat, traces_of(flat, hidden.compile_functions), tensors[:count])
             return _ForwardSolve(problem, solver, begin, same_steps)
 
-    key = ("forward", flat.structure, solver, start is None, same_steps, autocast, hidden.compile_functions)
+    key = ("forward", flat.structure, method, start is None, same_steps, autocast, hidden.compile_functions)
     with autocast.off():
         answer = cache.run(key, inputs, open_solve)
     if isinstance(answer, str):
@@ -74,7 +73,8 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
 
 def _solve_in_two(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Outcome | None:
     """A captured solve of as many steps as a graph holds, continued plainly where samples need more."""
-    if solver.tol == 0 or isinstance(solver, SAM):  # every step counts, and the last one is the answer
+    # Where every step counts, the last one is the answer; a network of so many steps is not one of fewer, begun anew.
+    if solver.tol == 0 or same_steps or isinstance(solver, SAM):
         note("forward", f"more than {_MOST_STEPS} steps are not captured; max_steps is {solver.max_steps}")
         return None
     first = solve(hidden, replace(solver, max_steps=_MOST_STEPS), start, same_steps)
@@ -112,8 +112,11 @@ def attach(
         return None
     features = outcome.features
     if features is None:
-        with torch.no_grad():
-            features = distinct_features(hidden, state)
+        try:
+            with torch.no_grad(), SideEffectCheck(flat.tensors):
+                features = distinct_features(hidden, state)
+        except SideEffectError:  # the backward pass computes them again, and has to find the same: autograd keeps them
+            features = None
     adjoint = AdjointByGraph(flat, state, linear, hidden.coupled, hidden.compile_functions, _MOST_STEPS)
     attached = attach_adjoint(adjoint, features, record)
     return attached[0], replace(outcome, features=attached[1])
@@ -121,23 +124,22 @@ def attach(
 
 def bounded_weights(module: nn.Module) -> AbstractContextManager[None] | None:
     """The bounds of all operators inside ``module`` by one graph."""
-    jobs: list[tuple[float, tuple[Tensor, ...]]] = []
+    jobs: list[Job] = []
     for part in module.modules():
         if isinstance(part, Dense | Conv2d) and part.bound is not None:
             jobs.append((part.bound, (part.weight,)))
         elif isinstance(part, SeparableConv2d) and part.bound is not None:
             jobs.append((part.bound, (part.pointwise, part.depthwise.transpose(0, 1))))
-    if not jobs or not all(tensors[0].is_cuda for _, tensors in jobs):
-        return None
-    scales = scales_by_graph(jobs)
-    if scales is None:
-        return None
-    return _with_scales({id(tensors[0]): scale for (_, tensors), scale in zip(jobs, scales, strict=True)})
+    scales = scales_by_graph(jobs) if jobs else None
+    return None if scales is None else _with_scales(jobs, scales)
 
 
 @contextmanager
-def _with_scales(scales: dict[int, Tensor]) -> Iterator[None]:
-    token = known_scales.set({**(known_scales.get() or {}), **scales})
+def _with_scales(jobs: Sequence[Job], scales: Sequence[Tensor]) -> Iterator[None]:
+    # The jobs are kept as long as scales are found by the identity of a weight: one that is parametrised is made anew
+    # at every look, and may be given the identity of another one that is gone.
+    found = {id(tensors[0]): scale for (_, tensors), scale in zip(jobs, scales, strict=True)}
+    token = known_scales.set({**(known_scales.get() or {}), **found})
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from opteq.engine.cuda_graphs.buffers import copy_all
+from opteq.engine.cuda_graphs.cache import environment
 from opteq.engine.cuda_graphs.capture import capture_lock, no_garbage_collection, on, raw_stream, reset_generator
 from opteq.operators.spectral.bound import scale_for
 from opteq.states import Autocast
@@ -35,7 +36,7 @@ def scales_by_graph(jobs: Sequence[Job]) -> list[Tensor] | None:
     """The scale that brings every weight within its bound, differentiable; None where no graph can be used."""
     inputs = [tensor for _, tensors in jobs for tensor in tensors]
     if (
-        any(tensor.device != inputs[0].device for tensor in inputs)
+        any(not tensor.is_cuda or tensor.device != inputs[0].device for tensor in inputs)
         or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch.cuda.is_current_stream_capturing()
@@ -160,7 +161,7 @@ def _graph(jobs: Sequence[Job], wanted: bool) -> _Graph | None:
     device = jobs[0][1][0].device
     forms = tuple((bound, *((t.shape, t.dtype, t.stride()) for t in tensors)) for bound, tensors in jobs)
     # Graphs share buffers within a stream's order only.
-    key = (wanted, device, raw_stream(device), torch.get_float32_matmul_precision(), forms)
+    key = (wanted, device, raw_stream(device), environment(), forms)
     if key not in _graphs:
         try:
             _graphs[key] = _Graph(jobs, wanted)

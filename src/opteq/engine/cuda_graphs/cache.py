@@ -43,7 +43,7 @@ def run(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve) -> tuple
 
 def _run(key: Hashable, inputs: Sequence[Tensor], open_solve: OpenSolve) -> tuple[list[Any], object] | str:
     device = inputs[0].device
-    form = (key, device, raw_stream(device), _environment(), tuple((i.shape, i.dtype, i.stride()) for i in inputs))
+    form = (key, device, raw_stream(device), environment(), tuple((i.shape, i.dtype, i.stride()) for i in inputs))
     if form not in _solves:
         if form not in _seen:
             _remember(_seen, form, None)
@@ -64,15 +64,16 @@ def _captured(inputs: Sequence[Tensor], open_solve: OpenSolve) -> ConditionalSol
         return f"it could not be captured: {message}"
 
 
-def _environment() -> Hashable:
-    """Settings of the process that decide which kernels a capture records: a replay would not notice a change."""
+def environment() -> Hashable:
+    """Settings of the process that decide what a capture records: a replay would not notice a change."""
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     convolutions: Any = getattr(cudnn, "conv", None)
     if hasattr(convolutions, "fp32_precision"):  # torch 2.9, where reading the older flags may raise
         products: Hashable = (cuda.fp32_precision, convolutions.fp32_precision)
     else:
         products = (cuda.allow_tf32, cudnn.allow_tf32)
-    return settings.triton, products, cudnn.enabled, torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic
+    return settings.triton, products, cudnn.enabled, deterministic, torch.get_default_dtype()
 
 
 def unusable(inputs: Sequence[Tensor]) -> str | None:

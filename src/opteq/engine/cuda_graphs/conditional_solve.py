@@ -24,7 +24,7 @@ from opteq.diagnostics.convergence_monitor import AsyncHostCopy
 from opteq.engine.cuda_graphs.buffers import BufferSet, dense, fill
 from opteq.engine.cuda_graphs.capture import CaptureContext
 from opteq.engine.cuda_graphs.conditional_graph import Branch, ConditionalGraph, GraphRefusedError
-from opteq.engine.cuda_graphs.operations import CaptureCheck
+from opteq.engine.cuda_graphs.operations import CaptureCheck, SideEffectCheck
 from opteq.engine.cuda_graphs.output_buffers import OutputBuffers
 from opteq.solvers.loop import Finish, Iteration, Rule
 
@@ -104,8 +104,12 @@ class ConditionalSolve:
 
     def _warm_up(self, open_solve: OpenSolve) -> None:
         """Run a few steps, so that libraries set themselves up and kernels are loaded, which a capture forbids."""
-        with CaptureCheck([buffer.tensor for buffer in self.inputs]):
-            self._begun(open_solve).iteration.advance()
+        inputs = [buffer.tensor for buffer in self.inputs]
+        with CaptureCheck(inputs):
+            solve = self._begun(open_solve)
+            solve.iteration.advance()
+        with SideEffectCheck(inputs):
+            solve.tensors(solve.iteration.finish())
         solve = self._begun(open_solve)
         for _ in range(min(3, solve.iteration.rule.max_steps)):
             solve.iteration.advance()

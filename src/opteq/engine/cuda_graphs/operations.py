@@ -88,18 +88,23 @@ class WithOperations:
             self._iteration.advance()
 
 
-class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises where a solve depends on what a captured graph would not notice.
+class SideEffectError(RuntimeError):
+    """A computation does something else the second time, or changes what is read after it."""
 
-    That is a tensor on the device that is neither an input of the graph nor made inside, and random numbers.
+
+class SideEffectCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where a computation draws random numbers or writes to one of its inputs, and before it does so.
+
+    A graph, and the backward pass of one, would draw others, and write to its own copies of the inputs: a batch
+    normalisation in training mode would never learn its statistics.
 
     Args:
-        inputs: of the graph.
+        inputs: of the computation.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self._inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
         self._kept = list(inputs)
 
     def __torch_dispatch__(
@@ -107,14 +112,47 @@ class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise RuntimeError(f"it draws random numbers ({func})")
+            raise SideEffectError(f"it draws random numbers ({func})")
+        written = tree_leaves(_written(func, args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self._inputs for leaf in written):
+            raise SideEffectError(f"it writes to a parameter, a buffer or an input ({func})")
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    found = [
+        named.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if named.get("training") is True:  # the schemas of batch normalisations do not say so
+        found += [named.get("running_mean"), named.get("running_var")]
+    return found
+
+
+class CaptureCheck(SideEffectCheck):  # type: ignore[no-untyped-call]
+    """Raises where a solve depends on what a captured graph would not notice.
+
+    That is a tensor on the device that is neither an input of the graph nor made inside, and side effects.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__(inputs)
+        self._known = set(self._inputs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.untyped_storage()._cdata not in self._known:
                 raise RuntimeError(
                     f"it reads a tensor of shape {tuple(leaf.shape)} that is neither a parameter, a buffer nor an "
                     "input; register it with register_buffer"
                 )
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._known.add(leaf.untyped_storage()._cdata)

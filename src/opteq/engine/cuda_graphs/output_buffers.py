@@ -41,7 +41,7 @@ class OutputBuffers:
 
     def forget(self) -> None:
         """To be called before a graph writes here: the buffers no longer hold what they held."""
-        for buffer in self._alone.values():
+        for buffer in (self._statistics, *self._alone.values()):
             buffer.note(None)
 
     def copies(self) -> list[Tensor]:
