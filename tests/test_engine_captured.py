@@ -247,3 +247,25 @@ def test_a_graph_that_writes_statistics_forgets_whose_values_were_there() -> Non
     assert buffer.holds(indices)
     outputs.forget()
     assert not buffer.holds(indices)
+
+
+def test_hooks_inside_of_a_users_problem_see_every_step(replays: captured.Replays) -> None:
+    """A replay would leave them with what an earlier call has given them."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return 0.3 * self.inner(z).tanh() + x
+
+    problem, seen = opteq.FixedPoint(Mixed()).double(), {}
+    problem.f.inner.register_forward_hook(lambda module, given, found: seen.update(inner=found.detach()))
+    layer = opteq.Equilibrium(problem, opteq.Anderson(tol=1e-10))
+    with torch.no_grad():
+        for size in range(4):
+            x = size * torch.ones(2, 4).double()
+            z, last = layer(x), seen["inner"]
+            torch.testing.assert_close(last, nn.functional.linear(z, problem.f.inner.weight, problem.f.inner.bias))
+    assert not replays.replayed

@@ -102,6 +102,8 @@ def structure_of(options: Any) -> Structure:
 def _try_flatten(hidden: BoundMap) -> Flattened | str:
     if hasattr(hidden, "bound") and _has_any_global_hook():  # type: ignore[no-untyped-call]
         return "hooks on all modules (register_module_forward_hook) are in force"
+    if (hooked := _hooked(hidden)) is not None:
+        return f"hooks on {hooked}, which would not be called"
     stream = io.BytesIO()
     flattener = _Flattener(stream)
     try:
@@ -115,6 +117,16 @@ def _try_flatten(hidden: BoundMap) -> Flattened | str:
     originals = flattener.originals
     unread = frozenset(place for place, tensor in enumerate(originals) if id(tensor) in flattener.statistics)
     return Flattened(structure, [tensor.detach() for tensor in originals], originals, unread)
+
+
+def _hooked(hidden: Any) -> str | None:
+    """A module inside a user's problem with hooks of the user; those of torch's utilities write its weights."""
+    problem = getattr(getattr(hidden, "bound", None), "module", None)
+    for name, module in () if problem is None else problem.named_modules():
+        hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+        if name and any(str(getattr(hook, "__module__", "")).partition(".")[0] != "torch" for hook in hooks):
+            return str(name)
+    return None
 
 
 class _Flattener(pickle.Pickler):
