@@ -222,7 +222,8 @@ def test_bounds_are_captured_whichever_way_precisions_are_chosen(monkeypatch: py
     jobs: list[bounds.Job] = [(0.9, (torch.ones(2, 2),))]
     first, before = bounds._graph(jobs, False), matmul.fp32_precision
     try:
-        matmul.fp32_precision = "tf32"  # torch refuses to read the older flags then
+        # Torch refuses to read the older flags then. A training in this process may have asked for TF32 before.
+        matmul.fp32_precision = "ieee" if before == "tf32" else "tf32"
         assert bounds._graph(jobs, False) is not first
     finally:
         matmul.fp32_precision = before
