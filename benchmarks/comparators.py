@@ -241,7 +241,7 @@ def time_steps(run: Path, steps: int) -> None:
             began = time.perf_counter()
             with torch.autocast(device.type, kind, enabled=kind is not None):
                 loss = F.cross_entropy(model(images), labels)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             if device.type == "cuda":
@@ -299,7 +299,7 @@ def parameters(run: Path) -> int | None:
     with safe_open(file, "pt") as tensors:
         names = [name for name in tensors.keys() if name.startswith(prefix)]  # noqa: SIM118
         trained = [name for name in names if not name.endswith(STATISTICS)]
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in trained)
+        return sum(int(math.prod(tensors.get_slice(name).get_shape())) for name in trained)
 
 
 def _relative(own: dict[str, Any], reference: dict[str, Any]) -> str:

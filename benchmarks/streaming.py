@@ -55,8 +55,8 @@ def make(place: Path, images: int, side: int) -> None:
     if (place / "made").exists():
         return
     for split, count in (("train", images), ("test", CLASSES)):
-        for name in range(CLASSES):
-            (place / "folders" / split / f"{name:02}").mkdir(parents=True, exist_ok=True)
+        for kind in range(CLASSES):
+            (place / "folders" / split / f"{kind:02}").mkdir(parents=True, exist_ok=True)
         (place / "shards" / split).mkdir(parents=True, exist_ok=True)
         for start in range(0, count, SHARD):
             with tarfile.open(place / "shards" / split / f"{start // SHARD:04}.tar", "w") as tar:
@@ -137,7 +137,7 @@ def main() -> None:
 
         def epoch(number: int) -> Iterator[Tensor]:
             order = torch.from_numpy(np.random.default_rng(number).permutation(len(images)))
-            yield from images.batches(iter(order.split(asked.batch)), torch.device("cpu"))
+            yield from images.batches(iter(torch.split(order, asked.batch)), torch.device("cpu"))
 
         return epoch
 

@@ -47,7 +47,11 @@ def main() -> None:
         problem = layer_problem(shape, device)
         x = random_images(options.batch, (shape.channels, shape.side, shape.side), device).requires_grad_()
         own, other = ours(problem, precision), torchdeq(problem, precision, options.backward)
-        works = [partial(own.step, x), partial(other.step, x), partial(shared, problem, precision, x)]
+        works: list[Callable[[], object]] = [
+            partial(own.step, x),
+            partial(other.step, x),
+            partial(shared, problem, precision, x),
+        ]
         now = time.process_time if options.cpu_time else time.perf_counter
         times = interleaved_milliseconds(works, options.repeats, now)
         steps = [

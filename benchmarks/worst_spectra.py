@@ -58,7 +58,7 @@ def worst(n: int, squarings: int, starts: int, steps: int) -> Tensor:
     for step in range(steps):
         ascent.param_groups[0]["lr"] = 0.2 * (1 - step / steps) + 1e-3
         ascent.zero_grad()
-        (-excess(spectra(), squarings)).sum().backward()
+        free.grad = torch.autograd.grad(-excess(spectra(), squarings).sum(), free)[0]
         ascent.step()
     found = spectra().detach()
     return found[excess(found, squarings).nan_to_num(-1).argmax()]

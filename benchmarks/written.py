@@ -34,7 +34,8 @@ class Written(opteq.HiddenProblem):
         return torch.zeros_like(self.U(x).detach())
 
     def smooth(self, y: Tensor, x: Tensor) -> Tensor:
-        return -0.5 * self.W.adjoint(y).square().flatten(1).sum(1) - (self.U(x) * y).flatten(1).sum(1)
+        injected: Tensor = self.U(x)
+        return -0.5 * self.W.adjoint(y).square().flatten(1).sum(1) - (injected * y).flatten(1).sum(1)
 
     def features(self, y: Tensor) -> Tensor:
         return self.W.adjoint(y)

@@ -90,9 +90,10 @@ class WrittenProblem(Problem):
         """The starting state for input ``x``."""
         return torch.zeros_like(blocks(x)[0])
 
-    def features(self, y: State) -> State:
+    def features(self, y: Any) -> State:
         """The output of the layer."""
-        return y
+        state: State = y
+        return state
 
 
 class HiddenProblem(WrittenProblem):
@@ -120,7 +121,7 @@ class HiddenProblem(WrittenProblem):
     penalty: str | Penalty
 
     @abstractmethod
-    def smooth(self, y: State, x: Tensor) -> Tensor | dict[str, Tensor]:
+    def smooth(self, y: Any, x: Any) -> Tensor | dict[str, Tensor]:
         """g(y; x), one value per sample; or a dict of terms with one value per sample each, which are summed."""
 
     def bind(self, x: Tensor) -> BoundMap:
