@@ -34,7 +34,7 @@ def falling_objective() -> None:
             left.plot(values[:, 0], label=name, linewidth=1.5)
     left.plot(solution.objective_trace[:, 0], label="objective", linewidth=3, color="black")
     left.set(xlabel="solver step", title="the objective falls", xlim=(0, 12))
-    left.legend(frameon=False)
+    left.legend(frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 0.94))
     right.semilogy(solution.trace[:, 0])
     right.set(xlabel="solver step", title="relative residual")
     figure.savefig(HERE / "objective.svg", metadata={"Date": None})
