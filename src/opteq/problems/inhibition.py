@@ -17,7 +17,7 @@ from opteq.problems.branches.branch import Branch, check_branches, injection_nor
 from opteq.problems.branches.common_space import MOST, CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import Hidden
-from opteq.problems.objective import BoundObjective
+from opteq.problems.proximal import ProximalGradient
 from opteq.solvers.fista import FISTA
 from opteq.states import Autocast, State, blocks, inner, map_state, per_row, sum_over_sample, working_dtype
 
@@ -126,7 +126,7 @@ class Inhibition(AcceleratedProblem):
         return Certificate(True, True, 1 - self.m / (self.m + MOST * squared), lipschitz, reasons)
 
 
-class BoundInhibition(BoundObjective):
+class BoundInhibition(ProximalGradient):
     """``F(y) = m/2 |y|^2 + 1/2 |A'y|^2 - <c, y>`` with its input bound, and closed forms of its derivatives.
 
     ``injections`` are ``c = U x + b``; g of the hidden problem ``rest``, where there is one, takes the place of
@@ -190,7 +190,7 @@ class BoundInhibition(BoundObjective):
         pushed = self.injections if self.rest is None else self.rest.preactivation(y)
         return map_state(torch.sub, pushed, self.A(self.A.adjoint(y)))
 
-    def _smooth_parts(self, y: State) -> dict[str, Tensor]:
+    def smooth_parts(self, y: State) -> dict[str, Tensor]:
         image = self.A.adjoint(y)
         terms = {
             "quadratic": self.m / 2 * inner(y, y),

@@ -56,8 +56,7 @@ class WrittenMap(BoundMap):
         return check_features(features, y, type(self.bound.module).__name__)
 
     def tensors_read(self) -> tuple[Tensor, ...]:
-        bound: BoundModule | None = getattr(self, "bound", None)  # objectives in closed form have none
-        return () if bound is None else (*bound.module.parameters(), *blocks(bound.x))
+        return (*self.bound.module.parameters(), *blocks(self.bound.x))
 
 
 class WrittenHidden(WrittenMap, Hidden):

@@ -22,8 +22,8 @@ from opteq.problems.inhibition import (
     in_working_precision,
     strong_convexity,
 )
-from opteq.problems.objective import BoundObjective
 from opteq.problems.opteq import BoundOptEq, OptEq
+from opteq.problems.proximal import ProximalGradient
 from opteq.solvers.linear.lanczos import largest_curvature
 from opteq.states import State, blocks, map_state
 
@@ -73,7 +73,7 @@ class Inhibited(AcceleratedProblem):
     def bind(self, x: State) -> BoundInhibition:
         """The problem with its input bound, the weights of A and the step length, computed once."""
         rest = self.problem.bind(x)
-        if not isinstance(rest, Hidden) or isinstance(rest, BoundObjective) or rest.coupled:
+        if not isinstance(rest, Hidden) or isinstance(rest, ProximalGradient) or rest.coupled:
             raise TypeError(
                 f"Inhibited wraps problems of the form sum f + 1/2 |y|^2 + g with independent samples; "
                 f"{type(self.problem).__name__} is none"
