@@ -179,7 +179,7 @@ class BoundGEQ(Hidden):
         product = self.similarity.hessian_at(single(y))
         return lambda v: product(single(v))
 
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step, and the objective, which damped steps decrease."""
         y = single(y)
         gradient, value = self.similarity.gradient_and_value(y)

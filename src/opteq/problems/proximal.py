@@ -89,7 +89,7 @@ class ProximalGradient(Hidden):
             return SymmetricLinearisation(self.negative_hessian_at(y), lambda w: w, lambda v: v, lambda v: v)
         return super().linearise(y, inside)
 
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
         values, slope = self.value_and_gradient(y)
         merit = values + self._penalty_of(y) if self.penalised else values
         return self.activate(self._forward_step(y, slope)), merit

@@ -52,7 +52,7 @@ class BoundParallel(BoundMap):
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
         self.estimates_length = any(part.estimates_length for part in parts)
-        self.has_merit = all(part.step_and_merit is not None for part in parts)
+        self.has_merit = all(part.has_merit for part in parts)
 
     @cached_property
     def damping(self) -> float | Tensor:  # type: ignore[override]
@@ -133,8 +133,8 @@ class BoundParallel(BoundMap):
         known = self.fusion is None and all(one.of_features for one in parts)
         return Reduction(self._each(one.restrict for one in parts), self._each(one.expand for one in parts), known)
 
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
-        pairs = [part._step_and_merit(piece) for part, piece in self.pairs(y)]
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
+        pairs = [part.step_and_merit(piece) for part, piece in self.pairs(y)]
         merits = torch.stack([merit for _, merit in pairs]).sum(dim=0)
         return self._join(image for image, _ in pairs), merits
 
