@@ -124,10 +124,6 @@ class BoundMap(ABC):
     has_merit: bool = False
     """Whether :meth:`step_and_merit` gives a merit: a value per sample that plain steps decrease."""
 
-    estimates_length: bool = False
-    """Whether the length of steps comes from a curvature that was measured or declared: where that is too small, plain
-    steps increase the merit."""
-
     compile_functions: bool = False
     """Whether a user's functions may be compiled, see ``Equilibrium(compile=True)``."""
 

@@ -29,8 +29,6 @@ class ProximalGradient(Hidden):
 
     structure = Structure.POSITIVE  # so that conjugate gradients solve the backward system, and say where it is not
 
-    estimates_length = True
-
     length: Tensor
     penalty: ScaledPenalty  # type: ignore[assignment]
     penalised: bool

@@ -51,7 +51,6 @@ class BoundParallel(BoundMap):
         self.coupled = any(part.coupled for part in parts)
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
-        self.estimates_length = any(part.estimates_length for part in parts)
         self.has_merit = all(part.has_merit for part in parts)
 
     @cached_property
