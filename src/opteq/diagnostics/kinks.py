@@ -11,7 +11,7 @@ from opteq.diagnostics.extremes import extreme_eigenvalues
 from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.hidden import Hidden
-from opteq.solvers.linear.base import Product
+from opteq.solvers.linear.base import RowProduct
 from opteq.states import Layout, State, any_row, blocks, like, per_row, row_norms, sample_rows, widest_dtype
 
 _REFINEMENTS = 15
@@ -92,7 +92,7 @@ def _sides(penalties: list[Penalty], inside: State, origin: State, image: State,
     return _Sides(like(state, tuple(slopes)), like(state, tuple(rising)))
 
 
-def _power_steps(direction: Tensor, rising: Tensor, bent: Product, shift: Tensor) -> Tensor:
+def _power_steps(direction: Tensor, rising: Tensor, bent: RowProduct, shift: Tensor) -> Tensor:
     """Projected power steps: towards the most negative curvature among moves to the side of larger slopes."""
 
     def admissible(rows: Tensor) -> Tensor:

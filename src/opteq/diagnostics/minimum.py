@@ -9,7 +9,7 @@ from opteq.diagnostics.extremes import Extremes, extreme_eigenvalues, missing_sh
 from opteq.diagnostics.kinks import descends_beside_kink, objective_and_rounding, unit
 from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden, SymmetricLinearisation
-from opteq.solvers.linear.base import Product
+from opteq.solvers.linear.base import RowProduct
 from opteq.solvers.linear.lanczos import Lanczos
 from opteq.solvers.status import Status
 from opteq.states import Layout, State, any_row, map_state, row_norms
@@ -79,7 +79,7 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
     return torch.where(converged & failed, int(Status.NOT_A_MINIMUM), codes)
 
 
-def curvature_product(hidden: BoundMap, state: State) -> Product | None:
+def curvature_product(hidden: BoundMap, state: State) -> RowProduct | None:
     """``v -> (I - S) v`` on rows."""
     local = hidden.linearise(map_state(Tensor.detach, state))
     layout = Layout.of(state, hidden.coupled)

@@ -12,7 +12,7 @@ from opteq.common.validate import check_share
 from opteq.operators import Operator
 from opteq.problems.base import Problem, check_operator, check_unhooked
 from opteq.problems.branches.branch import injection_norm
-from opteq.problems.branches.common_space import MOST, measured_square, prepare_common, squared_norm
+from opteq.problems.branches.common_space import OVERESTIMATE, measured_square, prepare_common, squared_norm
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden
@@ -128,8 +128,8 @@ class Inhibited(AcceleratedProblem):
         reasons = {"exists": why, "unique": why}
         contraction = None
         if self.m > pull and steepest < float("inf"):
-            contraction = 1 - (self.m - pull) / (self.m + MOST * squared + steepest)
-            step = f"1 / (m + {MOST:g} |A|^2 + {steepest:.4g})"
+            contraction = 1 - (self.m - pull) / (self.m + OVERESTIMATE * squared + steepest)
+            step = f"1 / (m + {OVERESTIMATE:g} |A|^2 + {steepest:.4g})"
             reasons["contraction"] = f"a proximal gradient step of length at least {step}"
         else:
             reasons["contraction"] = "the curvature of the smooth part is not known to lie between positive numbers"
