@@ -154,6 +154,10 @@ class FixedPointTask:
 class Solver(metaclass=NamedOptions):
     """Finds ``y = T(y)`` for a batch at once, each sample by itself.
 
+    To write one, derive a frozen dataclass and define ``_method``, which returns a new
+    :class:`~opteq.solvers.loop.Method` for every solve. The loop does the rest: it evaluates T, refuses steps that make
+    things worse, stops each sample by itself and keeps its best point. ``docs/solvers.md`` has an example.
+
     Args:
         tol: relative residual ``|T(y) - y| / max(|T(y)|, floor)`` at which a sample is finished. 0 takes exactly
             ``max_steps`` steps for every sample, and is no failure.
