@@ -53,7 +53,7 @@ _REASON = (
 
 
 def dynamo_disable(function: Function) -> Function:
-    """``function`` as ``torch.compiler.disable`` makes it, once there is a compiler.
+    """``torch.compiler.disable(function)``, from the first call on for which torch's compiler is loaded.
 
     ``torch.compiler.disable`` itself loads all of torch's compiler, several times what torch takes to load.
     """

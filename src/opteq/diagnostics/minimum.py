@@ -19,7 +19,7 @@ STEPS = 30
 most ``1.648 sqrt(n) exp(-59 sqrt(e))``."""
 
 _MORE = (60, 120, 300)
-"""Where such an eigenvalue may have been missed, that many, and then ``exp(-599 sqrt(e))``."""
+"""How many steps follow, in turn, where such an eigenvalue may have been missed; then ``exp(-599 sqrt(e))``."""
 
 _FAR = (0.01, 0.1, 1.0)
 """Moves relative to the norm of a state: an objective that falls all the way has no minimum near there."""

@@ -172,7 +172,7 @@ def check_unhooked(operator: Operator, name: str, called: bool = False) -> Opera
 
     The older utilities of torch (``torch.nn.utils.spectral_norm``, ``weight_norm``, ``prune``) work by such a hook: the
     weight would stay as it was when they were applied, and what they train would get no gradient. Where operators are
-    ``called``, in a user's own functions, only hooks that come before a call, as these do, are in vain.
+    ``called``, in a user's own functions, only hooks that come before a call, as these do, have no effect.
     """
     for part in filter(lambda module: isinstance(module, Operator), operator.modules()):
         found = _hooks(part, _HOOKS[:1] if called else _HOOKS)

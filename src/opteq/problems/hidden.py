@@ -124,6 +124,11 @@ class BoundMap(ABC):
     has_merit: bool = False
     """Whether :meth:`step_and_merit` gives a merit: a value per sample that plain steps decrease."""
 
+    contracts: bool = False
+    """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
+    no saddle then that a small residual could belong to, so that residuals are guard enough for methods that
+    extrapolate, and no merit is computed."""
+
     compile_functions: bool = False
     """Whether a user's functions may be compiled, see ``Equilibrium(compile=True)``."""
 
@@ -131,11 +136,6 @@ class BoundMap(ABC):
     def seeks_minimum(self) -> bool:
         """Whether the fixed point should be a minimum of an objective, and nothing proves that it is one."""
         return False
-
-    contracts: bool = False
-    """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
-    no saddle then that a small residual could belong to, so that residuals are guard enough for methods that
-    extrapolate, and no merit is computed."""
 
     @abstractmethod
     def start(self) -> State:

@@ -137,7 +137,7 @@ class FixedPointTask:
         start: a tensor or a tuple of tensors, batch first.
         step_and_merit: the same map together with a merit, one value per sample that plain steps decrease. It guards
             methods that extrapolate.
-        project: brings a state to where the problem makes sense, for methods that extrapolate.
+        project: the nearest state at which the objective is finite, for methods that extrapolate.
         damping: the damping that the problem recommends; a number, or one per sample ``(B,)``.
         coupled: whether samples depend on each other, so that the batch is solved as one.
     """

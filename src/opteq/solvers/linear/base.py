@@ -85,7 +85,7 @@ def unit_rows(rhs: Tensor) -> tuple[Tensor, Tensor]:
     """Right sides of length one or zero, and their lengths ``(R, 1)``: NaN for rows that are not finite.
 
     By way of their largest entry: then neither norms nor recurrences overflow or vanish. A row that is not finite ends
-    at its first point, zero; its length makes NaN of that, which is the only honest answer.
+    at its first point, zero; multiplied by its length that is NaN.
     """
     peak = rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1)
     largest = usable_scale(peak)

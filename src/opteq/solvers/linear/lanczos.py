@@ -15,8 +15,8 @@ from opteq.states import Layout, State, row_norms, widest_dtype
 def largest_magnitude(product: RowProduct, like: Tensor, steps: int = 8) -> Tensor:
     """An estimate of the largest magnitude of an eigenvalue, one per row, from a few Lanczos steps.
 
-    It lies below the truth but for 1 %. Nothing here waits for a device: the eigenvalue of the small tridiagonal matrix
-    comes from the trace of a high power of it.
+    It exceeds the true value by at most 1 %. Nothing here waits for a device: the eigenvalue of the small tridiagonal
+    matrix comes from the trace of a high power of it.
     """
     power, mark = tridiagonal(*Lanczos(like).run(product, max(1, min(steps, like.shape[1]))))
     scale = power.new_zeros(power.shape[0])
