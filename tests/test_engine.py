@@ -296,6 +296,8 @@ def test_stages_and_predictions() -> None:
 def test_off_and_report_on_a_cpu() -> None:
     layer = opteq.Equilibrium(Written().double())
     assert "traced gradient and curvature" in opteq.engine.report(layer, images())
+    unrolled = opteq.Equilibrium(Written().double(), gradient=opteq.Unrolled(2))
+    assert "backward: plain path: this gradient does not use the engine" in opteq.engine.report(unrolled, images())
     with opteq.engine.off():
         assert "the engine is off" in opteq.engine.report(layer, images())
     with pytest.raises(TypeError, match=r"takes an opteq.Equilibrium and its input; got Sequential"):

@@ -445,7 +445,7 @@ def test_plain_steps_decrease_the_merit(make: Callable[[], Penalty]) -> None:
         problem = opteq.OptEq(operator(random_matrix(4, 3, norm)), activation=penalty)
         hidden = problem(random_vectors(5, 4))
         assert isinstance(hidden, BoundOptEq)
-        assert hidden.step_and_merit is not None
+        assert hidden.has_merit
         y = hidden.step(random_vectors(5, 4, seed=2))
         with torch.no_grad():
             image, merit = hidden.step_and_merit(y)

@@ -220,7 +220,7 @@ def test_merit_damping_and_coupling_are_handed_on() -> None:
     smoothed = Parallel([single(), ring(), ring()]).double()(x)
     assert smoothed.damping.shape == (3,)
     torch.testing.assert_close(smoothed.damping, torch.minimum(*(part.damping for part in smoothed.parts[1:])))
-    assert Parallel([ring(), single(), deep()]).double()(x).step_and_merit is None
+    assert not Parallel([ring(), single(), deep()]).double()(x).has_merit
     decorrelated = opteq.OptEq(
         op.Dense(5, 6, bound=0.8), nn.Linear(4, 6), regularizer=opteq.regularizers.Decorrelation(eps=0.1), gamma=0.05
     )

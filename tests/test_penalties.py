@@ -154,9 +154,8 @@ def test_conjugate_of_the_antiderivative(penalty: ElementwisePenalty) -> None:
 
 
 @every
-def test_offset_and_fixed_zero(penalty: ElementwisePenalty) -> None:
+def test_offset(penalty: ElementwisePenalty) -> None:
     at_zero = penalty.prox(float64(0.0))
-    assert penalty.fixes_zero == (float(at_zero) == 0)
     assert penalty.offset == pytest.approx(float(penalty.value(at_zero) + at_zero.square() / 2), abs=1e-14)
 
 
@@ -490,7 +489,7 @@ def test_linear_activation_is_the_prox_of_its_penalty() -> None:
     )
     torch.testing.assert_close(grad(sigma.potential, t), y)
     assert sigma.lipschitz == pytest.approx(float(torch.linalg.matrix_norm(S, ord=2)))
-    assert (sigma.bounded, sigma.fixes_zero, sigma.name) == (False, True, "linear")
+    assert (sigma.bounded, sigma.name) == (False, "linear")
 
 
 def test_linear_activation_acts_on_channels() -> None:
@@ -580,13 +579,12 @@ def test_own_activation_without_formulas_serves_networks_but_not_values() -> Non
     t = float64(-1.0, 0.5, 7.0)
     assert penalty.prox(t).tolist() == [0.0, 0.5, 6.0]
     assert penalty.derivative(t).tolist() == [0.0, 1.0, 0.0]
-    assert (penalty.bounded, penalty.fixes_zero, penalty.offset) == (True, True, 0.0)
+    assert (penalty.bounded, penalty.offset) == (True, 0.0)
     assert repr(penalty) == "FromActivation('relu6', lipschitz=1.0)"
     with pytest.raises(NotImplementedError, match=r"'relu6' was given no formula for its value.*pass value="):
         penalty.total(t)
     with pytest.raises(NotImplementedError, match=r"no formula for its antiderivative.*pass antiderivative="):
         penalty.potential(t)
-    assert not FromActivation(F.sigmoid, lipschitz=0.25).fixes_zero
 
 
 # None of them is known to contract, so that solvers would like to look at a merit.
@@ -680,7 +678,7 @@ def test_formulas_of_an_own_activation_are_checked() -> None:
 @pytest.mark.parametrize("known", [p for p in ALL if p is not ASINH], ids=repr)
 def test_own_activation_agrees_with_the_known_ones(known: ElementwisePenalty) -> None:
     own = FromActivation(known.prox, known.lipschitz, antiderivative=known.antiderivative, value=known.value)
-    assert (own.fixes_zero, own.offset) == (known.fixes_zero, pytest.approx(known.offset))
+    assert own.offset == pytest.approx(known.offset)
     torch.testing.assert_close(own.derivative(POINTS), known.derivative(POINTS))
     torch.testing.assert_close(own.total(known.prox(POINTS)), known.total(known.prox(POINTS)))
 

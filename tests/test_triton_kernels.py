@@ -134,7 +134,7 @@ def test_samples_that_overflow_leave_their_mates_alone() -> None:
 def test_a_merit_refuses_steps_in_both() -> None:
     step = tanh_map((2, 6), torch.float64, 0.95)
     hidden = Map(step, torch.zeros(2, 6).double(), has_merit=True)
-    hidden._step_and_merit = lambda y: (step(y), (step(y) - y).square().sum(1).sin())  # type: ignore[method-assign]
+    hidden.step_and_merit = lambda y: (step(y), (step(y) - y).square().sum(1).sin())  # type: ignore[method-assign]
     assert_agree(*both(opteq.Anderson(tol=1e-9, max_steps=4), hidden), near=1e-7)
 
 

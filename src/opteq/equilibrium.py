@@ -29,7 +29,7 @@ from opteq.gradients.base import wants_gradient
 from opteq.problems.base import Problem, WrittenProblem
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solution import BackwardSlot, Report, Solution
-from opteq.solvers import Anderson, Solver, Status
+from opteq.solvers import Anderson, Outcome, Solver, Status
 from opteq.states import Layout, State, any_row, blocks, copy_if_shared, map_state, nan_rows
 
 _PARTS: dict[str, tuple[type, str]] = {
@@ -53,7 +53,7 @@ _REASON = (
 
 
 def dynamo_disable(function: Function) -> Function:
-    """``function`` as ``torch.compiler.disable`` makes it, once there is a compiler.
+    """``torch.compiler.disable(function)``, from the first call on for which torch's compiler is loaded.
 
     ``torch.compiler.disable`` itself loads all of torch's compiler, several times what torch takes to load.
     """
@@ -171,41 +171,16 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
     # A loop whose length depends on the data is run as it is inside a compiled model, not traced.
     @dynamo_disable
     def _solve(self, x: State, start: State | None, check_minimum: bool) -> Solution:
-        if _on_meta(x):
-            raise RuntimeError("there is nothing to solve on the meta device; layer(x) gives the features' shape there")
-        if torch.compiler.is_compiling():  # torch.export calls what the compiler is told to leave alone
-            raise RuntimeError(f"torch.export can't take an equilibrium as it is: {_REASON}")
-        if not self.gradient.forward_mode:
-            self._refuse_forward_mode(x)
-        if self._monitor.unseen:
+        self._check_call(x)
+        if self._monitor.pending:
             self._monitor.catch_up(self.on_failure)
         hidden = self.problem(x)
         hidden.compile_functions = self.compile_functions
         begin = hidden.start()
-        layout = Layout.of(begin)
-        for part in blocks(x):
-            if layout.batch != part.shape[0]:
-                raise ValueError(
-                    f"the state has batch size {layout.batch}, but the input of shape {tuple(part.shape)} has "
-                    f"{part.shape[0]}; the first dimension of both is the batch"
-                )
-        if start is not None:
-            layout.check(start, "start")
-            # An earlier state may come from a run in another precision.
-            start = layout.typed(map_state(Tensor.detach, start))
+        start = _checked_start(start, begin, x)
         slot = BackwardSlot()
-
-        def record(report: Report) -> None:
-            if hidden.seeks_minimum:  # conjugate gradients met negative curvature: no minimum of an objective
-                indefinite = report.codes == int(Status.INDEFINITE)
-                report = replace(report, codes=torch.where(indefinite, int(Status.NOT_A_MINIMUM), report.codes))
-            slot.report = report
-            self._monitor.catch_up(self.on_failure, wait_for="forward")
-            self._monitor.check(
-                FailureCheck(report, "the gradient's linear system was not solved", "backward"), self.on_failure
-            )
-
         if torch.is_grad_enabled():
+            record = functools.partial(self._record, hidden, slot)
             state, outcome = self.gradient.run(hidden, self.solver, start, record)
         else:
             state, outcome = self.gradient.evaluate(hidden, self.solver, start)
@@ -224,18 +199,39 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
             self._monitor.check(failure, self.on_failure)
         for observer in self._observers.values():
             observer(hidden, state)
-        features = outcome.features
-        # A solve without autograd may have computed them: as constants, unless the gradient was attached to them.
-        if features is None or (torch.is_grad_enabled() and not wants_gradient(features)):
-            features = hidden.features(state)
-        if not isinstance(hidden, Hidden):  # others may have features that are cut off, and lose a NaN on its way back
-            features = attach(features, features)
+        features = _attached_features(hidden, state, outcome)
         # Without a finite step there is no state to speak of: that of the start would pass for an answer.
         lost = (codes == int(Status.NON_FINITE)) & (outcome.steps == 0)
         features, state = nan_rows(features, lost), nan_rows(state, lost)
         # An identity with nothing to add hands on the very input; a solve without steps, its start.
         given = *blocks(x), *blocks(begin if start is None else start)
         return Solution(copy_if_shared(features, given), copy_if_shared(state, given), report, slot)
+
+    def _check_call(self, x: State) -> None:
+        """Raise where no solve can run: on the meta device, under torch.export, in most forward-mode derivatives."""
+        if _on_meta(x):
+            raise RuntimeError("there is nothing to solve on the meta device; layer(x) gives the features' shape there")
+        if torch.compiler.is_compiling():  # torch.export calls what the compiler is told to leave alone
+            raise RuntimeError(f"torch.export can't take an equilibrium as it is: {_REASON}")
+        # A solve takes no tangent along: forward mode would see a constant where there is none.
+        if self.gradient.forward_mode or forward_ad._current_level < 0:  # below 0, no forward mode is active
+            return
+        duals = (forward_ad.unpack_dual(t) for t in (*blocks(x), *self.parameters()) if isinstance(t, Tensor))  # type: ignore[no-untyped-call]
+        if any(dual.tangent is not None for dual in duals):
+            raise RuntimeError(
+                f"forward-mode differentiation (torch.func.jvp, jacfwd) does not pass through {self.gradient}; "
+                "use reverse mode (vjp, jacrev), or gradient=opteq.Unrolled(steps)"
+            )
+
+    def _record(self, hidden: BoundMap, slot: BackwardSlot, report: Report) -> None:
+        """Keep the report of a backward pass, and warn of samples that failed there."""
+        if hidden.seeks_minimum:  # conjugate gradients met negative curvature: no minimum of an objective
+            indefinite = report.codes == int(Status.INDEFINITE)
+            report = replace(report, codes=torch.where(indefinite, int(Status.NOT_A_MINIMUM), report.codes))
+        slot.report = report
+        self._monitor.catch_up(self.on_failure, wait_for="forward")
+        failure = FailureCheck(report, "the gradient's linear system was not solved", "backward")
+        self._monitor.check(failure, self.on_failure)
 
     def register_observer(self, observer: Observer) -> RemovableHandle:
         """Call ``observer(hidden, state)`` after every solve, beside others, until the handle's ``remove()``."""
@@ -251,16 +247,31 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         fresh = {"last": None, "_observers": OrderedDict[int, Observer]()}
         return {**self.__dict__, **fresh, "_monitor": ConvergenceMonitor()}
 
-    def _refuse_forward_mode(self, x: State) -> None:
-        # The solve takes no tangent along, so forward mode would see a constant where there is none.
-        if forward_ad._current_level < 0:  # no forward mode is active, and there is nothing to unpack
-            return
-        duals = (forward_ad.unpack_dual(t) for t in (*blocks(x), *self.parameters()) if isinstance(t, Tensor))  # type: ignore[no-untyped-call]
-        if any(dual.tangent is not None for dual in duals):
-            raise RuntimeError(
-                f"forward-mode differentiation (torch.func.jvp, jacfwd) does not pass through {self.gradient}; "
-                "use reverse mode (vjp, jacrev), or gradient=opteq.Unrolled(steps)"
+
+def _checked_start(start: State | None, begin: State, x: State) -> State | None:
+    """``start`` as a constant in the form of the problem's own start ``begin``; both have the batch size of ``x``."""
+    layout = Layout.of(begin)
+    for part in blocks(x):
+        if layout.batch != part.shape[0]:
+            raise ValueError(
+                f"the state has batch size {layout.batch}, but the input of shape {tuple(part.shape)} has "
+                f"{part.shape[0]}; the first dimension of both is the batch"
             )
+    if start is None:
+        return None
+    layout.check(start, "start")
+    # An earlier state may come from a run in another precision.
+    return layout.typed(map_state(Tensor.detach, start))
+
+
+def _attached_features(hidden: BoundMap, state: State, outcome: Outcome) -> State:
+    """The features of ``state``, with its gradient."""
+    features = outcome.features
+    # A solve without autograd may have computed them: as constants, unless the gradient was attached to them.
+    if features is None or (torch.is_grad_enabled() and not wants_gradient(features)):
+        features = hidden.features(state)
+    # Features other than those of the form sum f + 1/2 |y|^2 + g may cut off a NaN on its way back.
+    return features if isinstance(hidden, Hidden) else attach(features, features)
 
 
 def _on_meta(x: State) -> bool:

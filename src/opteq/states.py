@@ -1,6 +1,6 @@
 """A state is a tensor or a tuple of tensors; solvers see it as one matrix with one row per sample.
 
-Their linear algebra runs in float32 or better, also inside a caller's autocast region; his map as he asked.
+Their linear algebra runs in float32 or better, also under autocast; the map itself runs in the caller's precision.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def row_norms(matrix: Tensor) -> Tensor:
 
 
 def is_tracked(tensor: Tensor) -> bool:
-    """Whether autograd tracks a tensor, in any level of torch.func: ``requires_grad`` speaks of the innermost."""
+    """Whether autograd tracks a tensor, at any level of torch.func: ``requires_grad`` is about the innermost one."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor.requires_grad or (wrapped and is_tracked(torch._C._functorch.get_unwrapped(tensor)))
 
 
 def may_branch_on_values(tensor: Tensor) -> bool:
-    """Whether a value may decide what is computed: neither a device is waited for, nor is a program written down."""
+    """Whether Python may branch on values: they are on the CPU, and nothing traces, compiles or batches."""
     traced = torch._C._get_tracing_state() is not None  # by torch.jit.trace
     written = traced or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
     # Batched, by torch.func or by is_grads_batched of torch.autograd.
@@ -103,7 +103,7 @@ def may_branch_on_values(tensor: Tensor) -> bool:
 
 
 def any_row(mask: Tensor, of_all: bool = False) -> bool:
-    """Whether any entry is set. Under vmap, where the host sees no single sample: False, or with ``of_all`` of any."""
+    """Whether any entry is set. Under vmap, which hides entries: False, or with ``of_all`` of all samples together."""
     try:
         return bool(mask.any())
     except RuntimeError as error:
@@ -128,7 +128,7 @@ def choose_rows(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
 def nan_samples(state: State, coupled: bool = False) -> State:
     """The same state, NaN throughout in each sample (of a ``coupled`` state: in all) with an entry that is not finite.
 
-    A single such entry may meet a zero on its way, and be lost.
+    A single such entry could be lost on its way: a unit that is off drops it.
     """
     parts = blocks(state)
     if all(map(surely_finite, parts)):
@@ -145,7 +145,7 @@ def per_row(numbers: Tensor, like: Tensor) -> Tensor:
 
 
 def surely_finite(tensor: Tensor) -> bool:
-    """Whether a look at the sum, which costs little, is enough to know that all entries are finite."""
+    """True where the sum, which costs little, proves that all entries are finite."""
     return may_branch_on_values(tensor) and bool(torch.isfinite(tensor.detach().sum()))
 
 

@@ -19,7 +19,7 @@ from opteq.equilibrium import Equilibrium
 from opteq.problems import Problem
 from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden
-from opteq.problems.objective import BoundObjective
+from opteq.problems.proximal import ProximalGradient
 from opteq.states import State, inner
 
 _LEAST_STEPS = 100
@@ -101,7 +101,7 @@ def scalable_terms(hidden: BoundMap) -> list[str]:
     """The names of the terms that can be scaled; none where the problem is no sum of terms."""
     if isinstance(hidden, BoundParallel):
         return list(dict.fromkeys(name for part in hidden.parts for name in scalable_terms(part)))
-    if isinstance(hidden, Hidden) and not isinstance(hidden, BoundObjective):
+    if isinstance(hidden, Hidden) and not isinstance(hidden, ProximalGradient):
         with torch.no_grad():
             return ["quadratic", *hidden.smooth_terms(hidden.start())]
     return []

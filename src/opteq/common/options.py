@@ -53,5 +53,5 @@ class NamedOptions(ABCMeta):
 
 @functools.cache
 def _parameters(cls: NamedOptions) -> Mapping[str, inspect.Parameter]:
-    # Found out once: a solver is constructed in every backward pass.
+    # Found out once: options are constructed in many calls of a layer.
     return cls.__signature__.parameters

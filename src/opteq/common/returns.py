@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from opteq.common.derivatives import without_saved_tensor_hooks
 from opteq.states import blocks, map_state, may_branch_on_values
 
-State = TypeVar("State")
+S = TypeVar("S")
 
 Values = Callable[[Any], Mapping[str, Tensor]]
 """A function of a state, whose values have the batch first."""
@@ -23,7 +23,7 @@ _tried: WeakKeyDictionary[nn.Module, set[tuple[bool, bool]]] = WeakKeyDictionary
 """Whether modules were in training mode where they were tried, and whether there was a second sample to keep apart."""
 
 
-def check_start(start: State, x: Any, who: str) -> State:
+def check_start(start: S, x: Any, who: str) -> S:
     """The start of a state if it is what it should be: a tensor, or a tuple of them, batch first."""
     checked: Any = _check_tensors(start, (x[0] if isinstance(x, tuple) else x).shape[0], f"{who}.start(x)")
     for part in blocks(checked):
@@ -33,12 +33,12 @@ def check_start(start: State, x: Any, who: str) -> State:
     return start
 
 
-def check_features(features: State, y: Any, who: str) -> State:
+def check_layer_features(features: S, y: Any, who: str) -> S:
     """The features at a state if they are what they should be: a tensor, or a tuple of them, batch first."""
     return _check_tensors(features, (y[0] if isinstance(y, tuple) else y).shape[0], f"{who}.features(y)")
 
 
-def _check_tensors(value: State, batch: int, who: str) -> State:
+def _check_tensors(value: S, batch: int, who: str) -> S:
     for part in value if isinstance(value, tuple) and value else (value,):
         if not isinstance(part, Tensor) or part.shape[:1] != (batch,):
             got = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__

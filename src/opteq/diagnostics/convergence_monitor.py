@@ -24,7 +24,7 @@ from opteq.solvers.status import Status
 from opteq.states import State, any_row, blocks, map_state
 
 # Most copies of status codes in flight; beyond that the host waits for the oldest.
-_MOST_UNSEEN = 8
+_MOST_PENDING = 8
 _FINE = (int(Status.CONVERGED), int(Status.APPROXIMATE), int(Status.FIXED_STEPS))
 
 
@@ -35,13 +35,13 @@ class FailureCheck:
     Attributes:
         report: how it went.
         what: what a failure means, in words.
-        way: forward or backward: a layer warns of each by itself.
+        direction: forward or backward: a layer warns of each by itself.
         x: the input, where a failure may be its fault.
     """
 
     report: Report
     what: str
-    way: str
+    direction: str
     x: State | None = None
 
     def detached(self) -> FailureCheck:
@@ -82,9 +82,9 @@ class AsyncHostCopy:
 class _Pending:
     """A check whose status codes are being copied to the host."""
 
-    def __init__(self, finding: FailureCheck) -> None:
-        self.finding = finding.detached()
-        self.codes = AsyncHostCopy(finding.report.codes)
+    def __init__(self, check: FailureCheck) -> None:
+        self.check = check.detached()
+        self.codes = AsyncHostCopy(check.report.codes)
         self._versions = self._counted()
 
     def failed(self) -> bool:
@@ -93,11 +93,11 @@ class _Pending:
 
     def fault(self) -> str:
         """The same, unless the input was overwritten since."""
-        return self.finding.fault(" of an earlier call") if self._versions == self._counted() else ""
+        return self.check.fault(" of an earlier call") if self._versions == self._counted() else ""
 
     def _counted(self) -> list[int | None]:
         """Version counters of the parts of the input; None for inference tensors, which have none."""
-        parts = () if self.finding.x is None else blocks(self.finding.x)
+        parts = () if self.check.x is None else blocks(self.check.x)
         return [None if part.is_inference() else part._version for part in parts]
 
 
@@ -124,29 +124,29 @@ class ConvergenceMonitor:
 
     def __init__(self) -> None:
         self._warned: dict[str, _Extent] = {}
-        self.unseen: deque[_Pending] = deque()
+        self.pending: deque[_Pending] = deque()
         self._lock = threading.RLock()  # backward passes have threads of their own
-        weakref.finalize(self, _check_pending, self.unseen, self._warned, os.getpid())
+        weakref.finalize(self, _check_pending, self.pending, self._warned, os.getpid())
 
     def __reduce__(self) -> tuple[type[ConvergenceMonitor], tuple[()]]:
         # Reports belong to the process and the layer that made them.
         return ConvergenceMonitor, ()
 
-    def check(self, finding: FailureCheck, on_failure: str) -> None:
-        """Warn or raise where samples failed; of a solve that is still under way, later, unless it is to raise."""
+    def check(self, check: FailureCheck, on_failure: str) -> None:
+        """Warn or raise where samples failed; of a solve that still runs, later, unless it is to raise."""
         if on_failure == "ignore":
             return
-        if on_failure == "warn" and finding.report.pending:
+        if on_failure == "warn" and check.report.pending:
             with self._lock:
-                self.unseen.append(_Pending(finding))
-                oldest = self.unseen.popleft() if len(self.unseen) > _MOST_UNSEEN else None
+                self.pending.append(_Pending(check))
+                oldest = self.pending.popleft() if len(self.pending) > _MOST_PENDING else None
             if oldest is not None:
                 self._settle(oldest)
-        elif any_row(finding.report.failures()):
-            _report(finding, on_failure, self._warned, finding.fault())
+        elif any_row(check.report.failures()):
+            _report(check, on_failure, self._warned, check.fault())
 
     def catch_up(self, on_failure: str, wait_for: str | None = None) -> None:
-        """Check what has arrived by now; wait for checks of this ``way``, and for all before them.
+        """Check what has arrived by now; wait for checks of this ``direction``, and for all before them.
 
         While failures are to be ignored, those of earlier calls are kept for later.
         """
@@ -155,25 +155,26 @@ class ConvergenceMonitor:
 
     def _next(self, wait_for: str | None) -> _Pending | None:
         with self._lock:
-            waiting = self.unseen
-            if waiting and (waiting[0].codes.arrived() or any(each.finding.way == wait_for for each in waiting)):
+            waiting = self.pending
+            if waiting and (waiting[0].codes.arrived() or any(each.check.direction == wait_for for each in waiting)):
                 return waiting.popleft()
             return None
 
-    def _settle(self, unseen: _Pending) -> None:
-        if unseen.failed():
-            _report(unseen.finding, "warn", self._warned, unseen.fault())
+    def _settle(self, pending: _Pending) -> None:
+        if pending.failed():
+            _report(pending.check, "warn", self._warned, pending.fault())
 
 
-def _report(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent], fault: str = "") -> None:
+def _report(check: FailureCheck, on_failure: str, warned: dict[str, _Extent], fault: str = "") -> None:
     if fault and on_failure == "raise":
         raise ValueError(fault)
-    about = "input" if fault else finding.way  # a solve that was slow once does not hide an input that is not finite
-    extent = _Extent.of(finding.report)
+    # A solve that was slow once does not hide an input that is not finite.
+    about = "input" if fault else check.direction
+    extent = _Extent.of(check.report)
     earlier = warned.get(about)
     if on_failure == "warn" and earlier is not None and not extent.clearly_worse(earlier):
         return
-    message = finding.report.describe_failures(finding.what) + (f"\n  Note: {fault}." if fault else "")
+    message = check.report.describe_failures(check.what) + (f"\n  Note: {fault}." if fault else "")
     if on_failure == "raise":
         raise ConvergenceError(message)
     warned[about] = extent
@@ -181,15 +182,15 @@ def _report(finding: FailureCheck, on_failure: str, warned: dict[str, _Extent], 
     warnings.warn(f"{message}\n  {note}", ConvergenceWarning, stacklevel=callers_level())
 
 
-def _check_pending(unseen: deque[_Pending], warned: dict[str, _Extent], process: int) -> None:
+def _check_pending(pending: deque[_Pending], warned: dict[str, _Extent], process: int) -> None:
     """Check what is pending of a layer that is deleted, or at the end of a program."""
-    if not unseen or process != os.getpid():
+    if not pending or process != os.getpid():
         return
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         return
     try:
-        for each in unseen:
+        for each in pending:
             if each.failed():
-                _report(each.finding, "warn", warned)
+                _report(each.check, "warn", warned)
     except RuntimeError:  # of a device that has failed, which was reported already
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.solvers.linear.base import Product
+from opteq.solvers.linear.base import RowProduct
 from opteq.solvers.linear.lanczos import Lanczos, tridiagonal
 
 
@@ -34,9 +34,7 @@ class Extremes:
 
 
 @torch.no_grad()
-def extreme_eigenvalues(
-    product: Product, like: Tensor, steps: int = 30, failure: float = 1e-3, seed: int = 0
-) -> Extremes:
+def extreme_eigenvalues(product: RowProduct, like: Tensor, steps: int = 30, failure: float = 1e-3) -> Extremes:
     """The extreme eigenvalues of a symmetric operator by Lanczos steps with full orthogonalisation.
 
     After k steps from a random start in dimension n the largest eigenvalue of a positive semidefinite matrix is
@@ -47,8 +45,8 @@ def extreme_eigenvalues(
         product: applies the operator to ``(R, N)``, every row by itself.
         like: a tensor ``(R, N)`` that gives shape, dtype and device.
         steps: products; at most N are made.
-        failure: probability that a bound may fail for a row.
-        seed: of the random start, which is the same for all rows: a batch equals its samples one by one.
+        failure: probability over the random start that a bound fails for a row. The start is the same for all rows: a
+            batch equals its samples one by one.
 
     >>> matrix = torch.diag(torch.tensor([-1.0, 2.0, 5.0]))
     >>> found = extreme_eigenvalues(lambda rows: rows @ matrix, torch.zeros(1, 3))
@@ -57,7 +55,7 @@ def extreme_eigenvalues(
     """
     width = like.shape[1]
     count = max(1, min(steps, width))
-    lanczos = Lanczos(like, seed, kept=count)
+    lanczos = Lanczos(like, kept=count)
     small, mark = tridiagonal(*lanczos.run(product, count))
     values, vectors = torch.linalg.eigh(small)
     smallest, largest = values[:, 0] + mark, values[:, -1] + mark

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from opteq.diagnostics.extremes import extreme_eigenvalues
 from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.hidden import Hidden
-from opteq.solvers.linear.base import Product
+from opteq.solvers.linear.base import RowProduct
 from opteq.states import Layout, State, any_row, blocks, like, per_row, row_norms, sample_rows, widest_dtype
 
 _REFINEMENTS = 15
@@ -27,7 +25,7 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     slopes. Where that bound is negative, its most negative directions are turned to the side of larger slopes by
     projected power steps, and the objective itself is evaluated a little way along them, within its domain: a value
     that is lower by more than rounding proves that this is no minimum. The converse is hard (copositivity), so that a
-    saddle may be missed; a minimum is never called one but where it has a lower point at a relative distance of
+    saddle may be missed. A minimum is taken for a saddle only where there is a lower point at a relative distance of
     ``eps^(1/4)``.
 
     A state whose norm is below ``floor`` counts as zero: solvers stop there, as close to a kink at zero as that.
@@ -41,11 +39,12 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     # What sigma is applied to at zero; elsewhere no other than at the state.
     origin = hidden.preactivation(layout.unpack(torch.where(zero[:, None], 0.0, layout.pack(state))))
     sides = _sides(penalties, inside, origin, hidden.step(state), state)
-    if sides is None or not any_row(asked & layout.per_sample(layout.pack(sides.rising).ne(0).any(dim=1)), of_all=True):
+    if sides is None:
         return torch.zeros_like(asked)
-    negative_hessian = hidden.negative_hessian_at(state)
-    root = layout.pack(sides.slopes).sqrt()
-    rising = layout.pack(sides.rising)
+    slopes, rising = map(layout.pack, sides)
+    if not any_row(asked & layout.per_sample(rising.ne(0).any(dim=1)), of_all=True):
+        return torch.zeros_like(asked)
+    negative_hessian, root = hidden.negative_hessian_at(state), slopes.sqrt()
 
     def bent(rows: Tensor) -> Tensor:  # F'MF with the larger slopes
         return root * layout.pack(negative_hessian(layout.unpack(root * rows)))
@@ -67,15 +66,10 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     return asked & layout.per_sample(lower & (extremes.smallest < 0))
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """The larger slopes of sigma, and to which side they are: 1, -1, or 0 away from kinks."""
-
-    slopes: State
-    rising: State
-
-
-def _sides(penalties: list[Penalty], inside: State, origin: State, image: State, state: State) -> _Sides | None:
+def _sides(
+    penalties: list[Penalty], inside: State, origin: State, image: State, state: State
+) -> tuple[State, State] | None:
+    """The larger slopes of sigma, and to which side they are: 1, -1, or 0 away from kinks; None where it has none."""
     slopes, rising = [], []
     parts = (blocks(part) for part in (inside, origin, image, state))
     for penalty, at, first, new, old in zip(penalties, *parts, strict=True):
@@ -89,10 +83,10 @@ def _sides(penalties: list[Penalty], inside: State, origin: State, image: State,
         slopes.append(torch.maximum(left, right))
         kink = (right - left).abs() > 0.01
         rising.append(torch.where(kink, (right - left).sign(), 0.0))
-    return _Sides(like(state, tuple(slopes)), like(state, tuple(rising)))
+    return like(state, tuple(slopes)), like(state, tuple(rising))
 
 
-def _power_steps(direction: Tensor, rising: Tensor, bent: Product, shift: Tensor) -> Tensor:
+def _power_steps(direction: Tensor, rising: Tensor, bent: RowProduct, shift: Tensor) -> Tensor:
     """Projected power steps: towards the most negative curvature among moves to the side of larger slopes."""
 
     def admissible(rows: Tensor) -> Tensor:

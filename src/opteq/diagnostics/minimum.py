@@ -9,7 +9,7 @@ from opteq.diagnostics.extremes import Extremes, extreme_eigenvalues, missing_sh
 from opteq.diagnostics.kinks import descends_beside_kink, objective_and_rounding, unit
 from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden, SymmetricLinearisation
-from opteq.solvers.linear.base import Product
+from opteq.solvers.linear.base import RowProduct
 from opteq.solvers.linear.lanczos import Lanczos
 from opteq.solvers.status import Status
 from opteq.states import Layout, State, any_row, map_state, row_norms
@@ -19,7 +19,7 @@ STEPS = 30
 most ``1.648 sqrt(n) exp(-59 sqrt(e))``."""
 
 _MORE = (60, 120, 300)
-"""Where such an eigenvalue may have been missed, that many, and then ``exp(-599 sqrt(e))``."""
+"""How many steps follow, in turn, where such an eigenvalue may have been missed; then ``exp(-599 sqrt(e))``."""
 
 _FAR = (0.01, 0.1, 1.0)
 """Moves relative to the norm of a state: an objective that falls all the way has no minimum near there."""
@@ -79,7 +79,7 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
     return torch.where(converged & failed, int(Status.NOT_A_MINIMUM), codes)
 
 
-def curvature_product(hidden: BoundMap, state: State) -> Product | None:
+def curvature_product(hidden: BoundMap, state: State) -> RowProduct | None:
     """``v -> (I - S) v`` on rows."""
     local = hidden.linearise(map_state(Tensor.detach, state))
     layout = Layout.of(state, hidden.coupled)

@@ -3,8 +3,8 @@
 ``A(B(y))`` has the fixed points ``y = A(h)`` with ``h = B(A(h))``, and a solver that iterates on h combines smaller
 vectors. OptEq as the papers write it is ``y <- sigma(W W'y + c)`` through its bottleneck ``z = W'y``.
 
-What is needed of both halves is tested with random numbers in place of weights, input and state: an identity that holds
-for the actual ones alone fails. One of analytic functions that holds for random numbers holds everywhere.
+Properties of the halves are tested with random numbers in place of weights, input and state: an identity that holds for
+the actual numbers alone is not found. One of analytic functions that holds at random points holds everywhere.
 """
 
 from __future__ import annotations

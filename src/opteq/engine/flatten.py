@@ -36,7 +36,7 @@ class Flattened:
         unread: the places of running statistics that are written, and not read, as long as a layer is trained.
     """
 
-    structure: Structure
+    structure: PickledStructure
     tensors: list[Tensor]
     originals: list[Tensor]
     unread: frozenset[int] = frozenset()
@@ -57,7 +57,7 @@ class Flattened:
         return hidden
 
 
-class Structure:
+class PickledStructure:
     """A pickled structure, and the classes, functions and globals in it, which are compared by identity."""
 
     def __init__(self, pickled: bytes, constants: Sequence[Any]) -> None:
@@ -70,7 +70,7 @@ class Structure:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self._key == other._key
+        return isinstance(other, PickledStructure) and self._key == other._key
 
 
 # A reason is kept as text: an error has a traceback, and that would keep the problem.
@@ -86,7 +86,7 @@ def flatten(hidden: BoundMap) -> Flattened:
     return found
 
 
-def structure_of(options: Any) -> Structure:
+def structure_of(options: Any) -> PickledStructure:
     """What decides how options of a user act, such as a solver with a regulariser: their values and their code.
 
     Raises :class:`NotFlattenableError` where they can't be taken apart, or hold tensors.
@@ -113,7 +113,7 @@ def _try_flatten(hidden: BoundMap) -> Flattened | str:
     except Exception as error:  # a parametrised module, a user's code: anything may be raised
         owner = getattr(getattr(hidden, "bound", None), "module", hidden)
         return f"{type(owner).__name__} can't be taken apart: {(str(error) or type(error).__name__).splitlines()[0]}"
-    structure = Structure(stream.getvalue(), flattener.constants)
+    structure = PickledStructure(stream.getvalue(), flattener.constants)
     originals = flattener.originals
     unread = frozenset(place for place, tensor in enumerate(originals) if id(tensor) in flattener.statistics)
     return Flattened(structure, [tensor.detach() for tensor in originals], originals, unread)
@@ -189,7 +189,7 @@ def _placeholder(kind: str, *parts: Any) -> Any:  # noqa: ARG001
 
 
 class _Unflattener(pickle.Unpickler):
-    def __init__(self, structure: Structure, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, structure: PickledStructure, tensors: Sequence[Tensor]) -> None:
         super().__init__(io.BytesIO(structure.pickled))
         # Not a method: the unpickler remembers what it returns, and would hold itself and the problem.
         self._made = partial(_made, structure.constants, tensors)

@@ -24,7 +24,7 @@ def note(direction: str, reason: str | None, graph: str = "captured CUDA graph")
 
 def latest(direction: str) -> str:
     """The latest note as a sentence."""
-    return latest_notes.get(direction, "plain path: the engine was not asked")
+    return latest_notes.get(direction, "plain path: this gradient does not use the engine")
 
 
 def describe(layer: Any, x: Any) -> str:

@@ -154,7 +154,7 @@ def with_traced_functions(flat: Flattened, traces: Traces, tensors: Sequence[Ten
     if traces.compile_functions or not isinstance(hidden, Hidden):  # the activation with what it is applied to
         hidden.step = functions.by_graph("step")  # type: ignore
     if hidden.has_merit:
-        hidden._step_and_merit = functions.step_and_merit  # type: ignore[method-assign]
+        hidden.step_and_merit = functions.step_and_merit  # type: ignore[method-assign]
     return hidden
 
 
@@ -234,7 +234,7 @@ _ONCE = {"preactivation"}
 _FUNCTIONS: dict[str, Callable[[Any, State, State], Any]] = {
     "step": lambda problem, y, _: problem.step(y),
     "preactivation": lambda problem, y, _: problem.preactivation(y),
-    "merit": lambda problem, y, _: problem._step_and_merit(y),
+    "merit": lambda problem, y, _: problem.step_and_merit(y),
     "negative_hessian": lambda problem, v, y: problem.negative_hessian_at(y)(v),
     "adjoint": lambda problem, v, y: problem.linearise(y).adjoint(v),
 }

@@ -106,7 +106,7 @@ def refuse_batched_gradients(gradients: Gradients) -> None:
 
 
 def refuse_second_derivative(values: Gradients, carriers: Sequence[Tensor]) -> Gradients:
-    """``values``, with an error for who differentiates them, by way of themselves or of ``carriers``."""
+    """``values`` whose derivative, also by way of ``carriers``, is an error."""
     there = [value for value in values if value is not None]
     guarded = iter(_RefuseSecondDerivative.apply(len(there), *there, *carriers))  # type: ignore[no-untyped-call]
     return tuple(None if value is None else next(guarded) for value in values)

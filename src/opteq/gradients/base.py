@@ -91,7 +91,7 @@ class Formulation:
             begin = form.start if start is None else form.of_state(start)
             return FixedPointTask(form.step, begin, damping=hidden.damping, coupled=hidden.coupled)
         begin = hidden.start() if start is None else start
-        merit = None if hidden.contracts else hidden.step_and_merit
+        merit = hidden.step_and_merit if hidden.has_merit and not hidden.contracts else None
         return FixedPointTask(hidden.step, begin, merit, hidden.project, hidden.damping, hidden.coupled)
 
     def state(self, found: State) -> State:

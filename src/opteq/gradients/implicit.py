@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -68,7 +68,12 @@ class Implicit(Gradient):
         if self.linear is not None:
             return self.linear
         tol = self.tol or (1e-10 if Layout.of(state).dtype == torch.float64 else 1e-6)
-        return _BY_STRUCTURE[hidden.structure](tol=tol, max_steps=self.max_steps)
+        return _solver_for(hidden.structure, tol, self.max_steps)
+
+
+@cache
+def _solver_for(structure: Structure, tol: float, max_steps: int) -> LinearSolver:
+    return _BY_STRUCTURE[structure](tol=tol, max_steps=max_steps)
 
 
 def attach_system(

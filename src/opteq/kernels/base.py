@@ -13,7 +13,7 @@ from opteq.common.derivatives import gradient, pullback
 from opteq.common.options import NamedOptions
 from opteq.operators import LinearMap, Operator
 
-Product = Callable[[Tensor], Tensor]
+HessianProduct = Callable[[Tensor], Tensor]
 
 
 class Similarity(ABC):
@@ -45,7 +45,7 @@ class Similarity(ABC):
         """Both at once, for kernels where they share work."""
         return self.gradient(y), self.value(y)
 
-    def hessian_at(self, y: Tensor) -> Product:
+    def hessian_at(self, y: Tensor) -> HessianProduct:
         """``v -> hess s(y) v``; what can be computed once for all products is."""
         return pullback(self.gradient, y)[1]  # a Hessian is symmetric, so its transpose will do
 

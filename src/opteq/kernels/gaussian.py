@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.override import overridable
-from opteq.kernels.base import Kernel, Product, Similarity
+from opteq.kernels.base import HessianProduct, Kernel, Similarity
 from opteq.operators import Dense, LinearMap, Patches
 from opteq.states import sum_over_sample, working_dtype
 
@@ -168,7 +168,7 @@ class GaussianSimilarity(Similarity):
         weights, weighed = weigh(q, self.gamma)
         return self.W.adjoint(self.view.adjoint(weighed)), weights
 
-    def hessian_at(self, y: Tensor) -> Product:
+    def hessian_at(self, y: Tensor) -> HessianProduct:
         """``v -> -W' R' [e_i (a_i - 2 gamma q_i <q_i, a_i>) P']`` with ``a_i`` patch i of ``W v``, projected."""
         q, weights = self._compare(y)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.kernels.base import Kernel, Product, Similarity
+from opteq.kernels.base import HessianProduct, Kernel, Similarity
 from opteq.operators import LinearMap
 from opteq.states import inner, per_row
 
@@ -61,7 +61,7 @@ class InnerProductSimilarity(Similarity):
         """``W'W y + k'(<c, y>) c``."""
         return self.W.adjoint(self.W(y)) + self._times_c(self.kernel.derivative(inner(self.c, y)))
 
-    def hessian_at(self, y: Tensor) -> Product:
+    def hessian_at(self, y: Tensor) -> HessianProduct:
         """``v -> W'W v + k''(<c, y>) c <c, v>``."""
         second = self.kernel.second(inner(self.c, y))
         return lambda v: self.W.adjoint(self.W(v)) + self._times_c(second * inner(self.c, v))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from opteq.common.validate import check_flag, check_whole
 from opteq.operators.base import LinearMap, Operator, check_bound, initial_norm
 from opteq.operators.conv import check_image
-from opteq.operators.spectral.bound import normalise, rounding
+from opteq.operators.spectral.bound import low_precision_rounding, normalise
 from opteq.operators.spectral.norms import kernel_norm
 from opteq.states import Autocast, widest_dtype, working_dtype
 
@@ -103,7 +103,7 @@ class ConvChain(Operator):
         weights = self._centred_weights()
         if self.bound is not None:
             last, norm = weights[-1], self._norm(ChainMap(weights))
-            if growth := rounding(last.dtype):
+            if growth := low_precision_rounding(last.dtype):
                 norm = norm + growth * self._norm(ChainMap([weight.abs() for weight in weights]))
             scale = self.bound / norm.clamp_min(self.bound)
             weights[-1] = (last.to(scale.dtype) * scale).to(last.dtype)

@@ -46,7 +46,6 @@ class Penalty(metaclass=NamedOptions):
         name: how the penalty is called in :func:`get` and in reports.
         lipschitz: the largest slope of sigma; above 1, f is only weakly convex (``f + y^2/2`` always is convex).
         bounded: whether sigma has a bounded range, in which case Brouwer's theorem gives an equilibrium.
-        fixes_zero: whether ``sigma(0) = 0``.
         offset: the k in ``sigma~*(y) = f(y) + y^2/2 - k``, which ties f to the conjugate of the antiderivative
             sigma~; it is ``f(sigma(0)) + sigma(0)^2/2``, one per unit, and matters when values are compared.
         has_total: whether :meth:`total` can be computed; otherwise solvers do not use the objective.
@@ -56,7 +55,6 @@ class Penalty(metaclass=NamedOptions):
     name: str
     lipschitz: float
     bounded: bool = False
-    fixes_zero: bool
     offset: float
     has_total: bool = True
     has_potential: bool = True
@@ -96,9 +94,7 @@ class ElementwisePenalty(Penalty):
     ``domain`` where f is infinite somewhere. For an activation without these formulas, see :class:`FromActivation`.
     """
 
-    # True of most activations; sigmoid and softplus say otherwise.
-    fixes_zero = True
-    offset = 0.0
+    offset = 0.0  # as for most activations
 
     kinks: tuple[float, ...] | None = None
     """Where a piecewise linear sigma changes its slope; None where sigma is not piecewise linear."""

@@ -64,7 +64,6 @@ class FromActivation(ElementwisePenalty):
         self._check_activation()
         self._check_formulas()
         at_zero = function(torch.zeros(1, dtype=torch.float64))
-        self.fixes_zero = float(at_zero) == 0.0
         # Without a formula, f is the one whose constant makes this 0.
         self.offset = 0.0 if value is None else float(value(at_zero) + at_zero.square() / 2)
 

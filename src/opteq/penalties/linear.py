@@ -30,7 +30,6 @@ class LinearActivation(nn.Module, Penalty):
     """
 
     name = "linear"
-    fixes_zero = True
     offset = 0.0
 
     def __init__(self, n: int, init: Tensor | None = None) -> None:

@@ -31,15 +31,18 @@ class ScaledPenalty:
         self.penalty = _check(penalty)
         self.length = length
         self.has_total = penalty.has_total
+        # An indicator function, or nothing: t changes neither.
+        self._unscaled = type(self.penalty) in (Identity, ReLU, HardTanh)
+        self._threshold = self.penalty.threshold if type(self.penalty) is SoftThreshold else None
 
     def prox(self, u: Tensor) -> Tensor:
         """The prox of ``t f``, in the shape and dtype of u."""
         penalty = self.penalty
-        if type(penalty) in (Identity, ReLU, HardTanh):  # an indicator function, or nothing: t changes neither
+        if self._unscaled:
             return penalty.prox(u)
         t = per_row(self.length, u)
-        if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
-            edge = penalty.threshold * t
+        if self._threshold is not None:
+            edge = self._threshold * t
             return u - torch.maximum(torch.minimum(u, edge), -edge)
         # The root is a constant; one more Newton step, which moves nothing, carries the derivative.
         root = self._root(u.detach(), t)
@@ -53,11 +56,11 @@ class ScaledPenalty:
     def derivative(self, u: Tensor) -> Tensor:
         """The slope of the prox at u: ``s / (t + (1 - t) s)`` with s the activation's slope at the root."""
         penalty = self.penalty
-        if type(penalty) in (Identity, ReLU, HardTanh):
+        if self._unscaled:
             return penalty.derivative(u)
         t = per_row(self.length, u)
-        if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
-            return (u.abs() > penalty.threshold * t).to(u.dtype)
+        if self._threshold is not None:
+            return (u.abs() > self._threshold * t).to(u.dtype)
         slope = penalty.derivative(self._root(u, t))
         return slope / (t + (1 - t) * slope)
 
@@ -71,10 +74,9 @@ class ScaledPenalty:
 
     def distance_to_kink(self, u: Tensor) -> Tensor | None:
         """How far each entry is from a kink of the prox; None where that is not piecewise linear."""
-        penalty = self.penalty
-        if isinstance(penalty, SoftThreshold) and type(penalty) is SoftThreshold:
-            return (u.abs() - penalty.threshold * per_row(self.length, u)).abs()
-        return penalty.distance_to_kink(u) if type(penalty) in (Identity, ReLU, HardTanh) else None
+        if self._threshold is not None:
+            return (u.abs() - self._threshold * per_row(self.length, u)).abs()
+        return self.penalty.distance_to_kink(u) if self._unscaled else None
 
     @torch.no_grad()
     def _root(self, u: Tensor, t: Tensor) -> Tensor:

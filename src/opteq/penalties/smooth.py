@@ -53,7 +53,6 @@ class Sigmoid(ElementwisePenalty):
     name = "sigmoid"
     lipschitz = 0.25
     bounded = True
-    fixes_zero = False
     offset = -math.log(2)
     domain = (0.0, 1.0)
 
@@ -83,7 +82,6 @@ class Softplus(ElementwisePenalty):
 
     name = "softplus"
     lipschitz = 1.0
-    fixes_zero = False
     offset = math.pi**2 / 12
     domain = (0.0, math.inf)
 

@@ -41,11 +41,11 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
         """Check ``x``, a tensor or, where the problem takes them, a tuple of tensors; then bind it."""
         if self.takes_tuples and isinstance(x, tuple) and x:
             for place, part in enumerate(x):
-                self._check_input(part, f"x[{place}]")
+                self._check_input(part, place)
             if any(part.shape[0] != x[0].shape[0] for part in x):
                 raise ValueError(f"the tensors of an input should have one batch size; got {[len(part) for part in x]}")
         else:
-            self._check_input(x, "the input")
+            self._check_input(x)
         with engine.bounded_weights(self):
             return self.bind(x)
 
@@ -61,15 +61,16 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
         """Guarantees computed from the current weights."""
         return unknown(f"{type(self).__name__} declares nothing to conclude this from")
 
-    def _check_input(self, x: Any, what: str) -> None:
+    def _check_input(self, x: Any, place: int | None = None) -> None:
+        """Raise unless ``x``, the input or its tensor at a ``place``, has a batch, a dtype and a device that fit."""
+        name, what = ("x", "the input") if place is None else (f"x[{place}]", f"x[{place}]")
         if not isinstance(x, Tensor):
-            wanted = "a tensor with the batch first" + ", or a tuple of them" * (self.takes_tuples and what[0] != "x")
+            wanted = "a tensor with the batch first" + ", or a tuple of them" * (self.takes_tuples and place is None)
             more = "; a problem whose input is one sets takes_tuples = True" if isinstance(x, tuple) and x else ""
             raise TypeError(f"{what} should be {wanted}; got {type(x).__name__}{more}")
         if x.ndim < 1:
             raise ValueError(f"{what} should have a batch dimension; got a single number")
         if not x.is_floating_point():
-            name = "x" if what[0] != "x" else what
             advice = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.float()"
             raise TypeError(f"{what} should be floating point; got {x.dtype}. Convert it, e.g. {advice}")
         weight = next((p for p in self.parameters() if p.is_floating_point()), None)
@@ -173,7 +174,7 @@ def check_unhooked(operator: Operator, name: str, called: bool = False) -> Opera
 
     The older utilities of torch (``torch.nn.utils.spectral_norm``, ``weight_norm``, ``prune``) work by such a hook: the
     weight would stay as it was when they were applied, and what they train would get no gradient. Where operators are
-    ``called``, in a user's own functions, only hooks that come before a call, as these do, are in vain.
+    ``called``, in a user's own functions, only hooks that come before a call, as these do, have no effect.
     """
     for part in filter(lambda module: isinstance(module, Operator), operator.modules()):
         found = _hooks(part, _HOOKS[:1] if called else _HOOKS)

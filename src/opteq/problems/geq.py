@@ -69,7 +69,7 @@ class GEQ(Problem):
         start = self.kernel.start(W, c)
         similarity = self.kernel.bind(W, c)
         # A declared bound costs nothing, where a norm costs a sweep over frequencies and makes a GPU wait.
-        square = self._norm(_bound_or_norm) ** 2
+        square = self._joint_norm(_bound_or_norm) ** 2
         always = self.kernel.curvature
         curvature = similarity.curvature_interval(square) if always is None else _scaled(always, square)
         return BoundGEQ(self.penalty, similarity, start, curvature)
@@ -81,7 +81,7 @@ class GEQ(Problem):
         An equilibrium is a stationary point of the objective, so a strongly convex one has exactly one, also where
         plain iteration, with a contraction factor above 1, would not find it.
         """
-        kernel, slope, norm = self.kernel, self.penalty.lipschitz, self._norm(_norm)
+        kernel, slope, norm = self.kernel, self.penalty.lipschitz, self._joint_norm(_certified_norm)
         unknown = kernel.caveat or f"{type(kernel).__name__} declares no bound of its curvature"
         smooth = kernel.curvature is not None or isinstance(kernel, InnerProduct)  # no jumps of the gradient
         exists, unique, reasons = existence(None, self.penalty.bounded and smooth)
@@ -117,10 +117,10 @@ class GEQ(Problem):
         if carried is None:
             return None, missing
         projection = self.kernel.projection
-        return carried * (1.0 if projection is None else _norm(projection)) * gain, reason
+        return carried * (1.0 if projection is None else _certified_norm(projection)) * gain, reason
 
-    def _norm(self, size: Callable[[Operator], float]) -> float:
-        """``|W| |projection|``."""
+    def _joint_norm(self, size: Callable[[Operator], float]) -> float:
+        """``|W| |projection|``, each as ``size`` gives it."""
         projection = self.kernel.projection
         return size(self.W) * (1.0 if projection is None else size(projection))
 
@@ -179,7 +179,7 @@ class BoundGEQ(Hidden):
         product = self.similarity.hessian_at(single(y))
         return lambda v: product(single(v))
 
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step, and the objective, which damped steps decrease."""
         y = single(y)
         gradient, value = self.similarity.gradient_and_value(y)
@@ -190,7 +190,7 @@ def _bound_or_norm(operator: Operator) -> float:
     return float(operator.norm()) if operator.bound is None else operator.bound
 
 
-def _norm(operator: Operator) -> float:
+def _certified_norm(operator: Operator) -> float:
     return float(check_unhooked(operator, "W").norm())
 
 

@@ -122,11 +122,12 @@ class BoundMap(ABC):
     """Whether the map is discontinuous: a small residual then proves no fixed point, and every solve is diagnosed."""
 
     has_merit: bool = False
-    """Whether there is a merit, a number that plain steps decrease."""
+    """Whether :meth:`step_and_merit` gives a merit: a value per sample that plain steps decrease."""
 
-    estimates_length: bool = False
-    """Whether the length of steps comes from a curvature that was measured or declared: where that is too small, plain
-    steps increase the merit."""
+    contracts: bool = False
+    """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
+    no saddle then that a small residual could belong to, so that residuals are guard enough for methods that
+    extrapolate, and no merit is computed."""
 
     compile_functions: bool = False
     """Whether a user's functions may be compiled, see ``Equilibrium(compile=True)``."""
@@ -136,21 +137,6 @@ class BoundMap(ABC):
         """Whether the fixed point should be a minimum of an objective, and nothing proves that it is one."""
         return False
 
-    contracts: bool = False
-    """Whether plain steps, damped as recommended, are known to lead to the one fixed point at a linear rate. There is
-    no saddle then that a small residual could belong to, so that residuals are guard enough for methods that
-    extrapolate, and no merit is computed."""
-
-    @property
-    def step_and_merit(self) -> Callable[[State], tuple[State, Tensor]] | None:
-        """The step together with its merit, where the problem has one."""
-        # Not kept as an attribute: a map that holds its own method lives, with all its tensors, until the garbage
-        # collector comes by.
-        return self._step_and_merit if self.has_merit else None
-
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
-        raise NotImplementedError(f"{type(self).__name__} has no merit")
-
     @abstractmethod
     def start(self) -> State:
         """Where solvers begin."""
@@ -158,6 +144,10 @@ class BoundMap(ABC):
     @abstractmethod
     def step(self, y: State) -> State:
         """One application of the map."""
+
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
+        """The step and the merit at ``y``, one value per sample, where :attr:`has_merit`."""
+        raise NotImplementedError(f"{type(self).__name__} has no merit")
 
     def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
         """The step, and the pre-activation and the features where they are computed on the way."""

@@ -14,10 +14,10 @@ from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject
 from opteq.problems.branches.branch import Branch, check_branches, injection_norm, views
-from opteq.problems.branches.common_space import MOST, CommonSpaceMap, measured_square, prepare_common
+from opteq.problems.branches.common_space import OVERESTIMATE, CommonSpaceMap, measured_square, prepare_common
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import Hidden
-from opteq.problems.objective import BoundObjective
+from opteq.problems.proximal import ProximalGradient
 from opteq.solvers.fista import FISTA
 from opteq.states import Autocast, State, blocks, inner, map_state, per_row, sum_over_sample, working_dtype
 
@@ -116,17 +116,17 @@ class Inhibition(AcceleratedProblem):
         strong, shown = strong_convexity(self.m, self.penalty)
         why = f"the objective is {shown}-strongly convex for every A, so it has exactly one minimiser"
         step = (
-            f"a proximal gradient step of length t >= 1 / (m + {MOST:g} |A|^2), with |A|^2 <= {squared:.4g}: "
+            f"a proximal gradient step of length t >= 1 / (m + {OVERESTIMATE:g} |A|^2), with |A|^2 <= {squared:.4g}: "
             "its rate is 1 - m t"
         )
         carried, missing = injection_norm(self.branch_list() if self.branches is not None else self.U)
         lipschitz = None if carried is None else carried / strong
         reasons = {"exists": why, "unique": why, "contraction": step}
         reasons["lipschitz"] = missing or f"|U| / ({shown}), from x to the state"
-        return Certificate(True, True, 1 - self.m / (self.m + MOST * squared), lipschitz, reasons)
+        return Certificate(True, True, 1 - self.m / (self.m + OVERESTIMATE * squared), lipschitz, reasons)
 
 
-class BoundInhibition(BoundObjective):
+class BoundInhibition(ProximalGradient):
     """``F(y) = m/2 |y|^2 + 1/2 |A'y|^2 - <c, y>`` with its input bound, and closed forms of its derivatives.
 
     ``injections`` are ``c = U x + b``; g of the hidden problem ``rest``, where there is one, takes the place of
@@ -190,7 +190,7 @@ class BoundInhibition(BoundObjective):
         pushed = self.injections if self.rest is None else self.rest.preactivation(y)
         return map_state(torch.sub, pushed, self.A(self.A.adjoint(y)))
 
-    def _smooth_parts(self, y: State) -> dict[str, Tensor]:
+    def smooth_parts(self, y: State) -> dict[str, Tensor]:
         image = self.A.adjoint(y)
         terms = {
             "quadratic": self.m / 2 * inner(y, y),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -12,17 +11,16 @@ from torch import Tensor
 
 from opteq import penalties
 from opteq.common.curvature.certify import certify_objective, start_for, without_memory
-from opteq.common.derivatives import gradient, pullback
 from opteq.common.returns import check_terms, try_once
 from opteq.penalties import Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.base import WrittenProblem, check_called
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
-from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
+from opteq.problems.proximal import ProximalGradient
 from opteq.problems.written import WrittenMap
 from opteq.solvers.fista import FISTA
 from opteq.solvers.linear.lanczos import largest_curvature
-from opteq.states import Layout, State, blocks, inner, map_state, per_row, working_dtype
+from opteq.states import Layout, State, blocks, map_state, working_dtype
 
 _MARGIN = 1.1
 """By how much a step length stays below what a measured curvature allows."""
@@ -62,7 +60,7 @@ class Objective(WrittenProblem):
         """The terms of the smooth part, one value per sample each."""
         raise NotImplementedError(f"{type(self).__name__} should define terms(y, x), one value per sample each")
 
-    def bind(self, x: Any) -> BoundObjective:
+    def bind(self, x: Any) -> ProximalGradient:
         """The objective with ``x`` bound, and a step length per sample."""
         check_called(self)
         return BoundObjective(self, x)
@@ -88,27 +86,12 @@ class Objective(WrittenProblem):
         return Certificate(**known)
 
 
-class BoundObjective(WrittenMap, Hidden):
-    """An objective with its input bound.
-
-    In the form of all hidden problems it is ``t (F + h)``, with penalty ``t h`` and smooth part ``t F - 1/2 |y|^2``;
-    :meth:`terms` and :meth:`objective` give F and h as they were written.
-
-    Attributes:
-        bound: the user's module with its input.
-        length: the step length t, ``(B,)``.
-    """
-
-    structure = Structure.POSITIVE  # so that conjugate gradients solve the backward system, and say where it is not
-
-    estimates_length = True
-
-    penalty: ScaledPenalty  # type: ignore[assignment]
-    penalised: bool
+class BoundObjective(WrittenMap, ProximalGradient):
+    """A user's objective with its input bound, and a step length per sample from its curvature."""
 
     def __init__(self, problem: Objective, x: Any) -> None:
         super().__init__(problem, x)
-        try_once(problem, self._smooth_parts, self._start, "terms(y, x)", differentiable=True)
+        try_once(problem, self.smooth_parts, self._start, "terms(y, x)", differentiable=True)
         declared = getattr(problem, "curvature", None)
         declared = declared(x) if callable(declared) else declared
         with torch.no_grad():
@@ -119,69 +102,9 @@ class BoundObjective(WrittenMap, Hidden):
         self.penalty = ScaledPenalty(written, self.length)
         self.has_merit = written.has_total
 
-    def value(self, y: State) -> Tensor:
-        """F(y), one number per sample."""
-        return torch.stack(list(self._smooth_parts(y).values())).sum(dim=0)
-
-    def gradient(self, y: State) -> State:
-        return gradient(lambda state: self.value(state).sum(), y)
-
-    def value_and_gradient(self, y: State) -> tuple[Tensor, State]:
-        """Both in one pass."""
-
-        def total(state: State) -> tuple[Tensor, Tensor]:
-            values = self.value(state)
-            return values.sum(), values
-
-        slope, values = gradient(total, y, has_aux=True)
-        return values, slope
-
-    def terms(self, y: State) -> dict[str, Tensor]:
-        """The user's terms, and the penalty where there is one; one value per sample each."""
-        terms = dict(self._smooth_parts(y))
-        if self.penalised:
-            name = "penalty" if "penalty" not in terms else "penalty (non-smooth)"
-            terms[name] = self._penalty_of(y)
-        return terms
-
-    def smooth(self, y: State) -> Tensor:
-        """``t F - 1/2 |y|^2``."""
-        values = self.value(y)
-        return self.length.to(values.dtype) * values - inner(y, y) / 2
-
-    def preactivation(self, y: State) -> State:
-        """``y - t grad F(y)``."""
-        return self._forward_step(y, self.gradient(y))
-
-    def negative_hessian_at(self, y: State) -> Callable[[State], State]:
-        """``v -> v - t H v`` with H the Hessian of F."""
-        hessian = self.hessian_at(y)
-        return lambda v: self._forward_step(v, hessian(v))
-
-    def hessian_at(self, y: State) -> Callable[[State], State]:
-        """``v -> H v`` with H the Hessian of F at y."""
-        return pullback(self.gradient, y)[1]  # H is symmetric, so its transpose will do
-
-    def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
-        """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""
-        if not self.penalised:
-            return SymmetricLinearisation(self.negative_hessian_at(y), lambda w: w, lambda v: v, lambda v: v)
-        return super().linearise(y, inside)
-
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
-        values, slope = self.value_and_gradient(y)
-        merit = values + self._penalty_of(y) if self.penalised else values
-        return self.activate(self._forward_step(y, slope)), merit
-
-    def _smooth_parts(self, y: State) -> dict[str, Tensor]:
+    def smooth_parts(self, y: State) -> dict[str, Tensor]:
         terms = self.bound.call("terms", y, self.bound.x)
         return check_terms(terms, blocks(y)[0].shape[0], f"{type(self.bound.module).__name__}.terms(y, x)")
-
-    def _forward_step(self, y: State, slope: State) -> State:
-        def one(part: Tensor, its_slope: Tensor) -> Tensor:
-            return part - per_row(self.length, part) * its_slope
-
-        return map_state(one, y, slope)
 
     def _measured_curvature(self) -> Tensor:
         start = map_state(Tensor.detach, self._start)

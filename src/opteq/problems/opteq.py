@@ -247,7 +247,7 @@ class BoundOptEq(Hidden):
         start = self.block.back(self.penalty.prox(self.block.c))
         return self._form_from(start) if start.numel() <= self.block.c.numel() else None
 
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step, and the merit ``1/2 |z|^2 - psi(z)`` that plain steps decrease, from the same pre-activation."""
         z = self.features(y)
         inside = self.block.preactivation(z)

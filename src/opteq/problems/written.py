@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opteq.common.returns import advice_on_batch_norms, check_features, check_start, check_terms, try_once
+from opteq.common.returns import advice_on_batch_norms, check_layer_features, check_start, check_terms, try_once
 from opteq.operators import LinearMap, Operator, use_prepared
 from opteq.penalties import Penalty
 from opteq.problems.hidden import BoundMap, Hidden, Structure
@@ -53,11 +53,10 @@ class WrittenMap(BoundMap):
 
     def features(self, y: State) -> State:
         features: State = self.bound.call("features", y)
-        return check_features(features, y, type(self.bound.module).__name__)
+        return check_layer_features(features, y, type(self.bound.module).__name__)
 
     def tensors_read(self) -> tuple[Tensor, ...]:
-        bound: BoundModule | None = getattr(self, "bound", None)  # objectives in closed form have none
-        return () if bound is None else (*bound.module.parameters(), *blocks(bound.x))
+        return (*self.bound.module.parameters(), *blocks(self.bound.x))
 
 
 class WrittenHidden(WrittenMap, Hidden):

@@ -97,14 +97,15 @@ class _AndersonMixing(MemoryMethod):
         shares = self.moves.products(rows).to(self.gram.dtype)
         return self.damping * rows - self.residuals.combine(self._solve(shares))
 
-    def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
-        length = row_norms(turn)
+    def _learn(self, move: Tensor, change: Tensor, active: Tensor) -> None:
+        """Keep how the last move changed the plain step, and the residual ``T(y) - y``."""
+        length = row_norms(change)
         scale = torch.where(length > 0, length, 1.0)
         # A difference of zero teaches nothing, and one that overflows would stay in the ring as infinity times zero.
         usable = torch.isfinite(length) & (length > 0) & torch.isfinite((row_norms(move) / scale).to(move.dtype))
         known = active & ~self.fresh & usable
-        column = scale.to(turn.dtype)[:, None]
-        self.residuals.push(turn, column, known)
+        column = scale.to(change.dtype)[:, None]
+        self.residuals.push(change, column, known)
         self.moves.push(move, column, known)
         slot = self.residuals.slot
         self.used = with_column(self.used, slot, torch.where(active, known, self.used[:, slot]))

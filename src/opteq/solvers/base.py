@@ -137,7 +137,7 @@ class FixedPointTask:
         start: a tensor or a tuple of tensors, batch first.
         step_and_merit: the same map together with a merit, one value per sample that plain steps decrease. It guards
             methods that extrapolate.
-        project: brings a state to where the problem makes sense, for methods that extrapolate.
+        project: the nearest state at which the objective is finite, for methods that extrapolate.
         damping: the damping that the problem recommends; a number, or one per sample ``(B,)``.
         coupled: whether samples depend on each other, so that the batch is solved as one.
     """
@@ -153,6 +153,10 @@ class FixedPointTask:
 @dataclass(frozen=True, kw_only=True)
 class Solver(metaclass=NamedOptions):
     """Finds ``y = T(y)`` for a batch at once, each sample by itself.
+
+    To write one, derive a frozen dataclass and define ``_method``, which returns a new
+    :class:`~opteq.solvers.loop.Method` for every solve. The loop does the rest: it evaluates T, refuses steps that make
+    things worse, stops each sample by itself and keeps its best point. ``docs/solvers.md`` has an example.
 
     Args:
         tol: relative residual ``|T(y) - y| / max(|T(y)|, floor)`` at which a sample is finished. 0 takes exactly

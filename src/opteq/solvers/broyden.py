@@ -72,19 +72,20 @@ class _BroydenUpdates(MemoryMethod):
     def _sum(self, ahead: History, behind: History, rows: Tensor) -> Tensor:
         return ahead.combine(torch.where(self.used, behind.products(rows), 0.0))
 
-    def _learn(self, move: Tensor, turn: Tensor, active: Tensor) -> None:
+    def _learn(self, move: Tensor, drop: Tensor, active: Tensor) -> None:
+        """Correct H so that it maps ``drop``, by which the residual fell, to the ``move`` of the point."""
         slot = self.left.following
         self.used = self.used & ~(active & self.used[:, slot])[:, None]  # the memory is full: begin anew
         length = row_norms(move)
         known = active & ~self.fresh & torch.isfinite(length) & (length > 0)
         scale = torch.where(known, length, 1.0).to(move.dtype)[:, None]
-        move, turn = move / scale, turn / scale  # of length one, so that products neither overflow nor vanish
+        move, drop = move / scale, drop / scale  # of length one, so that products neither overflow nor vanish
         back = self.inverse_adjoint(move)
-        slope = (back * turn).sum(dim=1)
+        slope = (back * drop).sum(dim=1)
         # A slope lost in rounding would make the update arbitrarily large: such a step teaches nothing.
-        least = 1e3 * torch.finfo(move.dtype).eps * row_norms(back) * row_norms(turn)
+        least = 1e3 * torch.finfo(move.dtype).eps * row_norms(back) * row_norms(drop)
         sound = known & torch.isfinite(slope) & (slope.abs() > least)
-        left = move - self.apply(turn)
+        left = move - self.apply(drop)
         slope = torch.where(sound, slope, 1.0)
         sound = sound & torch.isfinite((row_norms(left) / slope).to(left.dtype))
         self.left.push(left, slope[:, None], sound)

@@ -158,31 +158,22 @@ def accept(
     change = image - proposal
     gap = row_norms(change)
     residual = relative(gap, row_norms(image), floor)
-
-    move, turn = proposal - at.point, at.change - change
-    far, turned = row_norms(move), row_norms(turn)
-    met = (move * turn).sum(dim=1).to(far.dtype) / far.square().clamp_min(torch.finfo(far.dtype).tiny)
     # Differences of nearby points are rounded: what is not much larger than that says nothing.
     rounding = eps * row_norms(proposal)
-    steep = (far > 300 * rounding) & (at.share * met > 1.01)
-
     finite = torch.isfinite(residual)
-    worse = gap > 1.01 * at.gap + 8 * rounding
-    if merit is not None and at.merit is not None:
-        outside = ~(merit < torch.inf) & torch.isfinite(at.merit)  # of the objective's domain: a log's, for instance
-        raised = outside | (worse & ~(merit <= at.merit + 64 * eps * at.merit.abs()))
-    else:
-        raised = ~plain & (gap > at.least + 8 * rounding)
+    raised = _is_raised(at, plain, gap, merit, rounding, eps)
     taken, bad = active & finite & ~raised, ~finite | raised
-    shorter = torch.where(steep & finite, at.share / (at.share * met).clamp(1.0, 4.0), longer)
+
+    move, drop = proposal - at.point, at.change - change
+    moved, dropped = row_norms(move), row_norms(drop)
+    curvature = (move * drop).sum(dim=1).to(moved.dtype) / moved.square().clamp_min(torch.finfo(moved.dtype).tiny)
+    steep = (moved > 300 * rounding) & (at.share * curvature > 1.01)
+    shorter = torch.where(steep & finite, at.share / (at.share * curvature).clamp(1.0, 4.0), longer)
     shorter = torch.where(plain & bad, at.share / 2, shorter)
     share = torch.where(active, shorter, at.share)
-    noise = (8 * rounding).clamp_min(torch.finfo(turned.dtype).tiny)
-    # A change that stays the same but for rounding may be that of a slope without an end in sight.
-    ratio = (far / torch.maximum(turned, noise)).clamp(1.0, 1e12)
-    ratio = torch.where((turned <= noise) & (far > noise), ratio.clamp_min(_ASSUMED), ratio)
-    # A move along a stiff direction says little about the distance along others: memory fades slowly.
-    ratio = torch.maximum(ratio, 0.9 * at.amplified)
+
+    noise = (8 * rounding).clamp_min(torch.finfo(dropped.dtype).tiny)
+    amplified = _amplification(at, moved, dropped, noise)
     lost = ~finite & plain & (share < 1e-12)
     if merit is not None:  # an objective without a lower bound overflows, before the state does
         lost = lost | (merit == -torch.inf)
@@ -197,8 +188,26 @@ def accept(
         residual=torch.where(taken, residual, at.residual),
         share=share,
         age=torch.where(active, torch.where(taken & ~steep, age + 1, 0.0), at.age),
-        amplified=torch.where(taken & (torch.maximum(far, turned) > noise), ratio, at.amplified),
+        amplified=torch.where(taken & (torch.maximum(moved, dropped) > noise), amplified, at.amplified),
         merit=at.merit if merit is None or at.merit is None else torch.where(taken, merit, at.merit),
         least=torch.where(active, torch.fmin(gap, at.least), at.least),
     )
     return accepted, codes
+
+
+def _is_raised(at: Point, plain: Tensor, gap: Tensor, merit: Tensor | None, rounding: Tensor, eps: float) -> Tensor:
+    """Rows where merit and gap have risen by more than rounding; without a merit, where momentum raised the gap."""
+    if merit is None or at.merit is None:
+        return ~plain & (gap > at.least + 8 * rounding)
+    outside = ~(merit < torch.inf) & torch.isfinite(at.merit)  # of the objective's domain: a log's, for instance
+    worse = gap > 1.01 * at.gap + 8 * rounding
+    return outside | (worse & ~(merit <= at.merit + 64 * eps * at.merit.abs()))
+
+
+def _amplification(at: Point, moved: Tensor, dropped: Tensor, noise: Tensor) -> Tensor:
+    """``|dy| / |d(T(y) - y)|`` along the last moves, from both lengths and the rounding of the second."""
+    # A change that stays the same but for rounding may be that of a slope without an end in sight.
+    ratio = (moved / torch.maximum(dropped, noise)).clamp(1.0, 1e12)
+    ratio = torch.where((dropped <= noise) & (moved > noise), ratio.clamp_min(_ASSUMED), ratio)
+    # A move along a stiff direction says little about the distance along others: memory fades slowly.
+    return torch.maximum(ratio, 0.9 * at.amplified)

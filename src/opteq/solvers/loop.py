@@ -27,7 +27,7 @@ class Task:
 
     Attributes:
         evaluate: the map.
-        admissible: brings proposals to where the problem makes sense.
+        admissible: the nearest point at which the objective is finite.
         start: the first point.
         known: the map at ``start``, which had to be evaluated to learn its dtype.
         layout: how rows are states.

@@ -55,9 +55,10 @@ _MESSAGES = {
     ),
     Status.FIXED_STEPS: "tol=0 asked for exactly max_steps steps; they were taken, and the residual is what they left",
     Status.NOT_A_MINIMUM: (
-        "the objective has a direction of negative curvature here, or falls on, so this is a maximum, a saddle, or a "
-        "point on the way along a flat direction, to a minimum or without end. Use opteq.FISTA(measure='error') or a "
-        "smaller tol, begin elsewhere (start=), make the objective convex, or bound the weight of its concave terms"
+        "the objective has a direction of negative curvature here, or keeps falling along one: this is a maximum, a "
+        "saddle, or a point on the way along a flat direction, to a minimum or without end. Use "
+        "opteq.FISTA(measure='error') or a smaller tol, begin elsewhere (start=), make the objective convex, or bound "
+        "the weight of its concave terms"
     ),
     Status.APPROXIMATE: "no linear system was solved: this gradient is approximate by construction",
 }

@@ -10,7 +10,9 @@ import torch
 from opteq.engine.triton.launch import may_launch
 from opteq.gradients.base import Formulation
 from opteq.penalties import ElementwisePenalty
+from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden
+from opteq.problems.proximal import ProximalGradient
 from opteq.solvers import Anderson, Solver
 from opteq.solvers.anderson import ridge
 from opteq.solvers.base import Evaluation, Solve
@@ -27,7 +29,7 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
     """A solve of a bound problem that has evaluated the map at its start and not begun."""
     task = formulation.task(start)
     own = type(solver)._method is Anderson._method  # a subclass may change when it stops, not what it does
-    if hidden.estimates_length and task.step_and_merit is not None:
+    if _estimates_length(hidden) and task.step_and_merit is not None:
         own = False  # a step that increases the merit is undone and shortened, which kernels do not do
     if not (isinstance(solver, Anderson) and own and solver.memory <= _MOST_COLUMNS and solver.tol != 0):
         return solver.open(task)
@@ -69,6 +71,12 @@ def open_linear(
     lengths = _lengths(rhs, layout.coupled) if torch.float64 in layout.dtypes else None
     rule = linear.rule(layout.dtype, layout.device, eps)
     return LinearSolve(FusedConjugateGradients(product, rhs, lengths, memory, rule, layout.dtype), None)
+
+
+def _estimates_length(hidden: BoundMap) -> bool:
+    """Whether a step has a length from a curvature that was measured or declared, and may be too small."""
+    parts = hidden.parts if isinstance(hidden, BoundParallel) else ()
+    return isinstance(hidden, ProximalGradient) or any(map(_estimates_length, parts))
 
 
 def _interval(hidden: BoundMap, state: State) -> tuple[float, float] | None:

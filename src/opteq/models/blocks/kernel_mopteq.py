@@ -125,7 +125,7 @@ class BoundKernelMOptEq(BoundMOptEq):
         damping: Tensor = 2 / (2 / given + slope * sizes)
         return damping
 
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step and the objective, which damped steps decrease."""
         return self.step(y), self.objective(y)
 

@@ -20,8 +20,8 @@ from opteq.penalties.scaled import ScaledPenalty
 from opteq.potentials import Curve, Potential
 from opteq.potentials.base import scaled_derivative, scaled_second
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import Structure
-from opteq.problems.objective import BoundObjective, Objective
+from opteq.problems.objective import Objective
+from opteq.problems.proximal import ProximalGradient
 from opteq.solvers.fista import FISTA
 from opteq.states import State, single, sum_over_sample, working_dtype
 
@@ -244,11 +244,9 @@ class Restoration(Objective):
         return x, x.new_full(x.shape[:1], self.sigma)
 
 
-class BoundRestoration(BoundObjective):
+class BoundRestoration(ProximalGradient):
     """The energy with measurements and noise levels bound, and closed forms of its derivatives."""
 
-    structure = Structure.POSITIVE
-    x: Tensor
     penalised = False
 
     def __init__(
@@ -263,11 +261,8 @@ class BoundRestoration(BoundObjective):
         self.has_merit = not convex
         self._start = x if measurement is None else measurement.adjoint(x)
 
-    def features(self, y: State) -> State:
-        return y
-
-    def value(self, y: State) -> Tensor:
-        return torch.stack(list(self._smooth_parts(y).values())).sum(dim=0)
+    def start(self) -> State:
+        return self._start
 
     def gradient(self, y: State) -> State:
         image = single(y)
@@ -289,7 +284,7 @@ class BoundRestoration(BoundObjective):
 
         return product
 
-    def _smooth_parts(self, y: State) -> dict[str, Tensor]:
+    def smooth_parts(self, y: State) -> dict[str, Tensor]:
         image = single(y)
         return {
             "data": sum_over_sample(self._residual(image).square()) / 2,

@@ -78,14 +78,15 @@ def scale_for(bound: float, weight: Tensor, *before: Tensor) -> Tensor:
     """The factor of :func:`bounded`: ``min(1, bound / s)``, exactly 1 where the norm is within the bound."""
     kernel, magnitude = normalise(weight, *before)
     norm, allowed = unit_norm(kernel), bound / magnitude
-    if growth := rounding(weight.dtype):  # of every entry: what is added has a norm of at most growth |abs K|
+    # Of every entry: what is added has a norm of at most growth |abs K|.
+    if growth := low_precision_rounding(weight.dtype):
         norm = norm + growth * unit_norm(kernel.abs().reshape(*kernel.shape[:2], -1).sum(dim=2))
     limits = torch.finfo(allowed.dtype)
     allowed = allowed.clamp_max(limits.max / 2)
     return allowed / torch.maximum(norm, allowed).clamp_min(limits.tiny)
 
 
-def rounding(dtype: torch.dtype) -> float:
+def low_precision_rounding(dtype: torch.dtype) -> float:
     """The largest relative change of an entry when the bounded weight is rounded to a 16-bit format."""
     return torch.finfo(dtype).eps / 2 if torch.finfo(dtype).bits < 32 else 0.0
 

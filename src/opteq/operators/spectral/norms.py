@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.operators.base import Operator, is_observer_hook
-from opteq.operators.spectral.bound import normalise, rounding, squared_supremum, unit_norm
+from opteq.operators.spectral.bound import low_precision_rounding, normalise, squared_supremum, unit_norm
 from opteq.operators.spectral.branch_and_bound import close_supremum
 
 
@@ -64,7 +64,7 @@ def certified_norm(weight: Tensor, bound: float | None, *before: Tensor) -> Tens
     kernel, scale = normalise(weight, *before)
     norm = unit_norm(kernel, supremum=_fine_supremum) * scale
     # Both numbers are certified; but rounding to 16 bits after the bound was applied takes its certificate away.
-    return norm if bound is None or rounding(weight.dtype) else norm.clamp_max(bound)
+    return norm if bound is None or low_precision_rounding(weight.dtype) else norm.clamp_max(bound)
 
 
 def _fine_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:

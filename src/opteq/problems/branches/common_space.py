@@ -17,7 +17,7 @@ Sizes = tuple[tuple[int, int], ...]
 
 _MARGIN = 1.1
 """By how much ``|A|^2`` in a step length exceeds what Lanczos steps find."""
-MOST = 1.12
+OVERESTIMATE = 1.12
 """A measured ``|A|^2`` is at most that times the true one: Lanczos steps find at most 1 % too much."""
 
 

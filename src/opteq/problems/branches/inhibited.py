@@ -12,7 +12,7 @@ from opteq.common.validate import check_share
 from opteq.operators import Operator
 from opteq.problems.base import Problem, check_operator, check_unhooked
 from opteq.problems.branches.branch import injection_norm
-from opteq.problems.branches.common_space import MOST, measured_square, prepare_common, squared_norm
+from opteq.problems.branches.common_space import OVERESTIMATE, measured_square, prepare_common, squared_norm
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden
@@ -22,8 +22,8 @@ from opteq.problems.inhibition import (
     in_working_precision,
     strong_convexity,
 )
-from opteq.problems.objective import BoundObjective
 from opteq.problems.opteq import BoundOptEq, OptEq
+from opteq.problems.proximal import ProximalGradient
 from opteq.solvers.linear.lanczos import largest_curvature
 from opteq.states import State, blocks, map_state
 
@@ -73,7 +73,7 @@ class Inhibited(AcceleratedProblem):
     def bind(self, x: State) -> BoundInhibition:
         """The problem with its input bound, the weights of A and the step length, computed once."""
         rest = self.problem.bind(x)
-        if not isinstance(rest, Hidden) or isinstance(rest, BoundObjective) or rest.coupled:
+        if not isinstance(rest, Hidden) or isinstance(rest, ProximalGradient) or rest.coupled:
             raise TypeError(
                 f"Inhibited wraps problems of the form sum f + 1/2 |y|^2 + g with independent samples; "
                 f"{type(self.problem).__name__} is none"
@@ -128,8 +128,8 @@ class Inhibited(AcceleratedProblem):
         reasons = {"exists": why, "unique": why}
         contraction = None
         if self.m > pull and steepest < float("inf"):
-            contraction = 1 - (self.m - pull) / (self.m + MOST * squared + steepest)
-            step = f"1 / (m + {MOST:g} |A|^2 + {steepest:.4g})"
+            contraction = 1 - (self.m - pull) / (self.m + OVERESTIMATE * squared + steepest)
+            step = f"1 / (m + {OVERESTIMATE:g} |A|^2 + {steepest:.4g})"
             reasons["contraction"] = f"a proximal gradient step of length at least {step}"
         else:
             reasons["contraction"] = "the curvature of the smooth part is not known to lie between positive numbers"

@@ -282,7 +282,7 @@ class BoundMOptEq(Hidden):
         slope = self.penalty.lipschitz * self.coupling.diversity / self.coupling.smoothing * reach
         return 2 / (2 + slope)
 
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step and the objective, which damped steps decrease, from the same channel products."""
         h, energy = self.coupling.negative_gradient_and_energy(self.features(y))
         image = self._activate(h)

@@ -33,6 +33,29 @@ from opteq.states import State, blocks, like
 _WEAKEST_FIRST = (Structure.GENERAL, Structure.SYMMETRIC, Structure.POSITIVE)
 
 
+class _Tuple:
+    """States of several parts as one tuple with all their tensors, in order."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self.states = list(states)
+        ends = [0, *accumulate(len(blocks(state)) for state in states)]
+        self._slices = [slice(first, last) for first, last in pairwise(ends)]
+
+    def split(self, y: State) -> list[State]:
+        """The state of each part, in the form that the part has it in."""
+        tensors = blocks(y)
+        return [like(state, tensors[cut]) for state, cut in zip(self.states, self._slices, strict=True)]
+
+    def each(self, functions: Iterable[Product]) -> Product:
+        """The function that applies to every part its own one of ``functions``."""
+        kept = list(functions)
+        return lambda y: _join(function(piece) for function, piece in zip(kept, self.split(y), strict=True))
+
+
+def _join(pieces: Iterable[State]) -> tuple[Tensor, ...]:
+    return tuple(tensor for piece in pieces for tensor in blocks(piece))
+
+
 class BoundParallel(BoundMap):
     """Bound problems side by side. The state is a tuple with all tensors of all parts, in order."""
 
@@ -44,15 +67,12 @@ class BoundParallel(BoundMap):
 
     def __init__(self, parts: Sequence[BoundMap]) -> None:
         self.parts = list(parts)
-        self._starts = [part.start() for part in parts]
-        ends = [0, *accumulate(len(blocks(start)) for start in self._starts)]
-        self._slices = [slice(first, last) for first, last in pairwise(ends)]
+        self._tuple = _Tuple([part.start() for part in parts])
         self.structure = min((part.structure for part in parts), key=_WEAKEST_FIRST.index)
         self.coupled = any(part.coupled for part in parts)
         self.contracts = all(part.contracts for part in parts)
         self.jumps = any(part.jumps for part in parts)
-        self.estimates_length = any(part.estimates_length for part in parts)
-        self.has_merit = all(part.step_and_merit is not None for part in parts)
+        self.has_merit = all(part.has_merit for part in parts)
 
     @cached_property
     def damping(self) -> float | Tensor:  # type: ignore[override]
@@ -63,18 +83,18 @@ class BoundParallel(BoundMap):
         return torch.stack(tensors).amin(dim=0).clamp(max=least) if tensors else least
 
     def start(self) -> State:
-        return self._join(self._starts)
+        return _join(self._tuple.states)
 
     def step(self, y: State) -> State:
-        return self._join(part.step(piece) for part, piece in self.pairs(y))
+        return _join(part.step(piece) for part, piece in self.pairs(y))
 
     def features(self, y: State) -> State:
         """The features of all parts in order, or what the fusion makes of them."""
-        features = self._join(part.features(piece) for part, piece in self.pairs(y))
+        features = _join(part.features(piece) for part, piece in self.pairs(y))
         return features if self.fusion is None else self.fusion(blocks(features))
 
     def project(self, y: State) -> State:
-        return self._join(part.project(piece) for part, piece in self.pairs(y))
+        return _join(part.project(piece) for part, piece in self.pairs(y))
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The terms of all parts, with the part's number before the name."""
@@ -88,20 +108,21 @@ class BoundParallel(BoundMap):
 
     def linearise(self, y: State, inside: State | None = None) -> Linearisation | SymmetricLinearisation:
         """Block by block, symmetric if every block is."""
-        known = [None] * len(self.parts) if inside is None else self._pieces(inside)
+        known = [None] * len(self.parts) if inside is None else self._tuple.split(inside)
         pairs = zip(self.pairs(y), known, strict=True)
         local = [part.linearise(piece, within) for (part, piece), within in pairs]
         symmetric = [one for one in local if isinstance(one, SymmetricLinearisation)]
-        if len(symmetric) == len(local):
-            reduced = [one.reduction for one in symmetric if one.reduction is not None]
-            return SymmetricLinearisation(
-                self._each(one.negative_hessian for one in symmetric),
-                self._each(one.factor for one in symmetric),
-                self._each(one.factor_adjoint for one in symmetric),
-                self._each(one.derivative for one in symmetric),
-                self._reduction(reduced) if len(reduced) == len(local) else None,
-            )
-        return Linearisation(self._each(one.product for one in local), self._each(one.adjoint for one in local))
+        each = self._tuple.each
+        if len(symmetric) < len(local):
+            return Linearisation(each(one.product for one in local), each(one.adjoint for one in local))
+        reduced = [one.reduction for one in symmetric if one.reduction is not None]
+        return SymmetricLinearisation(
+            each(one.negative_hessian for one in symmetric),
+            each(one.factor for one in symmetric),
+            each(one.factor_adjoint for one in symmetric),
+            each(one.derivative for one in symmetric),
+            self._reduction(reduced) if len(reduced) == len(local) else None,
+        )
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """The diagnoses of the parts, combined."""
@@ -126,22 +147,24 @@ class BoundParallel(BoundMap):
         return self._joint_form(forms) if len(forms) == len(self.parts) else None
 
     def _joint_form(self, forms: Sequence[FeatureForm]) -> FeatureForm:
-        joint, to = BoundParallel([_Form(form) for form in forms]), self._each(form.of_state for form in forms)
-        return FeatureForm(joint.step, joint.start(), joint.features, to)
+        variables = _Tuple([form.start for form in forms])
+        return FeatureForm(
+            variables.each(form.step for form in forms),
+            _join(variables.states),
+            variables.each(form.state for form in forms),
+            self._tuple.each(form.of_state for form in forms),
+        )
 
     def _reduction(self, parts: Sequence[Reduction]) -> Reduction:
         known = self.fusion is None and all(one.of_features for one in parts)
-        return Reduction(self._each(one.restrict for one in parts), self._each(one.expand for one in parts), known)
+        return Reduction(
+            self._tuple.each(one.restrict for one in parts), self._tuple.each(one.expand for one in parts), known
+        )
 
-    def _step_and_merit(self, y: State) -> tuple[State, Tensor]:
-        pairs = [part._step_and_merit(piece) for part, piece in self.pairs(y)]
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
+        pairs = [part.step_and_merit(piece) for part, piece in self.pairs(y)]
         merits = torch.stack([merit for _, merit in pairs]).sum(dim=0)
-        return self._join(image for image, _ in pairs), merits
-
-    def _pieces(self, y: State) -> list[State]:
-        """The state of each part, in the form that the part has it in."""
-        tensors = blocks(y)
-        return [like(start, tensors[cut]) for start, cut in zip(self._starts, self._slices, strict=True)]
+        return _join(image for image, _ in pairs), merits
 
     @property
     def seeks_minimum(self) -> bool:
@@ -149,14 +172,7 @@ class BoundParallel(BoundMap):
 
     def pairs(self, y: State) -> list[tuple[Any, State]]:
         """Every part with its own tensors of a state."""
-        return list(zip(self.parts, self._pieces(y), strict=True))
-
-    def _join(self, pieces: Iterable[State]) -> tuple[Tensor, ...]:
-        return tuple(tensor for piece in pieces for tensor in blocks(piece))
-
-    def _each(self, products: Iterable[Product]) -> Product:
-        kept = list(products)
-        return lambda v: self._join(one(piece) for one, piece in zip(kept, self._pieces(v), strict=True))
+        return list(zip(self.parts, self._tuple.split(y), strict=True))
 
 
 class HiddenParallel(BoundParallel, Hidden):  # type: ignore[misc]
@@ -178,26 +194,10 @@ class HiddenParallel(BoundParallel, Hidden):  # type: ignore[misc]
         }
 
     def preactivation(self, y: State) -> State:
-        return self._join(part.preactivation(piece) for part, piece in self.pairs(y))
+        return _join(part.preactivation(piece) for part, piece in self.pairs(y))
 
     def negative_hessian_at(self, y: State) -> Callable[[State], State]:
-        return self._each(part.negative_hessian_at(piece) for part, piece in self.pairs(y))
-
-
-class _Form(BoundMap):
-    """A feature form seen as a bound map, whose features are the states that belong to its points."""
-
-    def __init__(self, form: FeatureForm) -> None:
-        self.form = form
-
-    def start(self) -> State:
-        return self.form.start
-
-    def step(self, y: State) -> State:
-        return self.form.step(y)
-
-    def features(self, y: State) -> State:
-        return self.form.state(y)
+        return self._tuple.each(part.negative_hessian_at(piece) for part, piece in self.pairs(y))
 
 
 class SeparableProblem(Problem):
@@ -212,8 +212,11 @@ class SeparableProblem(Problem):
     def default_solver(self) -> Solver | None:
         """That of the part that may need most steps; Anderson's method with as many where a part has none."""
         given = [part.default_solver() for part, _ in self.parts()]
-        known = sorted((solver for solver in given if solver is not None), key=lambda solver: solver.max_steps)
-        return known[-1] if known and None not in given else Anderson(max_steps=known[-1].max_steps) if known else None
+        known = [solver for solver in given if solver is not None]
+        if not known:
+            return None
+        longest = max(known, key=lambda solver: solver.max_steps)
+        return longest if len(known) == len(given) else Anderson(max_steps=longest.max_steps)
 
     def default_gradient_steps(self) -> int | None:
         return max((steps for part, _ in self.parts() if (steps := part.default_gradient_steps())), default=None)

@@ -14,7 +14,7 @@ from opteq.common.validate import positive, whole
 from opteq.solvers.loop import Finish, Iteration, Loop, Process, Rule, iterate
 from opteq.states import Layout, State, row_norms, widest_dtype
 
-Product = Callable[[Tensor], Tensor]
+RowProduct = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class LinearSolver(metaclass=NamedOptions):
         if self.check_every is not None:
             whole(self, "check_every")
 
-    def solve(self, product: Product, rhs: Tensor, eps: float = 0.0) -> Finish:
+    def solve(self, product: RowProduct, rhs: Tensor, eps: float = 0.0) -> Finish:
         """Solve from zero for right sides ``(R, N)``; ``product`` applies A to every row, with rounding ``eps``."""
         return self.open(product, rhs, eps).run()
 
-    def open(self, product: Product, rhs: Tensor, eps: float = 0.0) -> LinearSolve:
+    def open(self, product: RowProduct, rhs: Tensor, eps: float = 0.0) -> LinearSolve:
         """A solve that has not begun; arguments as for :meth:`solve`."""
         unit, scale = unit_rows(rhs)
         return LinearSolve(Loop(self._process(product, unit), self.rule(rhs.dtype, rhs.device, eps)), scale)
@@ -56,7 +56,7 @@ class LinearSolver(metaclass=NamedOptions):
         return Rule(max(self.tol, eps, torch.finfo(dtype).eps), self.max_steps, every)
 
     @abstractmethod
-    def _process(self, product: Product, rhs: Tensor) -> Process:
+    def _process(self, product: RowProduct, rhs: Tensor) -> Process:
         """The iteration for right sides of length one or zero."""
 
 
@@ -85,7 +85,7 @@ def unit_rows(rhs: Tensor) -> tuple[Tensor, Tensor]:
     """Right sides of length one or zero, and their lengths ``(R, 1)``: NaN for rows that are not finite.
 
     By way of their largest entry: then neither norms nor recurrences overflow or vanish. A row that is not finite ends
-    at its first point, zero; its length makes NaN of that, which is the only honest answer.
+    at its first point, zero; multiplied by its length that is NaN.
     """
     peak = rhs.abs().amax(dim=1, keepdim=True) if rhs.shape[1] else rhs.new_ones(rhs.shape[0], 1)
     largest = usable_scale(peak)
@@ -111,7 +111,7 @@ def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0.0, numerator / safe)
 
 
-def lost(point: Tensor, size: Tensor) -> Tensor:
+def is_noise(point: Tensor, size: Tensor) -> Tensor:
     """Rows whose answer is so long that rounding hides what A, of norm ``size``, makes of it.
 
     Right sides have length one, so the rounding of ``A x`` beside them is ``eps size |x|``. Where A is singular, a

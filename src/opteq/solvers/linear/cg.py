@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.solvers.linear.base import LinearSolver, Product, dots, lost, ratio
+from opteq.solvers.linear.base import LinearSolver, RowProduct, dots, is_noise, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
 from opteq.states import per_row, row_norms
@@ -21,12 +21,12 @@ class CG(LinearSolver):
     definite, and with :attr:`Status.SINGULAR` when its solution grows without bound.
     """
 
-    def _process(self, product: Product, rhs: Tensor) -> Process:
+    def _process(self, product: RowProduct, rhs: Tensor) -> Process:
         return _ConjugateGradients(product, rhs)
 
 
 class _ConjugateGradients:
-    def __init__(self, product: Product, rhs: Tensor) -> None:
+    def __init__(self, product: RowProduct, rhs: Tensor) -> None:
         self.product = product
         self.point = torch.zeros_like(rhs)
         self.residual = rhs
@@ -43,12 +43,12 @@ class _ConjugateGradients:
         length = torch.where(curvature > 0, ratio(self.square, curvature), 0.0)
         self.size = torch.maximum(self.size, ratio(curvature, self.square))
         self.point = torch.addcmul(self.point, per_row(length, image), self.direction)
-        hidden = lost(self.point, self.size)
-        self.codes = torch.where(hidden, int(Status.SINGULAR), 0)
+        noise = is_noise(self.point, self.size)
+        self.codes = torch.where(noise, int(Status.SINGULAR), 0)
         self.codes = torch.where(active & (curvature <= 0), int(Status.INDEFINITE), self.codes)
         self.codes = torch.where(torch.isfinite(curvature), self.codes, int(Status.NON_FINITE))
         self.residual = torch.addcmul(self.residual, per_row(length, image), image, value=-1)
         square = row_norms(self.residual).square()
         self.direction = torch.addcmul(self.residual, per_row(ratio(square, self.square), image), self.direction)
         self.square = square
-        return self.point, torch.where(hidden, torch.inf, square.sqrt())
+        return self.point, torch.where(noise, torch.inf, square.sqrt())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.common.validate import whole
-from opteq.solvers.linear.base import LinearSolver, Product, lost, ratio
+from opteq.solvers.linear.base import LinearSolver, RowProduct, is_noise, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
 from opteq.states import per_row, row_norms, widest_dtype, zeros_per_row
@@ -31,7 +31,7 @@ class GMRES(LinearSolver):
         super().__post_init__()
         whole(self, "restart")
 
-    def _process(self, product: Product, rhs: Tensor) -> Process:
+    def _process(self, product: RowProduct, rhs: Tensor) -> Process:
         return _ArnoldiCycle(product, rhs, self.restart)
 
 
@@ -43,7 +43,7 @@ class _ArnoldiCycle:
     Givens rotation a step keeps ``turn @ H`` triangular.
     """
 
-    def __init__(self, product: Product, rhs: Tensor, restart: int) -> None:
+    def __init__(self, product: RowProduct, rhs: Tensor, restart: int) -> None:
         self.product, self.rhs, self.restart = product, rhs, restart
         self.point = torch.zeros_like(rhs)
         self.norm = row_norms(self.point)  # of A, from below
@@ -68,10 +68,10 @@ class _ArnoldiCycle:
         weights, residual = self._least_squares()
         self.point = self.base + (self.basis[:, : self.size].mT @ weights.to(image.dtype))[:, :, 0]
         self.norm = torch.maximum(self.norm, torch.hypot(row_norms(shares), length))
-        hidden = lost(self.point, self.norm)
-        self.codes = torch.where(hidden | (length == 0), int(Status.SINGULAR), 0)
+        noise = is_noise(self.point, self.norm)
+        self.codes = torch.where(noise | (length == 0), int(Status.SINGULAR), 0)
         self.codes = torch.where(torch.isfinite(residual), self.codes, int(Status.NON_FINITE))
-        return self.point, torch.where(hidden, torch.inf, residual)
+        return self.point, torch.where(noise, torch.inf, residual)
 
     def _begin(self, residual: Tensor) -> None:
         small = widest_dtype(residual)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opteq.solvers.linear.base import LinearSolver, Product, dots, lost, ratio
+from opteq.solvers.linear.base import LinearSolver, RowProduct, dots, is_noise, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
 from opteq.states import per_row, row_norms
@@ -22,14 +22,14 @@ class MINRES(LinearSolver):
     with :attr:`Status.SINGULAR`.
     """
 
-    def _process(self, product: Product, rhs: Tensor) -> Process:
+    def _process(self, product: RowProduct, rhs: Tensor) -> Process:
         return _MinimalResiduals(product, rhs)
 
 
 class _MinimalResiduals:
     """Lanczos vectors, their tridiagonal matrix reduced by one plane rotation a step, and the short update of x."""
 
-    def __init__(self, product: Product, rhs: Tensor) -> None:
+    def __init__(self, product: RowProduct, rhs: Tensor) -> None:
         self.product = product
         nothing = torch.zeros_like(rhs)
         self.point = nothing
@@ -70,10 +70,10 @@ class _MinimalResiduals:
         self.link = link
         self.cos_older, self.cos_newer = self.cos_newer, cos
         self.sin_older, self.sin_newer = self.sin_newer, sin
-        hidden = stuck | lost(self.point, self.size)
-        self.codes = torch.where(hidden, int(Status.SINGULAR), 0)
+        noise = stuck | is_noise(self.point, self.size)
+        self.codes = torch.where(noise, int(Status.SINGULAR), 0)
         self.codes = torch.where(torch.isfinite(self.rest), self.codes, int(Status.NON_FINITE))
-        return self.point, torch.where(hidden, torch.inf, self.rest.abs())
+        return self.point, torch.where(noise, torch.inf, self.rest.abs())
 
 
 def _minus(a: Tensor, numbers: Tensor, b: Tensor) -> Tensor:
