@@ -193,6 +193,16 @@ def test_a_start_of_unknown_shape_says_nothing_of_the_input() -> None:
     assert certificate.lipschitz is None
 
 
+def test_functions_of_one_object_count_as_those_of_a_class() -> None:
+    problem: Any = Written(lambda p, y, x: {"data": data(y, x)})
+    problem.features = lambda y: 5 * y
+    assert problem.certificate().exists
+    assert problem.certificate().lipschitz is None
+    wide: Any = Written(lambda p, y, x: {"data": data(y, x)})
+    wide.start, wide.curvature = lambda x: x[:, :1] * 0, 1.0  # the Hessian is N
+    assert (wide.certificate().contraction, wide.certificate().lipschitz) == (None, None)
+
+
 def test_bounds_are_attained() -> None:
     problem = Written(lambda p, y, x: {"data": data(y, x), "prior": 0.5 * p.W(y).square().sum(1)}).double()
     problem.W = op.Dense(N, N, bound=0.7).double()
