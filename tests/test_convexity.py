@@ -150,6 +150,17 @@ def test_hessians_lie_in_the_interval(name: str) -> None:
         assert torch.linalg.matrix_norm(jacobian, 2) <= mixed + 1e-9
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01])
+def test_a_root_of_several_squares_ties_them_together(share: float) -> None:
+    """Each square alone has a mixed derivative of 0, or little."""
+
+    def terms(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+        one, other = (part.square().flatten(1).sum(1) for part in (y, share * y - x))
+        return {"ridge": y.square().sum(1), "joint": (one + other + 0.1).sqrt()}
+
+    assert Written(terms).certificate().lipschitz is None
+
+
 class Measured(Written):
     """An inverse problem: fewer measurements than unknowns, or more."""
 
@@ -180,6 +191,16 @@ def test_a_start_of_unknown_shape_says_nothing_of_the_input() -> None:
     certificate = Measured(4, "other").certificate()
     assert certificate.exists
     assert certificate.lipschitz is None
+
+
+def test_functions_of_one_object_count_as_those_of_a_class() -> None:
+    problem: Any = Written(lambda p, y, x: {"data": data(y, x)})
+    problem.features = lambda y: 5 * y
+    assert problem.certificate().exists
+    assert problem.certificate().lipschitz is None
+    wide: Any = Written(lambda p, y, x: {"data": data(y, x)})
+    wide.start, wide.curvature = lambda x: x[:, :1] * 0, 1.0  # the Hessian is N
+    assert (wide.certificate().contraction, wide.certificate().lipschitz) == (None, None)
 
 
 def test_bounds_are_attained() -> None:
@@ -333,6 +354,39 @@ def caught(problem: Any, y: Any, x: Any) -> dict[str, Any]:
     return {"data": data(y, x), "concave": -0.1 * count * y.square().sum(1)}
 
 
+def renamed(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+    total = first = data(y, x)
+    total -= 0.9 * y.square().sum(1)
+    return {"both": first}
+
+
+def unseen_by_autograd(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+    with torch.no_grad():
+        held = y + 1
+    return {"data": data(y - 2 * held, x)}  # y moves downhill along minus its gradient
+
+
+def written(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+    problem.weight.data.copy_(-x.square().mean())
+    return {"data": data(y, x), "concave": problem.weight * y.square().sum(1)}
+
+
+def written_entries(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+    weights = torch.zeros(N)
+    weights[:] = -x[0].square()
+    return {"data": data(y, x), "concave": (weights * y.square()).sum(1)}
+
+
+def written_by_a_name(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+    torch.mean(-x.square(), dim=(0, 1), out=problem.weight.data)
+    return {"data": data(y, x), "concave": problem.weight * y.square().sum(1)}
+
+
+def longer(problem: Any, y: Any, x: Any) -> dict[str, Any]:
+    x.mul_(9)
+    return {"data": data(y, x)}
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -342,8 +396,16 @@ def caught(problem: Any, y: Any, x: Any) -> dict[str, Any]:
         lambda p, y, x: {"data": (0.01 if isinstance(x, Tensor) else 1) * data(y, x), "p": 0.5 * p.student(y).sum(1)},
         lambda p, y, x: {"data": data(y, x[0] if isinstance(x, tuple) else x)},
         lambda p, y, x: {"a": 0.1 * y.square().sum(1) + 0.2 * y.square().sum(1), "b": -0.3 * y.square().sum(1)},
+        lambda p, y, x: {"nothing": (0.8 * y - (0.1 * y + 0.7 * y)).square().sum(1)},
+        lambda p, y, x: {"data": data(y, x) + F.mse_loss(y, x, size_average=True, reduction="none")},
         caught,
         remembered,
+        renamed,
+        unseen_by_autograd,
+        written,
+        written_entries,
+        written_by_a_name,
+        longer,
     ],
 )  # fmt: skip
 def test_nothing_false_is_certified(function: Any) -> None:

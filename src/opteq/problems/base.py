@@ -96,6 +96,10 @@ class WrittenProblem(Problem):
         state: State = y
         return state
 
+    def _returns_state(self) -> bool:
+        """Whether the layer returns y, neither its class nor the object itself having other features."""
+        return getattr(self.features, "__func__", None) is WrittenProblem.features
+
 
 class HiddenProblem(WrittenProblem):
     """A network defined by what it minimises: ``G(y; x) = sum f(y) + 1/2 |y|^2 + g(y; x)``.
@@ -136,7 +140,7 @@ class HiddenProblem(WrittenProblem):
 
         On the meta device, where weights have no values, it holds for all weights within the bounds of operators.
         """
-        plain, activation = type(self).features is WrittenProblem.features, self._activation()
+        plain, activation = self._returns_state(), self._activation()
         terms, slope = without_memory(self)._terms, activation.lipschitz
         strong, contraction, lipschitz, why = certify_smooth_part(
             terms, start_for(self, WrittenProblem.start), plain, slope

@@ -79,10 +79,8 @@ class Objective(WrittenProblem):
         chosen = getattr(self, "penalty", None)
         if chosen is not None and penalties.get(chosen).lipschitz > 1:
             return unknown("the penalty is not convex")
-        plain = type(self).features is WrittenProblem.features
-        known = certify_objective(
-            without_memory(self).terms, start_for(self, WrittenProblem.start), plain, getattr(self, "curvature", None)
-        )
+        start, curvature = start_for(self, WrittenProblem.start), getattr(self, "curvature", None)
+        known = certify_objective(without_memory(self).terms, start, self._returns_state(), curvature)
         return Certificate(**known)
 
 

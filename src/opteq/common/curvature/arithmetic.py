@@ -52,6 +52,11 @@ def is_kind(value: Any, *kinds: type) -> bool:
     return issubclass(type(value), kinds)
 
 
+def changes_in_place(name: str) -> bool:
+    """Whether a function of torch of that name, or an operator such as ``+=``, writes to its first argument."""
+    return name.startswith(("__set", "__i")) or (name.endswith("_") and not name.endswith("__"))
+
+
 def sum_below(parts: list[float]) -> float:
     """A lower bound of the sum; where parts cancel each other, rounding may be all that is left."""
     if -inf in parts:

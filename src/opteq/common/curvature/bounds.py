@@ -13,6 +13,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from opteq.common.curvature.arithmetic import (
@@ -24,6 +25,7 @@ from opteq.common.curvature.arithmetic import (
     SWAPPED,
     NotKnown,
     as_number,
+    changes_in_place,
     check_within_samples,
     is_kind,
     largest_norm,
@@ -41,6 +43,8 @@ class Bounds:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
+        if changes_in_place(name) or kwargs.get("out") is not None:
+            raise NotKnown(f"it changes a tensor in place by {name!r}")
         if not _depend_on_y(args, kwargs):
             return args[0].zeros() if name == "zeros_like" and is_kind(args[0], Given) else Given()
         name = name.strip("_") if name.startswith("__") else name
@@ -100,7 +104,8 @@ class Bounds:
 
     def _loss(self, name: str, target: Any, **options: Any) -> Any:
         """A loss of torch's own, entry by entry."""
-        if options.get("reduction") != "none" or options.get("weight") is not None:
+        others = {option for option, value in options.items() if value is not None} - {"reduction", "beta", "delta"}
+        if options.get("reduction") != "none" or others:
             raise NotKnown(f"it uses {name!r} otherwise than with reduction='none' and without weights")
         difference = self - target
         if not is_kind(difference, Affine):
@@ -119,8 +124,12 @@ class Bounds:
     def _compare(self, _: Any) -> Any:
         raise NotKnown("it compares values")
 
+    def _change(self, *_: Any) -> Any:  # another name for the same tensor would see it
+        raise NotKnown("it changes a tensor in place (write a = a + b instead of a += b)")
+
     __radd__, __rmul__, __hash__ = __add__, __mul__, object.__hash__
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = lambda self, other: self._compare(other)
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = __setitem__ = _change
 
 
 Known = TypeVar("Known", bound=Bounds)
@@ -140,6 +149,8 @@ class Given(Bounds):
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "ndim", "dtype", "device", "size", "dim"):
             raise NotKnown(f"it reads {name!r}")
+        if changes_in_place(name):
+            self._change()
         return getattr(self, NAMES[name]) if name in ARITHMETIC else Given()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Given:
@@ -186,8 +197,16 @@ class Image(Given):
         return self
 
 
+class OfY(Bounds):
+    """What depends on y, and is differentiated."""
+
+    def __post_init__(self) -> None:
+        if not torch.is_grad_enabled():
+            raise NotKnown("it computes without gradient (no_grad) what depends on y")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Affine(Bounds):
+class Affine(OfY):
     """``L y + M x + c``: ``least <= |L v| / |v| <= most``, ``|M| <= given``.
 
     ``cut`` says by how many entries it is shorter than y, and in which dimensions; None for any other shape. ``like_x``
@@ -228,18 +247,18 @@ class Affine(Bounds):
 
     def _add(self, other: Any) -> Affine:
         if as_number(other) is not None:
-            return self
+            return _changed(self)
         if is_kind(other, Input) and self.like_x:
             return _changed(self, given=self.given + 1)
         if is_kind(other, Affine) and self.cut is not None and (self.cut, self.flat) == (other.cut, other.flat):
-            least = max(self.least - other.most, other.least - self.most, 0.0)
+            least = max(sum_below([self.least, -other.most]), sum_below([other.least, -self.most]), 0.0)
             return _changed(self, most=self.most + other.most, least=least, given=self.given + other.given)
         if is_kind(other, Bent):
             raise NotKnown("it adds values of a term to a tensor")
         return Affine(inf, 0.0 if is_kind(other, Affine) else self.least, inf, None)
 
     def _square(self) -> Bent:
-        return _changed(self.bent(2.0, 2.0), squares=0.0)
+        return _changed(self.bent(2.0, 2.0), squares=0.0 if self.most > 0 else None)
 
     def _curve(self, name: str, *options: Any, **named: Any) -> Bent:
         if options or named:
@@ -294,7 +313,7 @@ class Affine(Bounds):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Bent(Bounds):
+class Bent(OfY):
     """Entries whose sum has a Hessian by y in ``[low, high]``, and a mixed derivative by y and x of at most ``mixed``.
 
     ``single`` where the entries are one function of a linear map; ``summed`` where there is one per sample;
@@ -364,8 +383,9 @@ class Bent(Bounds):
         if self.squares is None or not self.squares > 0:
             raise NotKnown("it takes the root of what is not a sum of squares and a positive number")
         whole, slope = self._settled(), 0.5 / self.squares**0.5
-        high, mixed = times(slope, whole.high), times(slope, whole.mixed)
-        return Bent(0.0, high, mixed, whole.single, self.summed, self.flat)
+        # The root of y^2 + x^2 has a mixed derivative where neither square has one: it ties what is under it together.
+        mixed = times(slope, whole.mixed if whole.single else whole.mixed and inf)
+        return Bent(0.0, times(slope, whole.high), mixed, whole.single, self.summed, self.flat)
 
     def _mean(self, dim: Any = None, keepdim: bool = False) -> Bent:  # noqa: ARG002
         check_within_samples(dim)

@@ -7,6 +7,7 @@ from copy import copy
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opteq.common.curvature.arithmetic import SOME, NotKnown, is_kind, sum_above, sum_below, unknowns
@@ -30,8 +31,8 @@ def curvature_of_terms(terms: Terms, start: Any) -> tuple[float, float, float]:
     try:
         like = start if is_kind(start, Image) else None
         same = is_kind(start, Input) or (like is not None and like.operator is None)
-        found = terms(Affine(like_x=same, like=like), Input())
-        values = list(found.values())
+        with torch.enable_grad():
+            values = list(terms(Affine(like_x=same, like=like), Input()).values())
     except NotKnown:
         raise
     except Exception as error:  # a user's code that was not made for what it got here
@@ -51,7 +52,7 @@ def start_for(problem: Any, usual: Any) -> Any:
 
     ``usual`` is the method that returns zeros like x.
     """
-    if type(problem).start is usual:
+    if getattr(problem.start, "__func__", None) is usual:  # an object may have its own
         return Input()
     try:
         return without_memory(problem).start(Input())
