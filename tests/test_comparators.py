@@ -20,6 +20,7 @@ from opteq.models.comparators.monotone import SPLITTINGS, MonDEQ, scaled_weight
 from opteq.models.comparators.monotone_tiers import TieredMonDEQ
 from opteq.models.comparators.neural_ode import convolve_with_time
 from opteq.models.registry import on_meta_device
+from opteq.states import blocks
 from opteq.training.validation import solve_reports, without_warnings
 from oracles import assert_slopes
 
@@ -230,7 +231,7 @@ def test_the_first_weights_and_the_stem_of_mdeq_are_the_published_ones() -> None
     lengths = nn.Conv2d(32, 8, 3).weight.square().sum(dim=(1, 2, 3)).sqrt()
     assert step.blocks[0].narrow.length.mean().item() == pytest.approx(lengths.mean().item(), rel=0.05)
     x, z = torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4)
-    torch.testing.assert_close(step(z, x), step.blocks[0](z, x))  # a single scale is not mixed
+    torch.testing.assert_close(step(z, x), step.blocks[0](z, x, None))  # a single scale is not mixed
     for scales, halved, sizes, strides in (
         ((8, 8), 0, [3, 3], [1, 1]),
         ((8, 8, 8), 0, [3, 3, 1], [1, 1, 1]),
@@ -243,6 +244,35 @@ def test_the_first_weights_and_the_stem_of_mdeq_are_the_published_ones() -> None
         assert [(part.kernel_size[0], part.stride[0]) for part in layers] == list(zip(sizes, strides, strict=True))
         affine = [norm.affine for norm in model.equilibrium.problem.f.norms]
         assert affine == [False] * (len(scales) if len(scales) > 1 else 0)
+
+
+@pytest.mark.parametrize("scales", [(8,), (8, 8)])
+def test_mdeq_drops_channels_inside_its_step_the_same_ones_in_a_solve(scales: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    small = {"hidden": scales, "heads": (2,) * len(scales), "last": 8, "expansion": 1, "groups": 4, "dropout": 0.5}
+    solving = {"solver": "picard", "tol": 0.0, "max_steps": 6, "gradient": "unrolled", "gradient_steps": 6}
+    model = models.create("mdeq-2.5m", num_classes=3, **small, **solving).double()
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    first, *factors = model.stem(x)
+    assert [tuple(factor.shape) for factor in factors] == [(4, size, 1, 1) for size in scales]
+    for factor in factors:
+        assert set(factor.unique().tolist()) == {0.0, 2.0}
+    step, given = model.equilibrium.problem.f, (first, *factors)
+    block = step.blocks[0]
+    z = torch.randn_like(first)
+    inner = block.second(block.narrow(torch.relu(block.first(block.widen(z)))) * factors[0] + first)
+    torch.testing.assert_close(block(z, first, factors[0]), block.third(torch.relu(inner + z)))
+    state = Zeros(scales)(given)
+    for _ in range(6):
+        state = step(state, given)
+    features = model.equilibrium(given)
+    parts = [(out, its) for out, its in zip(blocks(features), blocks(state), strict=True)]
+    weights = list(step.parameters())
+    losses = [sum(part.sin().sum() for part in side) for side in zip(*parts, strict=True)]
+    gradients = [torch.autograd.grad(loss, weights, retain_graph=True) for loss in losses]
+    for out, its in [*parts, *zip(*gradients, strict=True)]:
+        torch.testing.assert_close(out, its, rtol=1e-6, atol=1e-9)
+    assert isinstance(model.eval().stem(x), Tensor)
 
 
 @pytest.mark.parametrize("gradient", ["implicit", "one-step", "unrolled"])

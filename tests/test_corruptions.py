@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lazy import lazily
 from opteq.data import corruptions
-from opteq.data.corruptions import NAMES, corrupt
-from opteq.data.corruptions.draws import Draws, plasma
+from opteq.data.corruptions import NAMES, corrupt, weather
+from opteq.data.corruptions.draws import Draws, Setting, plasma
 from opteq.data.corruptions.filters import blur, line_blur, zoom
 from opteq.data.corruptions.severities import LARGE, SMALL, parameters
 
@@ -109,9 +109,9 @@ def test_blurs_agree_with_scipy() -> None:
         wanted = ndimage.gaussian_filter(x.numpy(), sigma, axes=(2, 3), radius=max(1, math.ceil(4 * sigma)))
         torch.testing.assert_close(blur(x, sigma), torch.from_numpy(wanted), atol=1e-6, rtol=0)
     turned = torch.full((2,), 90.0, dtype=torch.float64)
-    taps = np.exp(-0.5 * (np.arange(7) / 2.0) ** 2)
-    wanted = ndimage.correlate1d(x.numpy(), taps / taps.sum(), axis=2, mode="nearest", origin=-3)
-    torch.testing.assert_close(line_blur(x, turned, 6, 2.0), torch.from_numpy(wanted), atol=1e-5, rtol=0)
+    taps = np.exp(-0.5 * (np.arange(13) / 5.0) ** 2)  # a radius of 6 is a line of 13 pixels, as in ImageMagick
+    wanted = ndimage.correlate1d(x.numpy(), taps / taps.sum(), axis=2, mode="nearest", origin=-6)
+    torch.testing.assert_close(line_blur(x, turned, 6, 5.0), torch.from_numpy(wanted), atol=1e-5, rtol=0)
     flat = torch.full((1, 3, 9, 9), 0.3)
     torch.testing.assert_close(zoom(flat, 1.3), flat)
     torch.testing.assert_close(zoom(x, 1.0), x, atol=1e-6, rtol=0)
@@ -120,6 +120,16 @@ def test_blurs_agree_with_scipy() -> None:
 def test_zoom_enlarges_about_the_middle() -> None:
     rows = torch.arange(9.0)[None, None, :, None].expand(1, 1, 9, 9)
     torch.testing.assert_close(zoom(rows.contiguous(), 2.0)[0, 0, :, 4], 4 + (torch.arange(9.0) - 4) / 2)
+
+
+def test_water_drops_are_as_strong_as_their_level_says() -> None:
+    x = torch.full((2, 3, 32, 32), 0.2)
+    weak, strong = (
+        weather.spatter(x, Setting((0.65, 0.3, 1, 0.69, level, 0), Draws(0, "spatter", range(2), x.device), 1.0)) - x
+        for level in (0.5, 0.6)
+    )
+    assert weak.max() > 0
+    torch.testing.assert_close(strong, 1.2 * weak)
 
 
 def test_noise_has_the_moments_that_it_should() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import signal
 import tarfile
@@ -19,6 +20,7 @@ from PIL import Image
 
 from opteq import data
 from opteq.common.errors import UserError
+from opteq.data import streaming
 from opteq.data.readers.decode import Decoder
 from opteq.data.readers.files import Names
 from opteq.training import load_recipe, train
@@ -281,6 +283,35 @@ def test_a_killed_worker_is_reported_in_one_line(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(Decoder, "__call__", dies)
     with pytest.raises(UserError, match=r"^a process that decodes images was killed, [^\n]*take fewer than 1 [^\n]*$"):
         epoch(dataset)
+
+
+def test_signals_to_all_processes_leave_workers_to_the_one_that_trains(folder: Path) -> None:
+    dataset = data.load("folder", folder, stream=True, workers=1)
+    batches = data.Batches(dataset.train, (0,) * 3, (1,) * 3, 2, shuffle=True, seed=5)
+    others = multiprocessing.active_children()
+    arriving = iter(batches.epoch(4))
+    found = [next(arriving)]
+    (worker,) = set(multiprocessing.active_children()) - set(others)
+    assert worker.pid is not None
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    found += arriving
+    assert same(found, list(batches.epoch(4)))
+    assert not worker.is_alive()
+
+
+def test_a_worker_ends_a_while_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "PATIENCE", 0.05)
+
+    def work() -> None:
+        streaming._init_worker(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    worker.join(20)
+    assert worker.exitcode == -signal.SIGALRM
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,17 @@ def test_convergence_by_lambda_leaves_the_model_as_it_was(runs: Path) -> None:
     assert lines["0.01 (trained)"][1] == pytest.approx(float(own[1]), rel=1e-3)
 
 
+def test_axes_of_steps_have_whole_numbers(runs: Path) -> None:
+    drawn = solving.convergence(subject(runs, "opteq-digits"))
+    ticks = drawn.figure.axes[0].get_xticks()
+    assert all(float(tick).is_integer() for tick in ticks), ticks
+
+
+def test_the_run_without_branches_is_named(runs: Path) -> None:
+    with pytest.raises(FigureUnavailableError, match="and opteq-digits has one"):
+        branches.heritage_diversity(subject(runs, "mopteq-193k", "opteq-digits"))
+
+
 def test_maps(runs: Path) -> None:
     for name in ("geq-5m", "resnet18-cifar"):
         drawn = maps.saliency(subject(runs, name))
@@ -164,8 +175,8 @@ def test_maps(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("draw", "name", "words"),
     [
-        (branches.heritage_diversity, "opteq-digits", "it compares branches, and this model has one"),
-        (branches.perturbations, "resnet18-cifar", "the model has no equilibrium layer"),
+        (branches.heritage_diversity, "opteq-digits", "it compares branches, and opteq-digits has one"),
+        (branches.perturbations, "resnet18-cifar", "resnet18-cifar has no equilibrium layer"),
         (solving.convergence_lambda, "popteq-193k", "weight of diversity in MOptEq, and this is POptEq"),
         (robust.corruptions, "geq-5m", "not measured yet: run `opteq evaluate .*geq-5m --corruptions` first"),
         (robust.certified, "geq-5m", "not measured yet: run `opteq evaluate .*geq-5m --curves` first"),

@@ -272,7 +272,7 @@ def test_wrong_options(build, error: type[Exception], message: str) -> None:
     ("shape", "message"),
     [
         ((2, 6, 4, 4), "the 6 channels of the image cannot be split into groups of split=4.*W's output"),
-        ((2, 8, 5, 4), "the 5 x 4 pixels of the image cannot be cut into squares of patch=2"),
+        ((2, 8, 5, 4), "the 5 x 4 pixels of the image cannot be cut into squares of patch=2: that image is W's output"),
         ((2, 8), "cuts images.*have shape \\(2, 8\\); leave patch and split out"),
     ],
 )

@@ -20,6 +20,7 @@ from opteq.data.readers.files import Files, Listing
 AHEAD = 2  # batches that each worker prepares before they are asked for
 SAMPLE = 1024  # images that mean and std are taken from
 MOST_WORKERS = 8  # by default
+PATIENCE = 60.0  # seconds that a worker goes on after SIGTERM
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,15 @@ def _identity(batch: Tensor | str) -> Tensor | str:
 
 
 def _init_worker(_: int) -> None:
-    """Ctrl-C and SIGTERM are for the process that trains; it ends its workers."""
+    """Signals are for the process that trains: it ends its workers.
+
+    Terminals, timeouts and schedulers send a signal to all processes alike. If workers ended at once, the one that
+    trains would fail instead of saving a checkpoint.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, PATIENCE))
 
 
 def stream_dataset(name: str, splits: tuple[Listing, ...], image_size: int | None, workers: int | None) -> Dataset:

@@ -285,7 +285,7 @@ def _grid(patches: Patches, c: Tensor) -> tuple[int, int, int]:
     try:
         return patches.prepare().grid(c.shape)
     except ValueError as error:
-        raise ValueError(f"{error} The image is W's output, which has the shape of U x + b.") from error
+        raise ValueError(f"{error}: that image is W's output, which has the shape of U x + b") from error
 
 
 def _check_gamma(gamma: float | str, learn: bool) -> float | str:

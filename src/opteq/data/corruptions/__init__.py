@@ -1,8 +1,8 @@
 """The 19 corruptions of ImageNet-C and CIFAR-10-C (Hendrycks and Dietterich 2019) at five severities, on tensors.
 
 They are written anew from what the paper says, with the published severities, for images of any size: noise, blurs,
-weather and digital ones. Two differ on purpose: frost is drawn instead of photographed, and glass blur displaces all
-pixels at once. Figures are close to those on the published files, not equal to them.
+weather and digital ones. Three differ on purpose: frost is drawn instead of photographed, glass blur displaces all
+pixels at once, and water drops are lit more simply. Figures are close to those on the published files, not equal.
 """
 
 from __future__ import annotations

@@ -74,13 +74,13 @@ def line_blur(x: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
     Args:
         x: ``(B, C, h, w)``.
         angle: of the motion, in degrees, ``(B,)``.
-        radius: length of the line in pixels.
+        radius: half the length of the line in pixels.
         sigma: standard deviation of the weights in pixels.
     """
     rows, columns = pixel_grid(x)
     turn = torch.deg2rad(angle.to(x))[:, None, None]
     total, weights = torch.zeros_like(x), 0.0
-    for step in range(round(radius) + 1):
+    for step in range(2 * math.ceil(radius) + 1):  # as ImageMagick, which made the published images
         weight = math.exp(-0.5 * (step / sigma) ** 2)
         total += weight * sample_at(x, rows + step * torch.sin(turn), columns + step * torch.cos(turn))
         weights += weight

@@ -51,17 +51,20 @@ def brightness(x: Tensor, at: Setting) -> Tensor:
 
 
 def spatter(x: Tensor, at: Setting) -> Tensor:
-    """Drops on the lens: of water in levels 1 to 3, lit at one side, and of mud in the others."""
-    mean, spread, sigma, least, soft, mud = at.level
+    """Drops on the lens: of water in levels 1 to 3, lit at one side, and of mud in the others.
+
+    The light on the water is simpler than the benchmark's, which comes from the edges of the drops.
+    """
+    mean, spread, sigma, least, strength, mud = at.level
     liquid = blur(mean + spread * at.draws.normal(1, *x.shape[2:]), at.scale * sigma)
     if mud:
-        cover = blur((liquid > least).to(x), at.scale * soft)
+        cover = blur((liquid > least).to(x), at.scale * strength)
         cover = torch.where(cover < 0.8, 0.0, cover)
         return x * (1 - cover) + _coloured(x, _MUD) * cover
     depth = torch.where(liquid < least, 0.0, liquid)
     light = (depth - depth.roll((1, 1), (2, 3))).clamp_min(0)  # the edge that faces the upper left
     cover = blur(depth * 0.5 + light, 0.5 * at.scale)
-    return x + _coloured(x, _WATER) * cover * 0.5
+    return x + _coloured(x, _WATER) * cover * strength
 
 
 def _grey(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from opteq.models.comparators.residual_networks import Bottleneck
 from opteq.models.options import SolvingOptions
 from opteq.operators.resample import repeat_pixels
 from opteq.problems.fixed_point import FixedPoint
-from opteq.states import is_channels_last
+from opteq.states import blocks, is_channels_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,9 @@ class MDEQOptions(SolvingOptions):
     groups: int = option(8, whole(), "groups of the normalisations; the last one of a step has half as many")
     heads: tuple[int, ...] = option((14, 28, 56, 112), wholes(), "a fourth of the output channels of each scale")
     last: int = option(1680, whole(), "channels before the linear layer")
-    dropout: float = option(0.0, number(0, 0.99, open_below=False), "share of features dropped before the last layer")
+    dropout: float = option(
+        0.0, number(0, 0.99, open_below=False), "share of channels dropped inside a step, by one draw a solve"
+    )
     downsample: int = option(0, whole(0, most=8), "how many convolutions halve the image before the equilibrium")
     last_norm_affine: bool = option(False, flag(), "whether the last norm of a step has weights, as for ImageNet")
 
@@ -74,9 +76,10 @@ class ScaleBlock(nn.Module):
         self.narrow = UnitConv2d(wide, channels, 3)
         self.first, self.second, self.third = (nn.GroupNorm(groups, size) for size in (wide, channels, channels))
 
-    def forward(self, z: Tensor, given: Tensor | None) -> Tensor:
-        """``given`` is the input at this scale, None for none."""
+    def forward(self, z: Tensor, given: Tensor | None, kept: Tensor | None) -> Tensor:
+        """``given`` is the input at this scale, ``kept`` the factors of its channels; None for none."""
         inner = self.narrow(torch.relu(self.first(self.widen(z))))
+        inner = inner if kept is None else inner * kept
         inner = inner if given is None else inner + given
         out: Tensor = self.third(torch.relu(self.second(inner) + z))
         return out
@@ -124,6 +127,21 @@ def exchange_scales(scales: Sequence[Tensor], paths: nn.ModuleDict) -> list[Tens
     return totals
 
 
+class ChannelDropout(nn.Module):
+    """Draws which channels of every scale are dropped, once a solve: they are a part of the equilibrium's input."""
+
+    def __init__(self, channels: Sequence[int], share: float) -> None:
+        super().__init__()
+        self.channels, self.share = channels, share
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """``x``, in training beside a factor for every channel of each scale, ``(B, channels, 1, 1)``."""
+        if not self.training or self.share == 0:
+            return x
+        ones = (x.new_ones(len(x), size, 1, 1) for size in self.channels)
+        return x, *(F.dropout(one, self.share) for one in ones)
+
+
 class MultiscaleStep(nn.Module):
     """``f(z, x)``: a block per scale, then every scale is the sum of all of them, mixed and normalised.
 
@@ -138,13 +156,15 @@ class MultiscaleStep(nn.Module):
         self.mixed = nn.ModuleList(UnitConv2d(size, size, 1) for size in several)
         self.norms = nn.ModuleList(nn.GroupNorm(max(1, groups // 2), size, affine=affine) for size in several)
 
-    def forward(self, z: tuple[Tensor, ...] | Tensor, x: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """The finest scale alone sees x."""
+    def forward(self, z: tuple[Tensor, ...] | Tensor, x: tuple[Tensor, ...] | Tensor) -> tuple[Tensor, ...] | Tensor:
+        """The finest scale alone sees x, or its first part; others are the factors of :class:`ChannelDropout`."""
+        first, *factors = blocks(x)
+        kept: Sequence[Tensor | None] = factors or [None] * len(self.blocks)
         if not isinstance(z, tuple):
-            alone: Tensor = self.blocks[0](z, x)
+            alone: Tensor = self.blocks[0](z, first, kept[0])
             return alone
-        inputs = [x, *[None] * (len(z) - 1)]
-        outputs = [block(part, its) for block, part, its in zip(self.blocks, z, inputs, strict=True)]
+        inputs: list[Tensor | None] = [first, *[None] * (len(z) - 1)]
+        outputs = [block(*each) for block, *each in zip(self.blocks, z, inputs, kept, strict=True)]
         totals = exchange_scales(outputs, self.paths)
         return tuple(norm(mix(total)) for norm, mix, total in zip(self.norms, self.mixed, totals, strict=True))
 
@@ -155,8 +175,9 @@ class Zeros:
     def __init__(self, channels: tuple[int, ...]) -> None:
         self.channels = channels
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """For an input ``(B, c, h, w)``."""
+    def __call__(self, given: tuple[Tensor, ...] | Tensor) -> tuple[Tensor, ...] | Tensor:
+        """For an input ``(B, c, h, w)``, or one that begins with it."""
+        x = blocks(given)[0]
         height, width = x.shape[2:]
         factor = 2 ** (len(self.channels) - 1)
         if height % factor or width % factor:
@@ -202,13 +223,14 @@ def build(in_channels: int, num_classes: int, options: MDEQOptions) -> Parts:
     """Two convolutions or more, the equilibrium, and a head that reads all scales."""
     options.prior_in_objective(takes_one=False)
     width, halved = options.hidden[0], options.downsample
-    stem = [
+    stem: list[nn.Module] = [
         normalised_conv(width if level else in_channels, width, stride=2 if level < halved else 1)
         for level in range(max(2, halved))
     ]
     if halved or len(options.hidden) > 2:
         stem.append(normalised_conv(width, width, 1))
+    stem.append(ChannelDropout(options.hidden, options.dropout))
     step = MultiscaleStep(options.hidden, options.expansion, options.groups, options.last_norm_affine)
     layer = options.layer(FixedPoint(step, Zeros(options.hidden)))
-    head = MultiscaleHead(options.hidden, options.heads, options.last, options.dropout, num_classes)
+    head = MultiscaleHead(options.hidden, options.heads, options.last, 0.0, num_classes)
     return Parts(nn.Sequential(*stem), layer, head)

@@ -34,9 +34,11 @@ def _measures(subject: Subject) -> BranchMeasures:
         features = layer.solve(given).features
     parts = blocks(features)
     if len(parts) < 2:
-        raise FigureUnavailableError("it compares branches, and this model has one")
+        raise FigureUnavailableError(f"it compares branches, and {subject.title} has one")
     if any(part.ndim != 4 for part in parts) or len({part.shape[1] for part in parts}) > 1:
-        raise FigureUnavailableError("it needs branches with the same number of channels")
+        raise FigureUnavailableError(
+            f"it needs branches with the same number of channels, and {subject.title} has others"
+        )
     return measure_branches(tuple(parts))
 
 

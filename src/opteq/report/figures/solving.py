@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def convergence(subject: Subject) -> CaptionedFigure:
         )
         words.append(f"{name} reaches {float(middle[-1]):.1e} after {len(trace) - 1} steps")
     axes[0, 0].axhline(layer.solver.tol, color="grey", linestyle=":", label="tolerance of the run")
-    axes[0, 0].set(xlabel="solver step", ylabel="relative residual |T(y) - y| / |T(y)|")
+    _label_steps(axes[0, 0])
     axes[0, 0].legend()
     return CaptionedFigure(
         figure,
@@ -94,7 +95,7 @@ def convergence_lambda(subject: Subject) -> CaptionedFigure:
             )
     finally:
         problem.coupling = trained
-    axes[0, 0].set(xlabel="solver step", ylabel="relative residual |T(y) - y| / |T(y)|")
+    _label_steps(axes[0, 0])
     axes[0, 0].legend(title="λ")
     return CaptionedFigure(
         figure,
@@ -102,3 +103,8 @@ def convergence_lambda(subject: Subject) -> CaptionedFigure:
         f"several weights λ of diversity; the run was trained with {trained.diversity:g}, and 1/C is "
         f"{1 / channels:.3g}. Residual and number of steps at the end: {'; '.join(words)}.",
     )
+
+
+def _label_steps(axes: Any) -> None:
+    axes.set(xlabel="solver step", ylabel="relative residual |T(y) - y| / |T(y)|")
+    axes.xaxis.get_major_locator().set_params(integer=True)

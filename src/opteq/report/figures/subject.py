@@ -71,7 +71,7 @@ class Subject:
         x, _, labels = self.images(count)
         calls = equilibrium_inputs(self.model, x)
         if not calls:
-            raise FigureUnavailableError("the model has no equilibrium layer")
+            raise FigureUnavailableError(f"{self.title} has no equilibrium layer")
         return calls[0][1], calls[0][2], labels
 
     def check_classifies(self) -> None:
