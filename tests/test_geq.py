@@ -681,3 +681,15 @@ def test_u_may_be_anything_whose_norm_is_known() -> None:
     scaled.U.weight.data.mul_(2)
     assert scaled.certificate().lipschitz == pytest.approx(2 * problem.certificate().lipschitz)
     assert problem.certificate().lipschitz < expected / (1 - DIP * 0.8)
+
+
+def test_weights_without_a_bound_are_batched_by_vmap() -> None:
+    """The norm, from which the damping comes, is then one number per set of weights."""
+    torch.manual_seed(0)
+    layer = opteq.Equilibrium(GEQ(op.Dense(5, 6), nn.Linear(4, 6), kernels.Gaussian(0.2)).double(), EXACT)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    sets = [{name: scale * weight.detach() for name, weight in layer.named_parameters()} for scale in (1.0, 1.4)]
+    stacked = {name: torch.stack([weights[name] for weights in sets]) for name in sets[0]}
+    together = torch.func.vmap(lambda weights: functional_call(layer, weights, (x,)))(stacked)
+    for weights, found in zip(sets, together, strict=True):
+        torch.testing.assert_close(found, functional_call(layer, weights, (x,)), rtol=1e-9, atol=1e-11)

@@ -323,3 +323,20 @@ def test_the_share_is_unknown_without_symmetry_and_without_a_unique_equilibrium(
     with counted.counting(), torch.no_grad():
         model(torch.randn(2, 3, 8, 8))
     assert counted.share(make_accelerator("cpu", "no", False, None)) is None
+
+
+def test_no_derivative_is_bounded_where_gamma_is_chosen_by_the_input() -> None:
+    """Derivatives hold gamma constant, but the features move with it: here 4.5 times as far as autograd sees."""
+    torch.manual_seed(3)
+    W, U = op.Conv2d(4, 8, 3, bound=1.0), nn.Conv2d(2, 8, 3, padding=1)
+    x = 0.5 * torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    for gamma in ("auto", 0.1):
+        kernel = opteq.kernels.Gaussian(gamma, patch=2, split=4, hidden=3)
+        layer = opteq.Equilibrium(opteq.GEQ(W, U, kernel).double(), EXACT)
+        found = local_certificate(layer, x)
+        moves = 1e-6 * torch.eye(x.numel(), dtype=torch.float64).view(-1, *x.shape[1:])
+        with torch.no_grad():
+            columns = (layer(x + moves) - layer(x - moves)).flatten(1) / 2e-6
+        assert found.strict_minimum.all()
+        assert found.lipschitz.isinf().all() == (gamma == "auto")
+        assert found.lipschitz >= torch.linalg.matrix_norm(columns, 2) * (1 - 1e-5)

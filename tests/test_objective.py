@@ -265,6 +265,17 @@ def test_maxima_and_saddles_are_not_called_converged():
     assert torch.allclose(bottom.state, torch.ones(2, 3), atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_maxima_are_not_called_converged_in_16_bits(dtype):
+    class DoubleWell(opteq.Objective):
+        def terms(self, y, x):
+            return {"well": (y.square() - 1).square().sum(1) + 0 * x.sum(1)}
+
+    top_and_bottom = torch.tensor([[0.0, 0.0], [1.0, -1.0]], dtype=dtype)
+    solution = opteq.Equilibrium(DoubleWell(), on_failure="ignore").solve(top_and_bottom, start=top_and_bottom)
+    assert solution.status == (Status.NOT_A_MINIMUM, Status.CONVERGED)
+
+
 def test_negative_curvature_is_reported_by_the_backward_pass():
     class Well(opteq.Objective):
         def __init__(self):

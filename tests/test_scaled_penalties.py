@@ -62,3 +62,10 @@ def test_roots_solve_their_equation_to_rounding_in_few_steps(kind, monkeypatch):
     assert (both - u).abs().max() <= 1e-14
     seen = torch.func.vmap(lambda one: ScaledPenalty(penalty, LENGTHS[:1]).prox(one[None]))(u[:1])  # all steps
     torch.testing.assert_close(seen[0], ScaledPenalty(penalty, LENGTHS[:1]).prox(u[:1]), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["leaky_relu", "tanh", "sigmoid", "softplus", "elu", "softsign"])
+def test_second_derivatives_are_those_of_finite_differences(kind):
+    scaled = ScaledPenalty(penalties.get(kind), LENGTHS)
+    u = torch.linspace(-2.53, 2.47, 9, dtype=torch.float64).expand(5, -1).contiguous().requires_grad_()
+    assert torch.autograd.gradgradcheck(scaled.prox, (u,), atol=1e-5, fast_mode=True)

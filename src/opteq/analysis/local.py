@@ -19,6 +19,7 @@ from opteq.common.validate import check_share, check_whole
 from opteq.diagnostics.extremes import extreme_eigenvalues, missing_share
 from opteq.diagnostics.strict import random_direction, same_beside, strict_minima
 from opteq.equilibrium import Equilibrium
+from opteq.kernels import Gaussian
 from opteq.operators import Operator
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, is_hooked
@@ -49,7 +50,8 @@ class LocalCertificate:
             below 1. (Damped steps converge to every strict minimum.)
         lipschitz: a bound on the derivative of the features by the layer's input, ``|C D^1/2| |D^1/2 B| / (1 -
             lambda_max)`` with B and C the derivatives of the pre-activation by the input and of the features by the
-            state; infinite where the state is not known to be a strict minimum, or at a kink of U or of the features.
+            state; infinite where the state is not known to be a strict minimum, at a kink of U or of the features, and
+            where a kernel chooses gamma by the input: derivatives hold it constant.
         radius: the equilibrium is an affine function of the input as long as that moves by less (Euclidean norm);
             None unless sigma is piecewise linear, g quadratic and U known to be affine: made of linear layers,
             convolutions and normalisations by running statistics. 0 where the state is not known to be a strict
@@ -120,6 +122,8 @@ def local_certificate(
         left = _norm(lambda v: local.factor_adjoint(home(out(local.factor(v)))), state, steps, failure / 4)
         smooth = same_beside(lambda at: _jvp_and_vjp(inside, at)[0](random_direction(x)), x)
         smooth = smooth & same_beside(lambda at: _jvp_and_vjp(hidden.features, at)[0](random_direction(state)), state)
+        if any(isinstance(part, Gaussian) and isinstance(part.gamma, str) for part in layer.problem.modules()):
+            left = torch.full_like(left, torch.inf)
         lipschitz = torch.where(strict & smooth, entered * left / gap, torch.inf)
         radius = None
         apart = hidden.distance_to_kink(state)

@@ -56,7 +56,7 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
         return codes
     extremes = extreme_eigenvalues(product, rows, STEPS)
     eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
-    tolerance = 1e3 * eps * torch.maximum(extremes.largest.abs(), extremes.smallest.abs()).clamp_min(1.0)
+    tolerance = min(1e3 * eps, eps**0.5) * torch.maximum(extremes.largest.abs(), extremes.smallest.abs()).clamp_min(1.0)
     negative = extremes.smallest < -tolerance
     converged = codes == int(Status.CONVERGED)
     doubtful = (extremes.lower < 0) & ~negative

@@ -44,10 +44,12 @@ class ScaledPenalty:
         if self._threshold is not None:
             edge = self._threshold * t
             return u - torch.maximum(torch.minimum(u, edge), -edge)
-        # The root is a constant; one more Newton step, which moves nothing, carries the derivative.
+        # The root is a constant. Newton steps, which move nothing, carry derivatives: two of them the second, too.
         root = self._root(u.detach(), t)
-        image, slope = penalty.prox(root), penalty.derivative(root)
-        return image + slope * (u - t * root - (1 - t) * image) / (t + (1 - t) * slope)
+        slope = t + (1 - t) * penalty.derivative(root)
+        for _ in range(2):
+            root = root + (u - t * root - (1 - t) * penalty.prox(root)) / slope
+        return penalty.prox(root)
 
     def linearise(self, u: Tensor) -> Linearised:
         """Multiplication by the square root of the prox's slope at u, its own adjoint."""

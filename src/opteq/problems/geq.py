@@ -154,7 +154,8 @@ class BoundGEQ(Hidden):
         # I - J has its spectrum in [1 - high, 1 - low]. Where that is positive there is a best damping for such an
         # interval; elsewhere the second one gives the largest decrease that is sure.
         if isinstance(high, Tensor):
-            self.damping = torch.where(high < 1, 2 / (2 - low - high), 1 / (1 - low)).clamp(max=1.0)
+            damping = torch.where(high < 1, 2 / (2 - low - high), 1 / (1 - low)).clamp(max=1.0)
+            self.damping = damping.expand(start.shape[0])
         elif high < 1:
             self.damping = min(1.0, float(2 / (2 - low - high)))
             self.structure = Structure.POSITIVE
@@ -187,7 +188,13 @@ class BoundGEQ(Hidden):
 
 
 def _bound_or_norm(operator: Operator) -> float:
-    return float(operator.norm()) if operator.bound is None else operator.bound
+    if operator.bound is not None:
+        return operator.bound
+    norm = operator.norm().detach()
+    try:
+        return float(norm)
+    except RuntimeError:  # under vmap over weights there is no single number
+        return norm  # type: ignore[return-value]
 
 
 def _certified_norm(operator: Operator) -> float:
