@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
@@ -130,7 +131,13 @@ def _init_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGHUP"):  # not on Windows
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, PATIENCE))
+    signal.signal(signal.SIGTERM, _leave_later)
+
+
+def _leave_later(number: int, _: object) -> None:
+    timer = threading.Timer(PATIENCE, os._exit, (128 + number,))
+    timer.daemon = True  # a worker whose work is done does not wait for it
+    timer.start()
 
 
 def stream_dataset(name: str, splits: tuple[Listing, ...], image_size: int | None, workers: int | None) -> Dataset:
