@@ -15,6 +15,7 @@ from opteq.models.comparators.neural_ode import NeuralODE
 from opteq.models.denoiser import Denoiser
 from opteq.models.prediction import Preprocessing
 from opteq.operators import Operator
+from opteq.operators.chain import ChainMap
 from opteq.problems import Problem
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Picard
@@ -195,6 +196,10 @@ def _freeze(operator: Operator) -> None:
     for name, value in vars(prepared).items():
         if isinstance(value, Tensor):
             setattr(prepared, name, value.detach().clone())
+    if isinstance(prepared, ChainMap):  # composed in float64, for which ONNX Runtime has no convolution on a CPU
+        with torch.no_grad():
+            kernel = prepared.composed_kernel()
+        prepared.__dict__["composed_kernel"] = lambda: kernel
 
     def prepare() -> Any:
         return prepared
