@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 
 from opteq import engine
 from opteq.common.options import NamedOptions
-from opteq.problems.hidden import BoundMap, FeatureForm
+from opteq.problems.hidden import BoundMap, Formulation
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver, Status
-from opteq.solvers.base import FixedPointTask
 from opteq.states import State, blocks, is_tracked, map_state, surely_finite
 
 Record = Callable[[Report], None]
@@ -62,52 +62,30 @@ def approximate(method: str, state: State, steps: int) -> Report:
     )
 
 
-@dataclass(frozen=True)
-class Formulation:
-    """A bound problem as a solver sees it.
+def formulate(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Formulation:
+    """The problem for the variable of ``solver``: the smallest one, unless every step is to be one of the state.
 
-    Attributes:
-        hidden: the problem.
-        form: the problem written for its features; None where the solver works on the state.
+    That is what ``same_steps`` or a tolerance of 0 asks for, for a network that consists of a number of them.
+    ``start`` is a state, or None for the problem's own.
     """
+    if solver.works_on_features:
+        other: Formulation | None = hidden.feature_form()
+    else:
+        other = None if same_steps or solver.tol == 0 else hidden.compact_form()
+    form = hidden.state_form() if other is None else replace(other, state=partial(_finite_state, other))
+    return form if start is None else replace(form, task=replace(form.task, start=form.of_state(start)))
 
-    hidden: BoundMap
-    form: FeatureForm | None
 
-    @classmethod
-    def of(cls, hidden: BoundMap, solver: Solver, same_steps: bool = False) -> Formulation:
-        """The formulation for ``solver``: the smaller variable, unless every step is to be one of the state.
-
-        That is what ``same_steps`` or a tolerance of 0 asks for, for a network that consists of a number of them.
-        """
-        if solver.works_on_features:
-            return cls(hidden, hidden.feature_form())
-        return cls(hidden, None if same_steps or solver.tol == 0 else hidden.compact_form())
-
-    def task(self, start: State | None) -> FixedPointTask:
-        """The task of the solver; ``start`` is a state, or None for the problem's own."""
-        hidden, form = self.hidden, self.form
-        if form is not None:
-            begin = form.start if start is None else form.of_state(start)
-            return FixedPointTask(form.step, begin, damping=hidden.damping, coupled=hidden.coupled)
-        begin = hidden.start() if start is None else start
-        merit = hidden.step_and_merit if hidden.has_merit and not hidden.contracts else None
-        return FixedPointTask(hidden.step, begin, merit, hidden.project, hidden.damping, hidden.coupled)
-
-    def state(self, found: State) -> State:
-        """The state that belongs to what the solver found."""
-        if self.form is None:
-            return found
-        state = self.form.state(found)
-        # Features may be finite where the state that belongs to them is not, an input of NaN for instance.
-        return map_state(lambda p: p if surely_finite(p) else torch.where(torch.isfinite(p), p, 0.0), state)
+def _finite_state(form: Formulation, found: State) -> State:
+    """The state of a variable. It may be finite where its state is not, an input of NaN for instance."""
+    return map_state(lambda p: p if surely_finite(p) else torch.where(torch.isfinite(p), p, 0.0), form.state(found))
 
 
 def find(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = True) -> Outcome:
     """The equilibrium of ``hidden`` with all that the solver learned, differentiable where autograd is enabled."""
-    formulation = Formulation.of(hidden, solver, same_steps)
-    outcome = solver.run(formulation.task(start))
-    return replace(outcome, state=formulation.state(outcome.state))
+    form = formulate(hidden, solver, start, same_steps)
+    outcome = solver.run(form.task)
+    return replace(outcome, state=form.state(outcome.state))
 
 
 def find_no_grad(

@@ -18,8 +18,8 @@ from opteq.solvers.loop import (
     Loop,
     Method,
     Process,
+    RowTask,
     Rule,
-    Task,
     iterate,
 )
 from opteq.solvers.status import Status
@@ -224,7 +224,7 @@ class Solver(metaclass=NamedOptions):
                 damping = damping.to(layout.dtype)[:, None]
                 if layout.coupled:  # solved as one: the least of all samples
                     damping = damping.amin(dim=0, keepdim=True)
-            rows = Task(evaluate.rows, admissible, first, (packed, merit), layout, damping, evaluate.eps)
+            rows = RowTask(evaluate.rows, admissible, first, (packed, merit), layout, damping, evaluate.eps)
             method, process = self._process(rows)
             rule = self.rule(layout.device, evaluate.eps)
         return Solve(Loop(process, rule), layout, rule.tol, caller, method)
@@ -241,12 +241,12 @@ class Solver(metaclass=NamedOptions):
         """Whether the solver itself ties samples together."""
         return False
 
-    def _process(self, task: Task) -> tuple[Method | None, Process]:
+    def _process(self, task: RowTask) -> tuple[Method | None, Process]:
         method = self._method(task)
         rule = self.rule(task.layout.device, task.eps)
         return method, GuardedIteration(task, method, self.floor, None if rule.to_the_end else rule.tol)
 
-    def _method(self, task: Task) -> Method:
+    def _method(self, task: RowTask) -> Method:
         """A fresh method for one solve."""
         raise NotImplementedError(f"{type(self).__name__} should define _method or _process")
 
@@ -262,7 +262,7 @@ class DampedSolver(Solver):
         if self.damping is not None:
             share(self, "damping")
 
-    def _damping(self, task: Task) -> float | Tensor:
+    def _damping(self, task: RowTask) -> float | Tensor:
         return task.damping if self.damping is None else self.damping
 
 

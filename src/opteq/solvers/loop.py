@@ -22,8 +22,8 @@ Map = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Task:
-    """A fixed-point problem as solvers see it: matrices with one row per sample.
+class RowTask:
+    """A fixed-point task on matrices with one row per sample, evaluated at its start: what the methods of solvers get.
 
     Attributes:
         evaluate: the map.
@@ -219,7 +219,7 @@ class GuardedIteration:
     of the merit, it is taken back and the next ones are shorter, for methods that can do that.
     """
 
-    def __init__(self, task: Task, method: Method, floor: float, tol: float | None) -> None:
+    def __init__(self, task: RowTask, method: Method, floor: float, tol: float | None) -> None:
         self.evaluate = task.evaluate
         self.admissible = task.admissible
         self.point = task.start

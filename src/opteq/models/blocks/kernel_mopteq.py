@@ -14,7 +14,7 @@ from opteq.penalties import Penalty
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
 from opteq.problems.certificate import Certificate
-from opteq.problems.hidden import FeatureForm, Structure
+from opteq.problems.hidden import Formulation, Structure
 from opteq.states import State, blocks, inner, per_row
 
 
@@ -110,7 +110,7 @@ class BoundKernelMOptEq(BoundMOptEq):
 
         return product
 
-    def feature_form(self) -> FeatureForm:
+    def feature_form(self) -> Formulation:
         raise ValueError("a solver that works on features can't solve MOptEq with a kernel, whose step needs the state")
 
     @cached_property

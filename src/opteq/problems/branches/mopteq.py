@@ -19,8 +19,9 @@ from opteq.problems.branches.chattering import Tensors, inclusion_residual, is_p
 from opteq.problems.branches.mopteq_certificate import certify
 from opteq.problems.branches.perturbation import PerturbationChain
 from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import FeatureForm, Hidden, Structure
+from opteq.problems.hidden import Formulation, Hidden, Structure
 from opteq.solvers import Anderson, Status
+from opteq.solvers.base import FixedPointTask
 from opteq.states import State, any_row, blocks, inner
 
 _SETTLED = 1e-3
@@ -198,14 +199,15 @@ class BoundMOptEq(Hidden):
         jacobian = self.coupling.jacobian_at(tuple(z.detach() for z in self.features(y)))
         return lambda v: self._carry(jacobian(self.features(v)))
 
-    def feature_form(self) -> FeatureForm:
+    def feature_form(self) -> Formulation:
         """``z_i <- W_i' sigma(W_i h_i(z) + c_i)``, Algorithm 2 of the paper in all branches at once."""
         start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
 
         def state(z: State) -> State:
             return self._activate(self.coupling.negative_gradient(blocks(z)))
 
-        return FeatureForm(lambda z: self.features(state(z)), start, state, self.features)
+        task = FixedPointTask(lambda z: self.features(state(z)), start, damping=self.damping, coupled=self.coupled)
+        return Formulation(task, state, self.features)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """``CYCLING`` where signs jump for ever.
