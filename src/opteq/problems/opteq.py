@@ -14,7 +14,7 @@ from opteq.common.validate import check_positive
 from opteq.operators import LinearMap, Operator
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject
-from opteq.problems.certificate import Certificate, for_finite_weights
+from opteq.problems.certificate import Certificate, SmoothPart, for_finite_weights
 from opteq.problems.hidden import Formulation, Hidden, Reduction, Structure, SymmetricLinearisation
 from opteq.problems.opteq_certificate import certify, check_prior
 from opteq.regularizers import Regularizer
@@ -76,6 +76,12 @@ class OptEq(Problem):
             return False
         bound = self.W.bound
         return bound is not None and self.penalty.lipschitz * bound**2 < self.mu
+
+    def smooth_part(self, norm: Callable[[Operator], float]) -> SmoothPart | None:
+        if self.regularizer is not None:
+            return None
+        size = norm(self.W)
+        return SmoothPart(-(size**2) / self.mu, 0.0, size / self.mu, self.U)
 
     @for_finite_weights
     def certificate(self) -> Certificate:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.common.validate import check_not_negative, check_whole
 from opteq.couplings import Coupling, Features, largest_neighbours
-from opteq.operators import Conv2d, LinearMap
+from opteq.operators import Conv2d, LinearMap, Operator
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_unhooked, inject
 from opteq.problems.branches.branch import Branch, check_branches, feature_channels, views
 from opteq.problems.branches.chattering import Tensors, inclusion_residual, is_periodic, signs_change
 from opteq.problems.branches.mopteq_certificate import certify
 from opteq.problems.branches.perturbation import PerturbationChain
-from opteq.problems.certificate import Certificate, for_finite_weights
+from opteq.problems.certificate import Certificate, SmoothPart, for_finite_weights
 from opteq.problems.hidden import Formulation, Hidden, Structure
 from opteq.solvers import Anderson, Status
 from opteq.solvers.base import FixedPointTask
@@ -141,6 +143,14 @@ class MOptEq(Problem):
             return False
         largest = max(bound for bound in bounds if bound is not None)
         return self.penalty.lipschitz * largest**2 * self.coupling.curvature_bound(channels, sizes) < 1
+
+    def smooth_part(self, norm: Callable[[Operator], float]) -> SmoothPart | None:
+        channels = self.channels() if self.coupling.diversity else 1
+        if channels is None:
+            return None
+        largest = float(np.max([norm(branch.W) for branch in self.branch_list()]))  # a NaN stays
+        pull = largest**2 * self.coupling.curvature_bound(channels)
+        return SmoothPart(-pull, math.inf if self.coupling.diversity else pull, largest, self.branch_list())
 
     @for_finite_weights
     def certificate(self) -> Certificate:
