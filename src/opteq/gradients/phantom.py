@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opteq.common.validate import share, whole
-from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
+from opteq.gradients.base import Gradient, Record, approximate, attach, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State, map_state

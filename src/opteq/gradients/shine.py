@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from opteq.common.validate import positive
-from opteq.gradients.attach import Gradients, attach, filled
-from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
+from opteq.gradients.base import Gradient, Gradients, Record, approximate, attach, filled, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import Autocast, Layout, State, blocks, nan_samples, row_norms

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from opteq.common.validate import whole
-from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, find, find_no_grad, wants_gradient
+from opteq.gradients.base import Gradient, Record, approximate, attach, find, find_no_grad, wants_gradient
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State

@@ -17,8 +17,8 @@ from opteq.engine.flatten import Flattened
 from opteq.engine.log import note
 from opteq.engine.traced import traces_of, with_traced_functions, with_traced_step
 from opteq.engine.triton.solvers import open_linear
-from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
-from opteq.gradients.attach import filled, refuse_batched_gradients, refuse_second_derivative
+from opteq.gradients.base import filled, refuse_batched_gradients, refuse_second_derivative
+from opteq.gradients.implicit import check_symmetry, rounding, symmetrised
 from opteq.problems.hidden import Product, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers import Status

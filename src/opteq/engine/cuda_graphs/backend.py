@@ -96,7 +96,7 @@ def _solve_in_two(hidden: BoundMap, solver: Solver, start: State | None, same_st
     )  # fmt: skip
 
 
-def attach(
+def differentiate(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state`` and its features with the implicit gradient, which a captured graph computes."""
