@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _counting = Lock()
 
-__all__ = ["bounded_weights", "differentiate", "forget", "off", "report", "settings", "solve"]
+__all__ = ["bounded_weights", "differentiate", "forget", "off", "report", "settings", "solve", "trace_at_once"]
 
 
 @contextmanager
@@ -54,6 +54,19 @@ def off() -> Iterator[None]:
     finally:
         with _counting:
             settings.offs -= 1
+
+
+@contextmanager
+def trace_at_once() -> Iterator[None]:
+    """Trace a user's objective on a CPU at its first call; else few calls are not worth it, and run plainly.
+
+    Traced functions round otherwise than plain ones: inside, a program that is resumed repeats its numbers.
+    """
+    before, settings.calls_before_tracing = settings.calls_before_tracing, 0
+    try:
+        yield
+    finally:
+        settings.calls_before_tracing = before
 
 
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False) -> Outcome | None:
