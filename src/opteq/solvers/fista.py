@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.common.override import overridable
+from opteq.common.validate import choice
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Process, RowTask, relative
 from opteq.solvers.status import Status
@@ -53,8 +54,7 @@ class FISTA(DampedSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.measure not in _MEASURES:
-            raise ValueError(f"FISTA.measure should be one of {', '.join(_MEASURES)}; got {self.measure!r}")
+        choice(self, "measure", _MEASURES)
 
     def _process(self, task: RowTask) -> tuple[Method | None, Process]:
         return None, AcceleratedIteration(task, self._damping(task), self.floor, self.measure == "error")
