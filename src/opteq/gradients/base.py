@@ -54,19 +54,6 @@ def wants_gradient(state: State) -> bool:
     return any(is_tracked(part) for part in blocks(state))
 
 
-def approximate(method: str, state: State, steps: int) -> Report:
-    """The backward report of a gradient that solves no system."""
-    first = blocks(state)[0]
-    batch = first.shape[0]
-    return Report(
-        method=method,
-        residual=first.new_full((batch,), torch.nan, dtype=torch.float32),
-        steps=torch.full((batch,), steps, dtype=torch.int64, device=first.device),
-        codes=torch.full((batch,), int(Status.APPROXIMATE), dtype=torch.int64, device=first.device),
-        tol=float("nan"),
-    )
-
-
 def formulate(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool) -> Formulation:
     """The problem for the variable of ``solver``: the smallest one, unless every step is to be one of the state.
 
@@ -131,6 +118,24 @@ def attach(
     held = [tensor.detach() for tensor in held if not tensor.is_inference()]  # autograd saves none of inference mode
     attached: tuple[Tensor, ...] = _Attach.apply(adjoint, notice, len(values), *values, *carriers, *held)  # type: ignore[no-untyped-call]
     return like(value, attached)
+
+
+def attach_approximate(
+    state: State, carrier: State, record: Record, method: str, steps: int, adjoint: Adjoint | None = None
+) -> State:
+    """``state`` with the gradient of ``carrier``, by a method in words that solves no system; the report says so."""
+    if not wants_gradient(carrier):
+        return state
+    first = blocks(state)[0]
+    batch = first.shape[0]
+    report = Report(
+        method=method,
+        residual=first.new_full((batch,), torch.nan, dtype=torch.float32),
+        steps=torch.full((batch,), steps, dtype=torch.int64, device=first.device),
+        codes=torch.full((batch,), int(Status.APPROXIMATE), dtype=torch.int64, device=first.device),
+        tol=float("nan"),
+    )
+    return attach(state, carrier, adjoint, notice=lambda: record(report))
 
 
 class _Attach(torch.autograd.Function):
