@@ -139,15 +139,16 @@ class AdjointSystem:
         with self.autocast.off(), torch.no_grad():
             product, rhs, recover = symmetrised(self.local, gradient, at_features, self._in, self.layout.coupled)
             layout = Layout.of(rhs, self.layout.coupled)
-            finish = self.linear.open_states(lambda v: self._in(product, v), rhs, layout, self.eps).run()
+            solve = self.linear.open_states(lambda v: self._in(product, v), rhs, layout, self.eps)
+            finish = solve.run().per_sample(layout)
             vector = recover(layout.restore(finish.point))
         report = Report(
             method=f"adjoint by {type(self.linear).__name__}",
-            residual=layout.per_sample(finish.residual),
-            steps=layout.per_sample(finish.steps),
-            codes=layout.per_sample(finish.codes),
+            residual=finish.residual,
+            steps=finish.steps,
+            codes=finish.codes,
             tol=max(self.linear.tol, self.eps),
-            history=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
+            history=finish.trace,
         )
         return vector, report
 

@@ -304,17 +304,17 @@ class Solve:
     def outcome(self, finish: Finish | None = None) -> Outcome:
         """Where the solve stands, as an answer; or stood, at a ``finish`` of its iteration."""
         layout = self.layout
-        finish = self.iteration.finish() if finish is None else finish
+        finish = (self.iteration.finish() if finish is None else finish).per_sample(layout)
         codes = finish.codes
         if self.tol == 0:  # a fixed number of steps was asked for, and taken: also where they end at a fixed point
             taken = (codes == int(Status.MAX_STEPS)) | (codes == int(Status.CONVERGED))
             codes = torch.where(taken, int(Status.FIXED_STEPS), codes)
         return Outcome(
             state=layout.restore(finish.point),
-            residual=layout.per_sample(finish.residual),
-            steps=layout.per_sample(finish.steps),
-            codes=layout.per_sample(codes),
-            history=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
+            residual=finish.residual,
+            steps=finish.steps,
+            codes=codes,
+            history=finish.trace,
             tol=self.tol,
             inverse_adjoint=None if self.method is None else self.method.inverse_adjoint,
         )

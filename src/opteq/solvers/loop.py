@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -125,6 +125,11 @@ class Finish:
     steps: Tensor
     codes: Tensor
     trace: Tensor
+
+    def per_sample(self, layout: Layout) -> Finish:
+        """The same with a value per sample: coupled samples share those of their row."""
+        each = {name: layout.per_sample(getattr(self, name)) for name in ("residual", "steps", "codes")}
+        return replace(self, **each, trace=self.trace.expand(-1, layout.batch) if layout.coupled else self.trace)
 
 
 class Iteration(Protocol):
