@@ -175,6 +175,6 @@ def _damping_by_row(damping: float | Tensor, layout: Layout) -> Tensor | None:
     """The damping of every row; None where it is 1."""
     if isinstance(damping, Tensor):
         return (damping.amin().reshape(1) if layout.coupled else damping).contiguous()
-    return (
-        None if damping == 1 else torch.full((layout.rows,), float(damping), dtype=layout.dtype, device=layout.device)
-    )
+    if damping == 1:
+        return None
+    return torch.full((layout.rows,), float(damping), dtype=layout.dtype, device=layout.device)
