@@ -188,7 +188,7 @@ def test_the_plain_map_is_the_layers_own() -> None:
     case = layer_case(SHAPE, 2, Precision("float32", CPU))
     z = torch.randn(2, 3, 6, 6)
     hidden: Any = case.hidden
-    torch.testing.assert_close(single(case.step(z)), hidden.feature_form().step(z))
+    torch.testing.assert_close(single(case.step(z)), hidden.feature_form().task.step(z))
     torch.testing.assert_close(single(case.state(z)), hidden.block.activation(z))
 
 

@@ -261,7 +261,7 @@ def test_what_is_captured_solves_and_differentiates_as_the_plain_path(kind: Any)
                 iterate(solve.iteration)
         tensors = solve.tensors(solve.iteration.finish())
     assert traces_of(flat).reason is None
-    assert (solve.formulation.form is not None) == (kind in (Written, "opteq"))  # others have no bottleneck
+    assert (solve.formulation.task.project is None) == (kind in (Written, "opteq"))  # others have no bottleneck
     state = tree_unflatten(tensors[:-4], solve.facts[0])[0]  # type: ignore[index]
     linear = opteq.Implicit(tol=1e-12)._linear(hidden, state)
     adjoint = AdjointByGraph(flat, state, linear, False, False, 400)

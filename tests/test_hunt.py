@@ -88,7 +88,7 @@ def test_eigenvalues_where_the_general_solver_gives_up(monkeypatch: pytest.Monke
 
 
 def test_a_gradient_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from opteq.gradients.adjoint import AdjointSystem
+    from opteq.gradients.implicit import AdjointSystem
 
     solve = AdjointSystem.solve
 

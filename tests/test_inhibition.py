@@ -203,6 +203,18 @@ def test_couplings_beyond_m_take_the_certificate_away() -> None:
     assert "pull by up to" in problem.certificate().reasons["unique"]
 
 
+@pytest.mark.parametrize("bound", [0.8, None])
+def test_the_rate_is_that_of_the_step_where_weights_are_far_below_their_bound(bound: float | None) -> None:
+    branches = [opteq.Branch(op.Dense(3, 4, bound=bound), nn.Linear(3, 4)) for _ in range(2)]
+    problem = opteq.Inhibited(opteq.MOptEq(branches, activation="identity"), [op.Dense(3, 4)] * 2).double()
+    for part in (*problem.problem.branch_list(), *problem.operators()):
+        getattr(part, "W", part).weight.data.mul_(0.05)
+    hidden = problem(torch.randn(1, 3, dtype=torch.float64))
+    y = map_state(torch.zeros_like, hidden.start())
+    jacobian = dense(lambda v: blocks(hidden.linearise(y).product(like(y, v))), blocks(y))
+    assert torch.linalg.matrix_norm(jacobian, 2) <= problem.certificate().contraction + 1e-9
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

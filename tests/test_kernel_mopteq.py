@@ -15,6 +15,7 @@ from opteq.kernels.inner_product import InnerProduct
 from opteq.models.blocks.kernel_mopteq import KernelMOptEq
 from opteq.problems import GEQ
 from opteq.problems.hidden import Hidden
+from opteq.states import inner
 
 optimize = lazily("scipy.optimize")
 KERNELS = [kernels.Sigmoid(), kernels.Polynomial(2)]
@@ -86,3 +87,12 @@ def test_it_refuses_what_it_cannot_do() -> None:
     certificate = problem(kernels.Sigmoid()).certificate()
     assert (certificate.exists, certificate.unique) == (True, None)
     assert problem(kernels.Polynomial(2)).certificate().exists is None
+
+
+def test_inhibition_around_a_kernel_is_not_called_convex() -> None:
+    wrapped = opteq.Inhibited(problem(kernels.Polynomial(2)), [op.Dense(3, 4) for _ in range(3)]).double()
+    hidden = wrapped(10 * torch.randn(1, 2).double())
+    v = tuple(c.detach() for c in hidden.rest.injections)
+    assert bool(inner(v, hidden.hessian_at(hidden.start())(v)).detach() < 0)
+    assert not hidden.convex
+    assert wrapped.certificate().unique is None

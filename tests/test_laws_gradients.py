@@ -13,8 +13,8 @@ import opteq
 from all_cases import CASES
 from cases import EXACT_GRADIENTS, ROUGH_GRADIENTS, SOLVERS, Case, by_name, combined
 from opteq.gradients import Gradient
-from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.base import find
+from opteq.gradients.implicit import AdjointSystem
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State, blocks

@@ -248,10 +248,10 @@ def test_features_have_a_form_of_their_own() -> None:
         hidden, y = exact(problem, gaussian(2, 2, 4, 4))
         form = hidden.feature_form()
         z = hidden.features(y)
-        for parts, wanted in ((form.step(z), z), (form.state(z), y)):
+        for parts, wanted in ((form.task.step(z), z), (form.state(z), y)):
             for found, other in zip(parts, wanted, strict=True):
                 torch.testing.assert_close(found, other, rtol=0, atol=1e-11)
-        assert [part.shape for part in form.start] == [part.shape for part in z]
+        assert [part.shape for part in form.task.start] == [part.shape for part in z]
 
 
 def test_gradients_equal_finite_differences_with_signs_and_perturbations() -> None:

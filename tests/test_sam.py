@@ -288,7 +288,7 @@ def test_unrolled_steps_have_the_right_gradient(R: Regularizer, deep: bool) -> N
     with torch.no_grad():
         hidden = problem(x)
         form = hidden.feature_form()
-    z = reference(lambda z: form.step(z).detach(), R, form.start, 20, 0.2, 0.4)
+    z = reference(lambda z: form.task.step(z).detach(), R, form.task.start, 20, 0.2, 0.4)
     torch.testing.assert_close(layer(x).detach(), hidden.features(form.state(z)).detach(), rtol=1e-9, atol=1e-10)
 
 

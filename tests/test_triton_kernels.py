@@ -15,7 +15,6 @@ from torch import Tensor
 
 import opteq
 from opteq.engine.settings import settings
-from opteq.gradients.base import Formulation
 from opteq.kernels import gaussian as plain_gaussian
 from opteq.operators.resample import pool, spread
 from opteq.potentials.base import scaled_derivative, scaled_second
@@ -63,10 +62,10 @@ class Map(BoundMap):
 
 def both(solver: Solver, hidden: Map) -> tuple[Outcome, Outcome]:
     """The outcome of the plain loop, and that of the kernels."""
-    formulation = Formulation(hidden, None)
+    task = hidden.state_form().task
     with torch.no_grad():
-        plain = solver.open(formulation.task(None))
-        fused = open_fixed_point(hidden, solver, formulation, None)
+        plain = solver.open(task)
+        fused = open_fixed_point(hidden, solver, task)
         assert not isinstance(fused.iteration, Loop)
         iterate(plain.iteration)
         iterate(fused.iteration)
@@ -149,7 +148,7 @@ def test_steps_that_may_be_too_long_are_left_to_the_plain_loop() -> None:
     for problem in (Steep(), opteq.Parallel([Steep()])):
         hidden = problem(x)
         with torch.no_grad():
-            solve = open_fixed_point(hidden, opteq.Anderson(), Formulation(hidden, None), None)
+            solve = open_fixed_point(hidden, opteq.Anderson(), hidden.state_form().task)
         assert isinstance(solve.iteration, Loop)
 
 

@@ -24,8 +24,7 @@ from opteq.diagnostics.convergence_monitor import ConvergenceMonitor, FailureChe
 from opteq.diagnostics.minimum import mark_non_minima
 from opteq.diagnostics.objective_trace import trace_terms
 from opteq.gradients import Gradient, Implicit
-from opteq.gradients.attach import attach
-from opteq.gradients.base import wants_gradient
+from opteq.gradients.base import attach, wants_gradient
 from opteq.problems.base import Problem, WrittenProblem
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solution import BackwardSlot, Report, Solution

@@ -14,9 +14,10 @@ from opteq.models.meta_device import on_meta_device
 
 def hunt(draw: Draw) -> str:
     """One recipe with something wrong in it, or with hostile overrides: refused in a line, or whole."""
+    from opteq.common.nested import flattened
     from opteq.training import recipes  # says in one line what is missing
     from opteq.training.recipe.denoising import DenoisingRecipe
-    from opteq.training.recipe.files import flattened, load_any_recipe, to_toml
+    from opteq.training.recipe.files import load_any_recipe, to_toml
 
     name = draw.one_of(recipes(denoising=draw.chance(0.2)))
     whole = load_any_recipe(name)

@@ -56,10 +56,8 @@ class APGD(metaclass=NamedOptions):
     def __post_init__(self) -> None:
         _validate.share(self, "epsilon")
         _validate.whole(self, "steps")
-        if self.loss not in LOSSES:
-            raise ValueError(f"APGD.loss should be one of {', '.join(LOSSES)}; got {self.loss!r}")
-        if not isinstance(self.random_start, bool):
-            raise TypeError(f"APGD.random_start should be True or False; got {self.random_start!r}")
+        _validate.choice(self, "loss", LOSSES)
+        _validate.flag(self, "random_start")
 
     def __call__(
         self,

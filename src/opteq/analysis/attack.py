@@ -65,8 +65,7 @@ class PGD(metaclass=NamedOptions):
         _validate.whole(self, "steps")
         if self.step_size is not None:
             _validate.share(self, "step_size")
-        if not isinstance(self.random_start, bool):
-            raise TypeError(f"PGD.random_start should be True or False; got {self.random_start!r}")
+        _validate.flag(self, "random_start")
 
     @property
     def length(self) -> float:

@@ -89,10 +89,14 @@ def unknown_name(what: str, name: object, options: Iterable[str], listed_by: str
     "unknown activation 'rellu'; did you mean 'relu'? Known: relu, tanh."
     """
     known = sorted(options)
-    nearest = difflib.get_close_matches(str(name)[:100].lower(), known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     rest = f"Known: {', '.join(known)}." if listed_by is None else f"`{listed_by}` lists them all"
-    return UserError(f"unknown {what} {format_value(name)}; {hint}{rest}")
+    return UserError(f"unknown {what} {format_value(name)}; {did_you_mean(str(name).lower(), known)}{rest}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question about the nearest of the known names; empty where none is near."""
+    nearest = difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]!r}? " if nearest else ""
 
 
 _INSIDE = ("opteq", "torch")

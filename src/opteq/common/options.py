@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from abc import ABCMeta
 from collections.abc import Mapping
 from typing import Any
+
+from opteq.common.errors import did_you_mean
 
 
 class NamedOptions(ABCMeta):
@@ -38,9 +39,7 @@ class NamedOptions(ABCMeta):
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             for name in options:
                 if name not in parameters:
-                    nearest = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
-                    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-                    known = ", ".join(parameters) or "nothing"
+                    hint, known = did_you_mean(name, parameters), ", ".join(parameters) or "nothing"
                     raise TypeError(f"{cls.__name__} has no option {name!r}; {hint}It takes: {known}.")
         return super().__call__(*args, **options)
 

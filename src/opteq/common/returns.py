@@ -25,7 +25,7 @@ _tried: WeakKeyDictionary[nn.Module, set[tuple[bool, bool]]] = WeakKeyDictionary
 
 def check_start(start: S, x: Any, who: str) -> S:
     """The start of a state if it is what it should be: a tensor, or a tuple of them, batch first."""
-    checked: Any = _check_tensors(start, (x[0] if isinstance(x, tuple) else x).shape[0], f"{who}.start(x)")
+    checked: Any = _check_tensors(start, blocks(x)[0].shape[0], f"{who}.start(x)")
     for part in blocks(checked):
         if not part.is_floating_point():
             advice = "; write a complex state as torch.view_as_real of it" if part.is_complex() else ""
@@ -35,7 +35,7 @@ def check_start(start: S, x: Any, who: str) -> S:
 
 def check_layer_features(features: S, y: Any, who: str) -> S:
     """The features at a state if they are what they should be: a tensor, or a tuple of them, batch first."""
-    return _check_tensors(features, (y[0] if isinstance(y, tuple) else y).shape[0], f"{who}.features(y)")
+    return _check_tensors(features, blocks(y)[0].shape[0], f"{who}.features(y)")
 
 
 def _check_tensors(value: S, batch: int, who: str) -> S:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -55,6 +56,13 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
+def check_choice(name: str, value: str, known: Sequence[str]) -> str:
+    """``value`` if it is one of the ``known`` ones."""
+    if value not in known:
+        raise ValueError(f"{name} should be one of {', '.join(known)}; got {value!r}")
+    return value
+
+
 def check_kind(name: str, value: Any, kind: type, wanted: str) -> Any:
     """``value`` if it is a ``kind``, or a ``wanted`` one; the error for a class proposes an object of it."""
     if not isinstance(value, kind):
@@ -87,25 +95,18 @@ def check_invertible(name: str, value: object) -> Tensor:
     return matrix
 
 
-def positive(options: object, field: str) -> None:
-    """:func:`check_positive` of a field."""
-    check_positive(_named(options, field), getattr(options, field))
+def _of_field(check: Callable[..., Any]) -> Callable[..., None]:
+    """A check of a value, as the same check of a field: ``(options, field, *limits)``."""
+
+    def check_field(options: object, field: str, *limits: Any, **named: Any) -> None:
+        check(f"{type(options).__name__}.{field}", getattr(options, field), *limits, **named)
+
+    return check_field
 
 
-def not_negative(options: object, field: str) -> None:
-    """:func:`check_not_negative` of a field."""
-    check_not_negative(_named(options, field), getattr(options, field))
-
-
-def share(options: object, field: str) -> None:
-    """:func:`check_share` of a field."""
-    check_share(_named(options, field), getattr(options, field))
-
-
-def whole(options: object, field: str, least: int = 1) -> None:
-    """:func:`check_whole` of a field."""
-    check_whole(_named(options, field), getattr(options, field), least)
-
-
-def _named(options: object, field: str) -> str:
-    return f"{type(options).__name__}.{field}"
+positive = _of_field(check_positive)
+not_negative = _of_field(check_not_negative)
+share = _of_field(check_share)
+whole = _of_field(check_whole)
+flag = _of_field(check_flag)
+choice = _of_field(check_choice)

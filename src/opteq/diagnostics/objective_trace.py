@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opteq.gradients.base import Formulation
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solvers import Solver
 from opteq.solvers.loop import Loop
@@ -25,7 +25,8 @@ def trace_terms(hidden: BoundMap, solver: Solver, start: State | None) -> dict[s
         raise TypeError(f"trace_objective needs a problem with an objective; {type(hidden).__name__} has none")
     if solver.works_on_features:
         raise TypeError(f"trace_objective needs a solver that works on the state; {type(solver).__name__} does not")
-    solve = solver.open(Formulation(hidden, None).task(start))
+    task = hidden.state_form().task
+    solve = solver.open(task if start is None else replace(task, start=start))
     loop, layout = solve.iteration, solve.layout
     assert isinstance(loop, Loop)
     process: Any = loop.process  # that of a fixed-point solver, which stands at a point

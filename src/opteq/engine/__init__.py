@@ -1,9 +1,9 @@
 """Fast implementations, behind one interface.
 
 The library can compute everything without this package. At three places it calls it for a faster implementation: to
-solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`attach`), and to compute the bounded
-weights of a module (:func:`bounded_weights`). None means that there is no fast path, and the plain path runs. Nothing
-else in the library imports from here, as a test checks.
+solve a bound problem (:func:`solve`), to make its solution differentiable (:func:`differentiate`), and to compute the
+bounded weights of a module (:func:`bounded_weights`). None means that there is no fast path, and the plain path runs.
+Nothing else in the library imports from here, as a test checks.
 
 There are two backends, modules with the first two of these functions. Both flatten a problem into its tensors and
 its structure. :mod:`opteq.engine.cuda_graphs` captures solves and backward passes of any problem, built-in or
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _counting = Lock()
 
-__all__ = ["attach", "bounded_weights", "forget", "off", "report", "settings", "solve"]
+__all__ = ["bounded_weights", "differentiate", "forget", "off", "report", "settings", "solve", "trace_at_once"]
 
 
 @contextmanager
@@ -56,13 +56,26 @@ def off() -> Iterator[None]:
             settings.offs -= 1
 
 
+@contextmanager
+def trace_at_once() -> Iterator[None]:
+    """Trace a user's objective on a CPU at its first call; else few calls are not worth it, and run plainly.
+
+    Traced functions round otherwise than plain ones: inside, a program that is resumed repeats its numbers.
+    """
+    before, settings.calls_before_tracing = settings.calls_before_tracing, 0
+    try:
+        yield
+    finally:
+        settings.calls_before_tracing = before
+
+
 def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: bool = False) -> Outcome | None:
     """The equilibrium of a bound problem, without autograd; None where the plain path should solve it."""
     answers = (backend.solve(hidden, solver, start, same_steps) for backend in _backends())
     return next((answer for answer in answers if answer is not None), None)
 
 
-def attach(
+def differentiate(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state``, and its features in ``outcome``, with the implicit gradient attached; None for the plain path.
@@ -74,7 +87,7 @@ def attach(
         linear: the linear solver of the backward pass.
         record: called with the report of the backward pass.
     """
-    answers = (backend.attach(hidden, state, outcome, linear, record) for backend in _backends())
+    answers = (backend.differentiate(hidden, state, outcome, linear, record) for backend in _backends())
     return next((answer for answer in answers if answer is not None), None)
 
 

@@ -22,7 +22,8 @@ from opteq.engine.flatten import Flattened
 from opteq.engine.inductor import CompiledGraph
 from opteq.engine.trace import Function, Traced, dependents, extract, in_layout
 from opteq.problems.base import HiddenProblem
-from opteq.problems.hidden import FeatureForm, Reduction, SymmetricLinearisation
+from opteq.problems.hidden import BoundMap, Formulation, Reduction, SymmetricLinearisation
+from opteq.solvers.base import FixedPointTask
 from opteq.states import State
 
 _ANALYTIC = {
@@ -69,10 +70,11 @@ class Bottleneck:
         if traced.compiled:
             self._graphs[1:] = map(CompiledGraph, (into, out))
 
-    def formulate(self, start: State, fixed: Sequence[Tensor]) -> FeatureForm:
-        """A step in the variable at the bottleneck."""
+    def formulate(self, hidden: BoundMap, start: State, fixed: Sequence[Tensor]) -> Formulation:
+        """A problem for the variable at the bottleneck of its step."""
         into, out = self._bind(self._graphs, fixed)
-        return FeatureForm(lambda h: into(out(h)), into(start), out, into)
+        task = FixedPointTask(lambda h: into(out(h)), into(start), damping=hidden.damping, coupled=hidden.coupled)
+        return Formulation(task, out, into)
 
     def reduce(self, local: SymmetricLinearisation, fixed: Sequence[Tensor]) -> Reduction:
         """The adjoint system of a step with this curvature, in the variable at the bottleneck."""

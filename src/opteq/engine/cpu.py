@@ -16,9 +16,8 @@ from opteq.engine.log import note
 from opteq.engine.settings import settings
 from opteq.engine.traced import Traces, is_written, traces_of, with_traced_functions, with_traced_step
 from opteq.engine.values_read import NotFlattenableError
-from opteq.gradients.adjoint import AdjointSystem
 from opteq.gradients.base import find
-from opteq.gradients.implicit import attach_system
+from opteq.gradients.implicit import AdjointSystem, attach_system
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.solution import Report
 from opteq.solvers import Outcome, Solver
@@ -32,7 +31,7 @@ def solve(hidden: BoundMap, solver: Solver, start: State | None, same_steps: boo
     return None if found is None else find(with_traced_functions(*found), solver, start, same_steps)
 
 
-def attach(
+def differentiate(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state`` with the implicit gradient, by traced products."""

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from opteq.engine.flatten import Flattened
-from opteq.problems.hidden import BoundMap, FeatureForm, Hidden, Linearisation, SymmetricLinearisation
+from opteq.problems.hidden import BoundMap, Formulation, Hidden, Linearisation, SymmetricLinearisation
 from opteq.problems.written import BoundModule
 from opteq.states import Autocast, State, blocks, like
 
@@ -202,12 +202,12 @@ class _Functions:
             lambda v: self.flat.with_tensors(self.fixed).linearise(y).product(v), self.at("adjoint", y)
         )
 
-    def compact_form(self) -> FeatureForm | None:
+    def compact_form(self) -> Formulation | None:
         """The problem in the variable of a bottleneck, where its steps contract."""
         if not self.contracts:
             return None
         narrow = self.traces.bottleneck("step", self.of_tensors("step"), self.fixed, self.start)
-        return narrow.formulate(self.start, self.fixed) if narrow and narrow.homogeneous else None
+        return narrow.formulate(self.hidden, self.start, self.fixed) if narrow and narrow.homogeneous else None
 
     def at(self, name: str, y: State) -> Callable[[State], State]:
         """A function of a vector, and of the state ``y``."""

@@ -1,4 +1,4 @@
-"""The exact gradient, by the implicit function theorem."""
+"""The exact gradient, by the implicit function theorem: solve ``(I - J') v = g``, then differentiate a step with v."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from torch import Tensor
 
 from opteq import engine
 from opteq.common.validate import positive, whole
-from opteq.gradients.adjoint import AdjointSystem
-from opteq.gradients.attach import Gradients, attach, filled, refuse_batched_gradients
-from opteq.gradients.base import Gradient, Record, find_no_grad, wants_gradient
-from opteq.problems.hidden import BoundMap, Structure, SymmetricLinearisation
+from opteq.gradients.base import (
+    Gradient,
+    Gradients,
+    Record,
+    attach,
+    filled,
+    find_no_grad,
+    refuse_batched_gradients,
+    wants_gradient,
+)
+from opteq.problems.hidden import BoundMap, Linearisation, Product, Structure, SymmetricLinearisation
+from opteq.solution import Report
 from opteq.solvers import Outcome, Solver
 from opteq.solvers.linear import CG, GMRES, MINRES, LinearSolver
-from opteq.states import Layout, State, blocks, like, map_state
+from opteq.states import Autocast, Layout, State, blocks, like, map_state, nan_samples
 
 _BY_STRUCTURE: dict[Structure, type[LinearSolver]] = {
     Structure.POSITIVE: CG,
@@ -59,7 +67,7 @@ class Implicit(Gradient):
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         state, outcome = find_no_grad(hidden, solver, start)
         linear = self._linear(hidden, state)
-        attached = engine.attach(hidden, state, outcome, linear, record)
+        attached = engine.differentiate(hidden, state, outcome, linear, record)
         if attached is not None:
             return attached
         return attach_system(hidden, state, outcome, partial(AdjointSystem, hidden, state, linear), record)
@@ -104,3 +112,90 @@ def attach_system(
     if direct:
         outcome = replace(outcome, features=like(features, both[count:]))
     return like(state, both[:count]), outcome
+
+
+class AdjointSystem:
+    """``(I - J') v = g``, with products in the precision of the forward pass.
+
+    The problem is linearised at once: by the time of the backward pass a user's module may hold other weights
+    (``torch.func.functional_call`` puts them in for the forward pass only).
+    ``inside`` is the pre-activation at the state, where it is known.
+    """
+
+    def __init__(self, hidden: BoundMap, state: State, linear: LinearSolver, inside: State | None = None) -> None:
+        self.linear = linear
+        self.layout = Layout.of(state, hidden.coupled)
+        self.autocast = Autocast.current(self.layout.device)
+        self.eps = rounding(self.layout, self.autocast)
+        with torch.no_grad():
+            self.local = hidden.linearise(state, inside)
+        check_symmetry(self.local, linear)
+
+    def solve(self, gradient: State | None, at_features: State | None = None) -> tuple[State, Report]:
+        """The adjoint vector v, NaN for samples whose gradient is not finite, and how its system was solved.
+
+        Both gradients are as in :func:`symmetrised`.
+        """
+        with self.autocast.off(), torch.no_grad():
+            product, rhs, recover = symmetrised(self.local, gradient, at_features, self._in, self.layout.coupled)
+            layout = Layout.of(rhs, self.layout.coupled)
+            solve = self.linear.open_states(lambda v: self._in(product, v), rhs, layout, self.eps)
+            finish = solve.run().per_sample(layout)
+            vector = recover(layout.restore(finish.point))
+        report = Report(
+            method=f"adjoint by {type(self.linear).__name__}",
+            residual=finish.residual,
+            steps=finish.steps,
+            codes=finish.codes,
+            tol=max(self.linear.tol, self.eps),
+            history=finish.trace,
+        )
+        return vector, report
+
+    def _in(self, product: Product, v: State) -> State:
+        with self.autocast.entered():
+            return product(v)
+
+
+def symmetrised(
+    local: Linearisation | SymmetricLinearisation, gradient: State | None, at_features: State | None,
+    apply: Callable[[Product, State], State], coupled: bool,
+) -> tuple[Product, State, Product]:  # fmt: skip
+    """The adjoint system ``(I - S) u = r`` in its symmetric or smaller form, where there is one: S, r, and v of u.
+
+    Given are the gradients of the state and of features that a reduction knows; None where one is zero. ``apply``
+    applies a product in the precision of the forward pass; ``coupled`` where samples depend on each other.
+    """
+    gradient, at_features = (None if one is None else nan_samples(one, coupled) for one in (gradient, at_features))
+    if isinstance(local, Linearisation):
+        assert gradient is not None
+        return local.adjoint, gradient, lambda v: v
+    system = local.system
+    parts = [] if gradient is None else [apply(system.restrict, gradient)]
+    if at_features is not None:
+        parts.append(at_features)
+    rhs = parts[0] if len(parts) == 1 else map_state(torch.add, *parts)
+
+    def recover(u: State) -> State:
+        # A solver gives up where the right-hand side is NaN: the answer has to be NaN there as well.
+        v = apply(system.expand, map_state(partial(torch.add, alpha=0), u, rhs) if gradient is None else u)
+        return v if gradient is None else map_state(torch.add, gradient, v)
+
+    return system.product, rhs, recover
+
+
+def rounding(layout: Layout, autocast: Autocast) -> float:
+    """The rounding of products with states of ``layout``."""
+    lowest = [*layout.dtypes]
+    if autocast.enabled and autocast.dtype:
+        lowest.append(autocast.dtype)
+    return max(torch.finfo(dtype).eps for dtype in lowest)
+
+
+def check_symmetry(local: Linearisation | SymmetricLinearisation, linear: LinearSolver) -> None:
+    """Raise where ``linear`` needs a symmetric system and the problem has none."""
+    if isinstance(local, Linearisation) and isinstance(linear, CG | MINRES):
+        raise ValueError(
+            f"{type(linear).__name__} needs a symmetric system, and this problem's Jacobian is not symmetric; "
+            "use Implicit(linear=GMRES()) or leave the choice to Implicit()"
+        )

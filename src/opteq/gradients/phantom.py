@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opteq.common.validate import share, whole
-from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
+from opteq.gradients.base import Gradient, Record, attach_approximate, find_no_grad
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State, map_state
@@ -55,7 +54,4 @@ def _with_steps(
     for _ in range(steps):
         image = hidden.step(reached)
         reached = image if damping == 1 else map_state(lambda a, b: a + damping * (b - a), reached, image)
-    if not wants_gradient(reached):
-        return state, outcome
-    report = approximate(name, state, steps)
-    return attach(state, reached, notice=lambda: record(report)), outcome
+    return attach_approximate(state, reached, record, name, steps), outcome

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from opteq.common.validate import positive
-from opteq.gradients.attach import Gradients, attach, filled
-from opteq.gradients.base import Gradient, Record, approximate, find_no_grad, wants_gradient
+from opteq.gradients.base import Gradient, Gradients, Record, attach_approximate, filled, find_no_grad
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import Autocast, Layout, State, blocks, nan_samples, row_norms
@@ -35,23 +34,20 @@ class Shine(Gradient):
 
     def run(self, hidden: BoundMap, solver: Solver, start: State | None, record: Record) -> tuple[State, Outcome]:
         state, outcome = find_no_grad(hidden, solver, start, keep_inverse=True)
-        carrier = hidden.step(state)
-        if not wants_gradient(carrier):
-            return state, outcome
         inverse = outcome.inverse_adjoint
-        report = approximate(f"the inverse estimate of {type(solver).__name__}", state, 0)
-        if inverse is None:
-            return attach(state, carrier, notice=lambda: record(report)), outcome
         layout = Layout.of(state, hidden.coupled or solver.couples_batch)
-        autocast = Autocast.current(blocks(state)[0].device)
+        autocast = Autocast.current(layout.device)
 
         def adjoint(gradients: Gradients) -> Gradients:
             gradient = filled(gradients, state)
             assert gradient is not None
+            assert inverse is not None
             rows = layout.pack(nan_samples(gradient, layout.coupled))
             with autocast.off():
                 estimate = inverse(rows)
                 believed = row_norms(estimate) <= self.limit * row_norms(rows)  # false for NaN, which both are
             return blocks(layout.unpack(torch.where(believed[:, None], estimate, rows)))
 
-        return attach(state, carrier, adjoint, notice=lambda: record(report)), outcome
+        method = f"the inverse estimate of {type(solver).__name__}"
+        chosen = None if inverse is None else adjoint
+        return attach_approximate(state, hidden.step(state), record, method, 0, chosen), outcome

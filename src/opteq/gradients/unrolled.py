@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from opteq.common.validate import whole
-from opteq.gradients.attach import attach
-from opteq.gradients.base import Gradient, Record, approximate, find, find_no_grad, wants_gradient
+from opteq.gradients.base import Gradient, Record, attach_approximate, find, find_no_grad
 from opteq.problems.hidden import BoundMap
 from opteq.solvers import Outcome, Solver
 from opteq.states import State
@@ -41,7 +40,5 @@ class Unrolled(Gradient):
         quiet = replace(
             outcome, residual=outcome.residual.detach(), history=outcome.trace.detach(), inverse_adjoint=None
         )
-        if not wants_gradient(outcome.state):
-            return outcome.state, quiet
-        report = approximate(f"{self.steps} unrolled steps of {type(solver).__name__}", outcome.state, self.steps)
-        return attach(outcome.state, outcome.state, notice=lambda: record(report)), quiet
+        method = f"{self.steps} unrolled steps of {type(solver).__name__}"
+        return attach_approximate(outcome.state, outcome.state, record, method, self.steps), quiet

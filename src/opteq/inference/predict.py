@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opteq import models
-from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
 from opteq.common.files import check_readable
 from opteq.data.readers.folder import ENDINGS, visible
+from opteq.inference.devices import resolve_device
 from opteq.models import Classifier, Segmenter
 from opteq.models.prediction import Prediction
 

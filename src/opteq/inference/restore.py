@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from opteq import operators as op
-from opteq.common.devices import resolve_device
 from opteq.common.errors import UserError
 from opteq.common.files import draft, plain_errors, write_atomically
 from opteq.data.readers.decode import open_image
+from opteq.inference.devices import resolve_device
 from opteq.inference.predict import check_finished
 from opteq.models.denoiser import Denoiser
 from opteq.models.restoration import Restoration

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opteq.common.validate import check_positive, check_tensor, check_whole
+from opteq.common.validate import check_choice, check_positive, check_tensor, check_whole
 from opteq.operators.base import LinearMap, Operator, wrong_shape
 from opteq.operators.spectral.bound import normalise
 from opteq.operators.spectral.norms import kernel_norm
@@ -77,9 +77,7 @@ class Blur(Operator):
         kernel = check_tensor("Blur.kernel", kernel) if isinstance(kernel, Tensor) else gaussian_kernel(kernel)
         if kernel.ndim != 2 or any(size % 2 == 0 for size in kernel.shape):
             raise ValueError(f"Blur.kernel should be a matrix with odd sizes; got shape {tuple(kernel.shape)}")
-        if boundary not in _BOUNDARIES:
-            raise ValueError(f"Blur.boundary should be one of {', '.join(_BOUNDARIES)}; got {boundary!r}")
-        self.boundary = boundary
+        self.boundary = check_choice("Blur.boundary", boundary, _BOUNDARIES)
         self.keeps_shape = boundary != "valid"
         self.register_buffer("kernel", kernel.detach().clone())
 

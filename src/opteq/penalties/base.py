@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ class ElementwisePenalty(Penalty):
     def _outside(self, y: Tensor) -> Tensor | None:
         """Where y is outside the domain of f; None where f is finite everywhere. A NaN is not outside."""
         low, high = self.domain
-        if math.isinf(low) and math.isinf(high):
-            return None
         # The ends as rounded in y's own dtype, for that is what sigma(-inf) gives: -0.8 is -0.80078 in bfloat16.
-        return (y < torch.full_like(y, low)) | (y > torch.full_like(y, high))
+        sides = [] if math.isinf(low) else [y < y.new_full((), low)]
+        sides += [] if math.isinf(high) else [y > y.new_full((), high)]
+        return reduce(torch.logical_or, sides) if sides else None

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opteq.common import validate as _validate
-from opteq.penalties.base import ElementwisePenalty, Linearised
-from opteq.states import sample_rows, working_dtype
+from opteq.penalties.base import ElementwisePenalty
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,6 @@ class ReLU(ElementwisePenalty):
 
     def derivative(self, t: Tensor) -> Tensor:
         return (t > 0).to(t.dtype)
-
-    def total(self, y: Tensor) -> Tensor:
-        if type(self) is not ReLU or not y.numel():
-            return super().total(y)
-        smallest = sample_rows(y).amin(dim=1).to(working_dtype(y.dtype))
-        return torch.where(smallest < 0, math.inf, 0 * smallest.clamp(max=0))  # NaN stays
-
-    def linearise(self, t: Tensor) -> Linearised:
-        if type(self) is not ReLU:  # whose slope may be another one
-            return super().linearise(t)
-        slope = self.derivative(t)  # its own square root
-
-        def scale(v: Tensor) -> Tensor:
-            return slope * v
-
-        return Linearised(scale, scale, scale)
 
     def _antiderivative(self, t: Tensor) -> Tensor:
         return F.relu(t).square() / 2

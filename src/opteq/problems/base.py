@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from opteq.common.registration import HoldsOptions
 from opteq.operators import Operator, module_norm
 from opteq.operators.base import is_observer_hook
 from opteq.penalties import Penalty
-from opteq.problems.certificate import Certificate, existence, for_finite_weights, unknown
+from opteq.problems.certificate import Certificate, SmoothPart, existence, for_finite_weights, unknown
 from opteq.problems.hidden import BoundMap
 from opteq.problems.written import WrittenHidden
 from opteq.solvers.base import Solver
@@ -55,6 +56,10 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
 
     def default_gradient_steps(self) -> int | None:
         """Most products of the adjoint solve of a layer without the option ``gradient``; None for the usual number."""
+        return None
+
+    def smooth_part(self, norm: Callable[[Operator], float]) -> SmoothPart | None:  # noqa: ARG002
+        """What follows for g from bounds on norms of operators, which ``norm`` gives; None where nothing does."""
         return None
 
     def certificate(self) -> Certificate:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,22 @@ from opteq.common.symbols import symbols_in
 
 M = TypeVar("M", bound=nn.Module)
 FIELDS = ("exists", "unique", "contraction", "lipschitz")
+
+
+@dataclass(frozen=True)
+class SmoothPart:
+    """What norms of operators tell of the smooth part g of a problem, and of what is around it.
+
+    Attributes:
+        low, high: the Hessian of g lies in ``[low, high]``.
+        features: the norm of the map from the state to the features.
+        injection: the module from the input to the state, or branches with one each.
+    """
+
+    low: float
+    high: float
+    features: float
+    injection: Any
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
+from opteq.solvers.base import FixedPointTask
 from opteq.states import State, blocks, inner, like, map_state, sample_rows
 
 Product = Callable[[State], State]
@@ -93,17 +94,23 @@ class SymmetricLinearisation:
         return self.factor_adjoint(self.negative_hessian(self.factor(w)))
 
 
-@dataclass(frozen=True)
-class FeatureForm:
-    """The same fixed-point problem written for another variable than the state, the features for instance.
+def _itself(y: State) -> State:
+    return y
 
-    ``state`` gives the state of a variable, ``of_state`` the variable of a state.
+
+@dataclass(frozen=True)
+class Formulation:
+    """The fixed-point problem for a variable that determines the state: the state itself, or the features for instance.
+
+    Attributes:
+        task: in that variable, from the problem's own start.
+        state: gives the state of a variable.
+        of_state: gives the variable of a state.
     """
 
-    step: Callable[[State], State]
-    start: State
-    state: Callable[[State], State]
-    of_state: Callable[[State], State]
+    task: FixedPointTask
+    state: Product = _itself
+    of_state: Product = _itself
 
 
 class BoundMap(ABC):
@@ -192,18 +199,23 @@ class BoundMap(ABC):
         """
         return codes
 
-    def feature_form(self) -> FeatureForm:
-        """The problem written for the features, for solvers that work there."""
+    def state_form(self) -> Formulation:
+        """The problem for the state itself, with what guards methods that extrapolate."""
+        merit = self.step_and_merit if self.has_merit and not self.contracts else None
+        return Formulation(FixedPointTask(self.step, self.start(), merit, self.project, self.damping, self.coupled))
+
+    def feature_form(self) -> Formulation:
+        """The problem for the features, for solvers that work there."""
         start = self.start()
         if self.features(start) is not start:
             name = type(self).__name__.removeprefix("Bound")
             raise ValueError(
                 f"a solver that works on features can't solve {name}, whose features do not determine its state"
             )
-        return FeatureForm(self.step, start, lambda z: z, lambda y: y)
+        return Formulation(FixedPointTask(self.step, start, damping=self.damping, coupled=self.coupled))
 
-    def compact_form(self) -> FeatureForm | None:
-        """The problem written for a variable with no more entries than the state, with the same equilibria."""
+    def compact_form(self) -> Formulation | None:
+        """The problem for a variable with no more entries than the state, with the same equilibria."""
         return None
 
 

@@ -14,11 +14,12 @@ from opteq.common.validate import check_positive
 from opteq.operators import LinearMap, Operator
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_injection, check_operator, check_unhooked, inject
-from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import FeatureForm, Hidden, Reduction, Structure, SymmetricLinearisation
+from opteq.problems.certificate import Certificate, SmoothPart, for_finite_weights
+from opteq.problems.hidden import Formulation, Hidden, Reduction, Structure, SymmetricLinearisation
 from opteq.problems.opteq_certificate import certify, check_prior
 from opteq.regularizers import Regularizer
 from opteq.solvers import Anderson
+from opteq.solvers.base import FixedPointTask
 from opteq.states import State, inner, single, sum_over_sample
 
 
@@ -75,6 +76,12 @@ class OptEq(Problem):
             return False
         bound = self.W.bound
         return bound is not None and self.penalty.lipschitz * bound**2 < self.mu
+
+    def smooth_part(self, norm: Callable[[Operator], float]) -> SmoothPart | None:
+        if self.regularizer is not None:
+            return None
+        size = norm(self.W)
+        return SmoothPart(-(size**2) / self.mu, 0.0, size / self.mu, self.U)
 
     @for_finite_weights
     def certificate(self) -> Certificate:
@@ -225,17 +232,18 @@ class BoundOptEq(Hidden):
 
         return replace(local, reduction=Reduction(restrict, expand, of_features=True))
 
-    def feature_form(self) -> FeatureForm:
+    def feature_form(self) -> Formulation:
         """``z <- W' sigma(W z + c) / mu``, begun at zero features."""
         if self.regularizer is not None:
             raise ValueError("a solver that works on features needs OptEq without a regulariser of its own")
         return self._form_from(torch.zeros_like(self.features(self.start())))
 
-    def _form_from(self, start: Tensor) -> FeatureForm:
+    def _form_from(self, start: Tensor) -> Formulation:
         block = self.block
-        return FeatureForm(lambda z: block(single(z)), start, lambda z: block.activation(single(z)), self.features)
+        task = FixedPointTask(lambda z: block(single(z)), start, damping=self.damping, coupled=self.coupled)
+        return Formulation(task, lambda z: block.activation(single(z)), self.features)
 
-    def compact_form(self) -> FeatureForm | None:
+    def compact_form(self) -> Formulation | None:
         """The problem in its features, where these have no more entries than the state.
 
         It begins with the step from zero, and its state is half a step further. Only where a step contracts:

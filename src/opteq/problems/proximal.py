@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opteq.common.derivatives import gradient, pullback
 from opteq.penalties.scaled import ScaledPenalty
-from opteq.problems.hidden import Hidden, Structure, SymmetricLinearisation
+from opteq.problems.hidden import Hidden, Structure
 from opteq.states import State, inner, map_state, per_row
 
 
@@ -80,12 +80,6 @@ class ProximalGradient(Hidden):
     def hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> H v`` with H the Hessian of F at y."""
         return pullback(self.gradient, y)[1]  # H is symmetric, so its transpose will do
-
-    def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
-        """``J = D (I - t H)``; without a penalty the adjoint system is ``t H v = g``."""
-        if not self.penalised:
-            return SymmetricLinearisation(self.negative_hessian_at(y), lambda w: w, lambda v: v, lambda v: v)
-        return super().linearise(y, inside)
 
     def step_and_merit(self, y: State) -> tuple[State, Tensor]:
         values, slope = self.value_and_gradient(y)

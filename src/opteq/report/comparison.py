@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from opteq.common.errors import UserError
 from opteq.common.files import plain_errors, write_atomically
+from opteq.common.nested import flattened
 from opteq.report.charts.curves import Chart, Series, line_chart
 from opteq.report.frame import html_page
 from opteq.report.html.markup import Html, join, scroller, tag
@@ -94,7 +94,7 @@ def _percent_tick(value: float) -> str:
 
 
 def _differences(runs: dict[str, Run]) -> Html:
-    flat = [_flattened(run.recipe) for run in runs.values()]
+    flat = [flattened(run.recipe) for run in runs.values()]
     keys = sorted({key for one in flat for key in one})
     missing = object()
     rows = [
@@ -113,13 +113,3 @@ def _table(runs: dict[str, Run], rows: Sequence[tuple[str, list[str]]]) -> Html:
     body = [tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells)) for name, cells in rows]
     table = tag("table", tag("thead", head), tag("tbody", *body), class_="numbers")
     return scroller(table, "Table")
-
-
-def _flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            flat |= _flattened(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

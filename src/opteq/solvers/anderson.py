@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq.common.validate import whole
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.loop import Method, Task
+from opteq.solvers.loop import Method, RowTask
 from opteq.states import choose_rows, is_tracked, row_norms, widest_dtype, zeros_per_row
 
 
@@ -38,7 +38,7 @@ class Anderson(DampedSolver):
         super().__post_init__()
         whole(self, "memory")
 
-    def _method(self, task: Task) -> Method:
+    def _method(self, task: RowTask) -> Method:
         return _AndersonMixing(task.start, self.memory, self._damping(task), ridge(task.start.dtype, task.eps))
 
 

@@ -18,11 +18,11 @@ from opteq.solvers.loop import (
     Loop,
     Method,
     Process,
+    RowTask,
     Rule,
-    Task,
     iterate,
 )
-from opteq.solvers.status import Status
+from opteq.solvers.status import FINE, Status
 from opteq.states import Autocast, Layout, State, blocks
 
 Step = Callable[[State], State]
@@ -109,8 +109,7 @@ class Report:
 
     def failures(self) -> Tensor:
         """Which samples failed, ``(B,)``."""
-        fine = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
-        return torch.stack([self.codes != int(status) for status in fine]).all(dim=0)
+        return torch.stack([self.codes != int(status) for status in FINE]).all(dim=0)
 
     def describe_failures(self, what: str) -> str:
         """One message about all samples that failed: how many, how far off, and what to try."""
@@ -224,7 +223,7 @@ class Solver(metaclass=NamedOptions):
                 damping = damping.to(layout.dtype)[:, None]
                 if layout.coupled:  # solved as one: the least of all samples
                     damping = damping.amin(dim=0, keepdim=True)
-            rows = Task(evaluate.rows, admissible, first, (packed, merit), layout, damping, evaluate.eps)
+            rows = RowTask(evaluate.rows, admissible, first, (packed, merit), layout, damping, evaluate.eps)
             method, process = self._process(rows)
             rule = self.rule(layout.device, evaluate.eps)
         return Solve(Loop(process, rule), layout, rule.tol, caller, method)
@@ -241,12 +240,12 @@ class Solver(metaclass=NamedOptions):
         """Whether the solver itself ties samples together."""
         return False
 
-    def _process(self, task: Task) -> tuple[Method | None, Process]:
+    def _process(self, task: RowTask) -> tuple[Method | None, Process]:
         method = self._method(task)
         rule = self.rule(task.layout.device, task.eps)
         return method, GuardedIteration(task, method, self.floor, None if rule.to_the_end else rule.tol)
 
-    def _method(self, task: Task) -> Method:
+    def _method(self, task: RowTask) -> Method:
         """A fresh method for one solve."""
         raise NotImplementedError(f"{type(self).__name__} should define _method or _process")
 
@@ -262,7 +261,7 @@ class DampedSolver(Solver):
         if self.damping is not None:
             share(self, "damping")
 
-    def _damping(self, task: Task) -> float | Tensor:
+    def _damping(self, task: RowTask) -> float | Tensor:
         return task.damping if self.damping is None else self.damping
 
 
@@ -305,17 +304,17 @@ class Solve:
     def outcome(self, finish: Finish | None = None) -> Outcome:
         """Where the solve stands, as an answer; or stood, at a ``finish`` of its iteration."""
         layout = self.layout
-        finish = self.iteration.finish() if finish is None else finish
+        finish = (self.iteration.finish() if finish is None else finish).per_sample(layout)
         codes = finish.codes
         if self.tol == 0:  # a fixed number of steps was asked for, and taken: also where they end at a fixed point
             taken = (codes == int(Status.MAX_STEPS)) | (codes == int(Status.CONVERGED))
             codes = torch.where(taken, int(Status.FIXED_STEPS), codes)
         return Outcome(
             state=layout.restore(finish.point),
-            residual=layout.per_sample(finish.residual),
-            steps=layout.per_sample(finish.steps),
-            codes=layout.per_sample(codes),
-            history=finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace,
+            residual=finish.residual,
+            steps=finish.steps,
+            codes=codes,
+            history=finish.trace,
             tol=self.tol,
             inverse_adjoint=None if self.method is None else self.method.inverse_adjoint,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.common.validate import whole
 from opteq.solvers.anderson import History, MemoryMethod, with_column
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.loop import Method, Task
+from opteq.solvers.loop import Method, RowTask
 from opteq.states import row_norms
 
 
@@ -39,7 +39,7 @@ class Broyden(DampedSolver):
         super().__post_init__()
         whole(self, "memory")
 
-    def _method(self, task: Task) -> Method:
+    def _method(self, task: RowTask) -> Method:
         return _BroydenUpdates(task.start, self.memory, self._damping(task))
 
 

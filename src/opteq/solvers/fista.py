@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from opteq.common.override import overridable
+from opteq.common.validate import choice
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.loop import Method, Process, Task, relative
+from opteq.solvers.loop import Method, Process, RowTask, relative
 from opteq.solvers.status import Status
 from opteq.states import choose_rows, per_row, row_norms
 
@@ -53,10 +54,9 @@ class FISTA(DampedSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.measure not in _MEASURES:
-            raise ValueError(f"FISTA.measure should be one of {', '.join(_MEASURES)}; got {self.measure!r}")
+        choice(self, "measure", _MEASURES)
 
-    def _process(self, task: Task) -> tuple[Method | None, Process]:
+    def _process(self, task: RowTask) -> tuple[Method | None, Process]:
         return None, AcceleratedIteration(task, self._damping(task), self.floor, self.measure == "error")
 
 
@@ -91,7 +91,7 @@ class Point(NamedTuple):
 class AcceleratedIteration:
     """A :class:`~opteq.solvers.loop.Process` of accelerated steps."""
 
-    def __init__(self, task: Task, damping: float | Tensor, floor: float, error: bool) -> None:
+    def __init__(self, task: RowTask, damping: float | Tensor, floor: float, error: bool) -> None:
         self.evaluate = task.evaluate
         self.admissible = task.admissible
         self.floor, self.eps, self.error = floor, max(task.eps, torch.finfo(task.start.dtype).eps), error

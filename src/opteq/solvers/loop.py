@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -22,8 +22,8 @@ Map = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Task:
-    """A fixed-point problem as solvers see it: matrices with one row per sample.
+class RowTask:
+    """A fixed-point task on matrices with one row per sample, evaluated at its start: what the methods of solvers get.
 
     Attributes:
         evaluate: the map.
@@ -126,6 +126,11 @@ class Finish:
     codes: Tensor
     trace: Tensor
 
+    def per_sample(self, layout: Layout) -> Finish:
+        """The same with a value per sample: coupled samples share those of their row."""
+        each = {name: layout.per_sample(getattr(self, name)) for name in ("residual", "steps", "codes")}
+        return replace(self, **each, trace=self.trace.expand(-1, layout.batch) if layout.coupled else self.trace)
+
 
 class Iteration(Protocol):
     """A solve in progress. None of its methods synchronises with the device."""
@@ -219,7 +224,7 @@ class GuardedIteration:
     of the merit, it is taken back and the next ones are shorter, for methods that can do that.
     """
 
-    def __init__(self, task: Task, method: Method, floor: float, tol: float | None) -> None:
+    def __init__(self, task: RowTask, method: Method, floor: float, tol: float | None) -> None:
         self.evaluate = task.evaluate
         self.admissible = task.admissible
         self.point = task.start

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.base import DampedSolver
-from opteq.solvers.loop import Method, Task
+from opteq.solvers.loop import Method, RowTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Picard(DampedSolver):
 
     takes_every_step: ClassVar[bool] = True
 
-    def _method(self, task: Task) -> Method:
+    def _method(self, task: RowTask) -> Method:
         return _PlainStep(self._damping(task))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opteq.common.validate import positive, share, whole
 from opteq.solvers.base import Solver
-from opteq.solvers.loop import Method, Process, Rule, Task, relative
+from opteq.solvers.loop import Method, Process, RowTask, Rule, relative
 from opteq.solvers.status import Status
 from opteq.states import map_state, row_norms
 
@@ -114,14 +114,14 @@ class SAM(Solver):
         """Every step is taken."""
         return replace(super().rule(device, eps), to_the_end=True)
 
-    def _process(self, task: Task) -> tuple[Method | None, Process]:
+    def _process(self, task: RowTask) -> tuple[Method | None, Process]:
         return None, _Averaging(self, task)
 
 
 class _Averaging:
     """The process of SAM: no memory but the step number."""
 
-    def __init__(self, options: SAM, task: Task) -> None:
+    def __init__(self, options: SAM, task: RowTask) -> None:
         self.options = options
         self.gamma, self.eta = options.schedule()
         self.evaluate = task.evaluate

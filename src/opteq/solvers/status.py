@@ -28,6 +28,9 @@ class Status(IntEnum):
         return _MESSAGES[self]
 
 
+FINE = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
+"""How a solve ends that did not fail."""
+
 _MESSAGES = {
     Status.CONVERGED: "the relative residual is within the tolerance",
     Status.MAX_STEPS: (

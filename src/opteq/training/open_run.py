@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import nn
 
 from opteq import data, models
 from opteq.common.errors import UserError
-from opteq.common.files import draft, plain_errors, write_atomically
+from opteq.common.files import draft, write_atomically
 from opteq.data import Batches, Dataset, Split
 from opteq.data.progress import progress
 from opteq.gradients import Unrolled
@@ -24,7 +22,7 @@ from opteq.training.devices import Accelerator, make_accelerator
 from opteq.training.input_size import check_input_size
 from opteq.training.metrics import Metrics, RunningMetrics
 from opteq.training.recipe.sections import Recipe
-from opteq.training.run.folder import RunFolder
+from opteq.training.run.folder import RunFolder, writing_evaluation
 from opteq.training.validation import Change, validate
 
 MAX_STEPS = 500
@@ -81,19 +79,14 @@ class LoadedRun:
     def check_writable(self, name: str) -> None:
         """Raise before hours are spent where the file can't be written, in a folder that is read-only for instance."""
         if self.accelerator.is_main_process:
-            with self._writing(), draft(self.path / name, b"can this be written?"):
+            with writing_evaluation(self.path), draft(self.path / name, b"can this be written?"):
                 pass
 
     def write(self, name: str, content: str) -> None:
         """Write a text file into the run's folder; the first process does."""
         if self.accelerator.is_main_process:
-            with self._writing():
+            with writing_evaluation(self.path):
                 write_atomically(self.path / name, content.encode())
-
-    @property
-    def _writing(self) -> Any:
-        what = f"writing the evaluation of {self.path}"
-        return partial(plain_errors, what, "or evaluate a copy of the run elsewhere")
 
 
 def open_run(
@@ -110,9 +103,7 @@ def open_run(
     recipe = folder.recipe()
     if not isinstance(recipe, Recipe):
         raise UserError(f"{folder.path} holds a denoiser: use opteq.training.denoising.evaluate")
-    folder.check_finished()
-    if tol is not None and not 0 < tol < math.inf:
-        raise UserError(f"tol should be a positive finite number; got {tol}")
+    folder.check_evaluation(tol)
     if batch_size is not None:
         if batch_size < 1:
             raise UserError(f"--batch-size should be at least 1; got {batch_size}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +57,12 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, console: Consol
     accelerator = make_accelerator(recipe.train.device, recipe.train.precision, recipe.train.tf32, recipe.train.threads)
     folder.check(recipe, resume)
     accelerator.wait_for_everyone()
-    with _traced_from_the_first_call(), folder.prepared() if accelerator.is_main_process else nullcontext():
+    # A resumed run traces its objective from its first call on, and so does every run.
+    with engine.trace_at_once(), folder.prepared() if accelerator.is_main_process else nullcontext():
         _run(recipe, folder, resume, accelerator, console)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
     return folder.path
-
-
-@contextmanager
-def _traced_from_the_first_call() -> Iterator[None]:
-    """Traced functions round otherwise than plain ones: a resumed run, too, is to begin with them."""
-    before, engine.settings.calls_before_tracing = engine.settings.calls_before_tracing, 0
-    try:
-        yield
-    finally:
-        engine.settings.calls_before_tracing = before
 
 
 def _run(recipe: Recipe, folder: RunFolder, resume: bool, accelerator: Accelerator, console: Console | None) -> None:

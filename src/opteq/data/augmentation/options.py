@@ -90,10 +90,8 @@ class Augmentation(metaclass=NamedOptions):
     def __post_init__(self) -> None:
         _validate.whole(self, "crop_padding", least=0)
         _validate.whole(self, "randaugment", least=0)
-        if self.crop_fill not in ("zero", "reflect"):
-            raise ValueError(f"Augmentation.crop_fill should be 'zero' or 'reflect'; got {self.crop_fill!r}")
-        if not isinstance(self.flip, bool):
-            raise TypeError(f"Augmentation.flip should be True or False; got {self.flip!r}")
+        _validate.choice(self, "crop_fill", ("zero", "reflect"))
+        _validate.flag(self, "flip")
         for field, most in (("color_jitter", 1.0), ("erase", 1.0), ("mixup", math.inf), ("cutmix", math.inf)):
             self._check_number(field, most)
         self._check_window()

@@ -17,8 +17,8 @@ from opteq.engine.flatten import Flattened
 from opteq.engine.log import note
 from opteq.engine.traced import traces_of, with_traced_functions, with_traced_step
 from opteq.engine.triton.solvers import open_linear
-from opteq.gradients.adjoint import check_symmetry, rounding, symmetrised
-from opteq.gradients.attach import filled, refuse_batched_gradients, refuse_second_derivative
+from opteq.gradients.base import filled, refuse_batched_gradients, refuse_second_derivative
+from opteq.gradients.implicit import check_symmetry, rounding, symmetrised
 from opteq.problems.hidden import Product, SymmetricLinearisation
 from opteq.solution import Report
 from opteq.solvers import Status
@@ -136,15 +136,14 @@ class _BackwardSolve:
 
     def tensors(self, finish: Finish) -> list[Tensor]:
         """Gradients of the problem's tensors, then residual, steps, codes and history."""
-        finish, layout = self.solve.finish(finish), self.layout
+        finish = self.solve.finish(finish).per_sample(self.layout)
         # Operations of its own: this part of the graph is captured before the steps, and runs after them.
         with FastOperations():
-            vector = self.recover(layout.restore(finish.point))
+            vector = self.recover(self.layout.restore(finish.point))
             total = gradients_of([(self.carrier, vector), *self.direct], self.leaves)
         self.facts = tuple(place for place, gradient in enumerate(total) if gradient is not None)
-        statistics = [layout.per_sample(each) for each in (finish.residual, finish.steps, finish.codes)]
-        trace = finish.trace.expand(-1, layout.batch) if layout.coupled else finish.trace
-        return [*(gradient for gradient in total if gradient is not None), *statistics, trace]
+        found = [gradient for gradient in total if gradient is not None]
+        return [*found, finish.residual, finish.steps, finish.codes, finish.trace]
 
     def _through_features(
         self, local: Any, features: State | None, at_state: State | None, at_features: State

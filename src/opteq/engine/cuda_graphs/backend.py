@@ -19,7 +19,7 @@ from opteq.engine.log import note
 from opteq.engine.traced import traces_of, with_traced_functions
 from opteq.engine.triton.solvers import open_fixed_point
 from opteq.engine.values_read import NotFlattenableError
-from opteq.gradients.base import Formulation, find
+from opteq.gradients.base import find, formulate
 from opteq.operators import Conv2d, Dense, SeparableConv2d
 from opteq.operators.spectral.bound import known_scales
 from opteq.problems.hidden import BoundMap
@@ -96,7 +96,7 @@ def _solve_in_two(hidden: BoundMap, solver: Solver, start: State | None, same_st
     )  # fmt: skip
 
 
-def attach(
+def differentiate(
     hidden: BoundMap, state: State, outcome: Outcome, linear: LinearSolver, record: Callable[[Report], None]
 ) -> tuple[State, Outcome] | None:
     """``state`` and its features with the implicit gradient, which a captured graph computes."""
@@ -160,8 +160,8 @@ class _ForwardSolve:
         self.hidden = hidden
         operations = FastOperations()
         with operations:
-            self.formulation = Formulation.of(hidden, solver, same_steps)
-            self.solve: Solve = open_fixed_point(hidden, solver, self.formulation, start)
+            self.formulation = formulate(hidden, solver, start, same_steps)
+            self.solve: Solve = open_fixed_point(hidden, solver, self.formulation.task)
         self.iteration: Iteration = WithOperations(self.solve.iteration, operations)
         self.facts: object = None  # the form of state and features, if there are any, and the tolerance
 

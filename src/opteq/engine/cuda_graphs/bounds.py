@@ -131,16 +131,16 @@ class _Graph:
 
 
 def _in_parallel(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """All works, each on a stream of its own: in a graph they are branches that a GPU may run at the same time."""
+    """All works, each on a stream of its own: in a graph a GPU may then run them at the same time."""
     main, found = torch.cuda.current_stream(), []
-    branches: list[Any] = [torch.cuda.Stream() for _ in works]  # type: ignore[no-untyped-call]
-    for branch in branches:  # all of them leave before the first one returns, or each would wait for the last
-        branch.wait_stream(main)
-    for branch, work in zip(branches, works, strict=True):
-        with torch.cuda.stream(branch):
+    streams: list[Any] = [torch.cuda.Stream() for _ in works]  # type: ignore[no-untyped-call]
+    for stream in streams:  # all of them leave before the first one returns, or each would wait for the last
+        stream.wait_stream(main)
+    for stream, work in zip(streams, works, strict=True):
+        with torch.cuda.stream(stream):
             found.append(work())
-    for branch in branches:
-        main.wait_stream(branch)
+    for stream in streams:
+        main.wait_stream(stream)
     return found
 
 

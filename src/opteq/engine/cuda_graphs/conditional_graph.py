@@ -72,7 +72,7 @@ class GraphRefusedError(RuntimeError):
     """The driver will not have a graph: behind a fork not everything is allowed that a graph may do elsewhere."""
 
 
-class Branch:
+class Subgraph:
     """Part of a graph: one piece of work after the other, and forks."""
 
     def __init__(self, tools: SimpleNamespace, root: Any, graph: Any, parts: list[Any]) -> None:
@@ -89,7 +89,7 @@ class Branch:
         self._after = [_done(driver.cuGraphAddChildGraphNode(self._graph, after, len(after), own))]
         self._parts.append(captured)
 
-    def fork(self, flags: Tensor) -> tuple[Branch, Branch]:
+    def fork(self, flags: Tensor) -> tuple[Subgraph, Subgraph]:
         """Where to go on if any of ``flags``, which are int32, is set at that time, and where if none is."""
         tools, driver = self._tools, self._tools.driver
         handle = _done(
@@ -112,7 +112,7 @@ class Branch:
         self._after = [_done(tools.add_node(self._graph, [looked], None, 1, fork))]
         self._parts.append(flags)
         one, other = fork.conditional.phGraph_out
-        return tuple(Branch(tools, self._root, graph, self._parts) for graph in (one, other))  # type: ignore[return-value]
+        return tuple(Subgraph(tools, self._root, graph, self._parts) for graph in (one, other))  # type: ignore[return-value]
 
 
 class ConditionalGraph:
@@ -129,7 +129,7 @@ class ConditionalGraph:
         self._driver = tools.driver
         self._root = _done(self._driver.cuGraphCreate(0))
         self._parts: list[Any] = []
-        self.start = Branch(tools, self._root, self._root, self._parts)
+        self.start = Subgraph(tools, self._root, self._root, self._parts)
         weakref.finalize(self, self._driver.cuGraphDestroy, self._root).atexit = False
 
     def instantiated(self) -> ConditionalGraph:

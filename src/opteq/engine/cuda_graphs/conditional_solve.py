@@ -23,7 +23,7 @@ from torch import Tensor
 from opteq.diagnostics.convergence_monitor import AsyncHostCopy
 from opteq.engine.cuda_graphs.buffers import BufferSet, dense, fill
 from opteq.engine.cuda_graphs.capture import CaptureContext
-from opteq.engine.cuda_graphs.conditional_graph import Branch, ConditionalGraph, GraphRefusedError
+from opteq.engine.cuda_graphs.conditional_graph import ConditionalGraph, GraphRefusedError, Subgraph
 from opteq.engine.cuda_graphs.operations import CaptureCheck, SideEffectCheck
 from opteq.engine.cuda_graphs.output_buffers import OutputBuffers
 from opteq.solvers.loop import Finish, Iteration, Rule
@@ -182,15 +182,15 @@ class ConditionalSolve:
         graph.start.then(self.conclusion)
         return graph.instantiated()
 
-    def _put(self, branch: Branch, begin: int, places: Sequence[int]) -> None:
+    def _put(self, part: Subgraph, begin: int, places: Sequence[int]) -> None:
         """Stages from ``begin`` to the first of ``places``, and on to the next one where a row is unfinished."""
         end, *further = places
         for stage in self.stages[begin : end + 1]:
-            branch.then(stage.steps)
+            part.then(stage.steps)
         if further:
-            onward, branch = branch.fork(self.flags[end])
+            onward, part = part.fork(self.flags[end])
             self._put(onward, end + 1, further)
-        branch.then(self.stages[end].settle)
+        part.then(self.stages[end].settle)
 
 
 class _StaticFinish:

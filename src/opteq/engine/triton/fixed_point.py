@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,9 @@ from torch import Tensor
 from opteq.engine.triton.anderson_kernels import anderson_mix, anderson_observe, measure_start
 from opteq.engine.triton.row_state import NON_FINITE, WARPS, Blocks, RowState, float32_below, power_of_two
 from opteq.engine.triton.step_acceptance import accept_start, accept_step
-from opteq.solvers.loop import Finish, Rule
+from opteq.solvers.anderson import Anderson, ridge
+from opteq.solvers.base import Evaluation, FixedPointTask
+from opteq.solvers.loop import Finish, Method
 from opteq.states import Layout, State, blocks, like
 
 # A program of Anderson's first pass is one warp, which adds up without a barrier. Where there are too few of them to
@@ -26,44 +27,6 @@ _MIXED, _MIXERS = (1024, 2048), (2, 4)
 _FEW_ENTRIES = 2**22
 
 
-@dataclass(frozen=True)
-class StateTask:
-    """A fixed-point problem whose states are read in place.
-
-    Attributes:
-        evaluate: the map and, where the problem has one, its merit per row.
-        project: brings a state to where the problem makes sense; None where every state does.
-        interval: the same where it is a clamp of every entry.
-        start: the first state.
-        known: the map at ``start``.
-        layout: how rows are states.
-        damping: a number, or one per sample.
-        eps: rounding of the map.
-    """
-
-    evaluate: Callable[[State], tuple[State, Tensor | None]]
-    project: Callable[[State], State] | None
-    interval: tuple[float, float] | None
-    start: State
-    known: tuple[State, Tensor | None]
-    layout: Layout
-    damping: float | Tensor
-    eps: float
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of sums and differences."""
-        return self.layout.dtype
-
-    def damping_by_row(self) -> Tensor | None:
-        """The damping of every row; None where it is 1."""
-        if isinstance(self.damping, Tensor):
-            return self.damping.amin().reshape(1) if self.layout.coupled else self.damping
-        if self.damping == 1:
-            return None
-        return torch.full((self.layout.rows,), float(self.damping), dtype=self.wide, device=self.layout.device)
-
-
 class FusedAnderson:
     """Anderson acceleration in two passes over memory beside the map, and one small program a row between them.
 
@@ -74,38 +37,48 @@ class FusedAnderson:
     It is the method of :class:`~opteq.solvers.anderson.Anderson` with its guard
     (:class:`~opteq.solvers.loop.GuardedIteration`), for maps whose plain steps decrease the merit: columns are kept at
     their own scale and the Gram matrix is scaled instead, which is the same up to rounding.
+
+    Args:
+        solver: its options.
+        task: read in place, on states.
+        evaluate: its map.
+        known: the map at the start.
+        interval: to which the task's projection clamps every entry, where it does that and no more.
+        layout: how states lie in memory.
     """
 
     def __init__(
-        self, task: StateTask, layout: Blocks, rule: Rule, floor: float, memory: int, growth: float, ridge: float
-    ) -> None:
+        self, solver: Anderson, task: FixedPointTask, evaluate: Evaluation, known: tuple[State, Tensor | None],
+        interval: tuple[float, float] | None, layout: Blocks,
+    ) -> None:  # fmt: skip
+        wide, eps, memory = evaluate.layout.dtype, evaluate.eps, solver.memory  # sums and differences are in wide
         self.task = task
-        self.rule = rule
-        self.floor = max(floor, _LEAST_FLOOR)
+        self.evaluate = evaluate
+        self.rule = rule = solver.rule(evaluate.layout.device, eps)
+        self.floor = max(solver.floor, _LEAST_FLOOR)
         self.memory = memory
         self.padded = power_of_two(memory)
-        self.growth = growth
-        self.ridge = ridge
-        damping = task.damping_by_row()
-        self.damping = None if damping is None else damping.contiguous()
-        self.row_state = RowState(layout, 4 + 2 * memory, rule, task.wide)
+        self.ridge = ridge(wide, eps)
+        self.damping = _damping_by_row(task.damping if solver.damping is None else solver.damping, evaluate.layout)
+        self.row_state = RowState(layout, 4 + 2 * memory, rule, wide)
         self.point = self.before = layout.arranged(blocks(task.start))
-        self.image = self.image_before = self.older_image = layout.arranged(blocks(task.known[0]))
+        image, self.merit = known
+        self.image = self.image_before = self.older_image = layout.arranged(blocks(image))
         self.row_state.best = [torch.empty_like(part) for part in self.point]
         # Points in turn: a refused proposal leaves the point before it in force while the next one is tried. Rows that
         # have finished leave them as they are; what the map makes of those is not looked at.
         self.ring = [[torch.empty_like(part) for part in self.point] for _ in range(3)]
         rows, device = layout.rows, layout.like[0].device
         # Kernels take numbers as float32. An end that is none would let states of float64 out of the domain.
-        ends = task.interval or ()
-        exact = task.wide == torch.float32 or all(abs(end) == float32_below(abs(end)) for end in ends)
-        self.interval = task.interval if exact else None
+        ends = interval or ()
+        exact = wide == torch.float32 or all(abs(end) == float32_below(abs(end)) for end in ends)
+        self.interval = interval if exact else None
         self.used = torch.empty(rows, self.padded, dtype=torch.int32, device=device)
         self.gram = torch.empty(rows, self.padded, self.padded, dtype=torch.float64, device=device)
         self.scale = torch.empty(rows, self.padded, dtype=torch.float64, device=device)
         self.weights = torch.empty_like(self.scale)
-        self.residuals = layout.new(task.wide, memory)
-        self.moves = layout.new(task.wide, memory)
+        self.residuals = layout.new(wide, memory)
+        self.moves = layout.new(wide, memory)
 
     def unfinished(self) -> Tensor:
         return self.row_state.unfinished()
@@ -116,7 +89,7 @@ class FusedAnderson:
 
     def begin(self) -> None:
         """Measure the start, and propose the first step, which is plain."""
-        row_state, merit = self.row_state, self.task.known[1]
+        row_state, merit = self.row_state, self.merit
         for i, width in enumerate(row_state.blocks.widths):
             measure_start[row_state.grid(i)](
                 self.point[i], self.image[i], row_state.sums, width, row_state.blocks.firsts[i], row_state.blocks.parts,
@@ -137,7 +110,7 @@ class FusedAnderson:
         row_state.step += 1
         older, self.before, self.point = self.before, self.point, self.ring[row_state.step % 3]
         self.older_image, self.image_before = self.image_before, self.image
-        image, merit = self.task.evaluate(like(self.task.start, tuple(self.point)))
+        image, merit = self.evaluate.state(like(self.task.start, tuple(self.point)))
         self.image = row_state.blocks.arranged(blocks(image))
         self._compare(older)
         self._accept_step(merit)
@@ -173,7 +146,7 @@ class FusedAnderson:
         accept_step[(row_state.blocks.rows,)](
             row_state.sums, row_state.blocks.parts, row_state.flags if merit is None else merit.contiguous(),
             row_state.flags, row_state.numbers, *self._columns(), row_state.trace, row_state.step,
-            row_state.blocks.rows, self._slot(), row_state.tol, self.floor, self.growth, 64 * self.task.eps,
+            row_state.blocks.rows, self._slot(), row_state.tol, self.floor, Method.growth, 64 * self.evaluate.eps,
             self.ridge, NON_FINITE=NON_FINITE, MERITED=merit is not None, M=self.memory, MP=self.padded,
             P=row_state.width_of_sums, num_warps=row_state.acceptance_warps,
         )  # fmt: skip
@@ -196,3 +169,12 @@ class FusedAnderson:
             projected = self.task.project(like(self.task.start, tuple(following)))
             for own, new in zip(following, blocks(projected), strict=True):
                 own.copy_(new)
+
+
+def _damping_by_row(damping: float | Tensor, layout: Layout) -> Tensor | None:
+    """The damping of every row; None where it is 1."""
+    if isinstance(damping, Tensor):
+        return (damping.amin().reshape(1) if layout.coupled else damping).contiguous()
+    if damping == 1:
+        return None
+    return torch.full((layout.rows,), float(damping), dtype=layout.dtype, device=layout.device)

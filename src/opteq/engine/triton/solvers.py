@@ -8,26 +8,22 @@ from functools import reduce
 import torch
 
 from opteq.engine.triton.launch import may_launch
-from opteq.gradients.base import Formulation
 from opteq.penalties import ElementwisePenalty
 from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.proximal import ProximalGradient
 from opteq.solvers import Anderson, Solver
-from opteq.solvers.anderson import ridge
-from opteq.solvers.base import Evaluation, Solve
+from opteq.solvers.base import Evaluation, FixedPointTask, Solve
 from opteq.solvers.linear import CG, LinearSolver
 from opteq.solvers.linear.base import LinearSolve, usable_scale
-from opteq.solvers.loop import Method
 from opteq.states import Autocast, Layout, State, blocks
 
 _MOST_COLUMNS = 8
 """Differences that the Anderson kernels can remember: their small system is one tile of a program."""
 
 
-def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation, start: State | None) -> Solve:
-    """A solve of a bound problem that has evaluated the map at its start and not begun."""
-    task = formulation.task(start)
+def open_fixed_point(hidden: BoundMap, solver: Solver, task: FixedPointTask) -> Solve:
+    """A solve of a bound problem, by a task of its, that has evaluated the map at its start and not begun."""
     own = type(solver)._method is Anderson._method  # a subclass may change when it stops, not what it does
     if _estimates_length(hidden) and task.step_and_merit is not None:
         own = False  # a step that increases the merit is undone and shortened, which kernels do not do
@@ -35,24 +31,20 @@ def open_fixed_point(hidden: BoundMap, solver: Solver, formulation: Formulation,
         return solver.open(task)
     if torch.is_grad_enabled() or not may_launch(*blocks(task.start)):
         return solver.open(task)
-    from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson, StateTask
+    from opteq.engine.triton.fixed_point import MANY_PROGRAMS, FusedAnderson
     from opteq.engine.triton.row_state import Blocks
 
     layout = Layout.of(task.start, task.coupled)
     caller = Autocast.current(layout.device)
     evaluate = Evaluation(task.step, task.step_and_merit, layout, caller)
     with caller.off():
-        image = evaluate.state(task.start)
-        memory = Blocks(blocks(image[0]), layout.rows, many=MANY_PROGRAMS)
+        known = evaluate.state(task.start)
+        memory = Blocks(blocks(known[0]), layout.rows, many=MANY_PROGRAMS)
         if not memory.fits:
             return solver.open(task)
-        damping = task.damping if solver.damping is None else solver.damping
-        interval = _interval(hidden, task.start) if formulation.form is None else None
-        in_place = StateTask(evaluate.state, task.project, interval, task.start, image, layout, damping, evaluate.eps)
-        rule = solver.rule(layout.device, evaluate.eps)
-        lift = ridge(layout.dtype, evaluate.eps)
-        anderson = FusedAnderson(in_place, memory, rule, solver.floor, solver.memory, Method.growth, lift)
-        return Solve(anderson, layout, rule.tol, caller)
+        interval = None if task.project is None else _interval(hidden, task.start)
+        anderson = FusedAnderson(solver, task, evaluate, known, interval, memory)
+        return Solve(anderson, layout, anderson.rule.tol, caller)
 
 
 def open_linear(

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from opteq.kernels.inner_product import InnerProduct
+from opteq.operators import Operator
 from opteq.penalties import Penalty
 from opteq.problems.branches.branch import Branch
 from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
-from opteq.problems.certificate import Certificate
-from opteq.problems.hidden import FeatureForm, Structure
+from opteq.problems.certificate import Certificate, SmoothPart
+from opteq.problems.hidden import Formulation, Structure
 from opteq.states import State, blocks, inner, per_row
 
 
@@ -56,6 +57,10 @@ class KernelMOptEq(MOptEq):
         """Every ``U_i x_i + b_i`` and bounded W, computed once."""
         plain = super().bind(x)
         return BoundKernelMOptEq(self, plain.maps, plain.injections)
+
+    def smooth_part(self, norm: Callable[[Operator], float]) -> SmoothPart | None:  # noqa: ARG002
+        """Nothing: the curvature of the kernel's term grows with the input."""
+        return None
 
     def certificate(self) -> Certificate:
         """A minimiser exists where MOptEq's objective is strongly convex and k grows no faster than its argument."""
@@ -110,7 +115,7 @@ class BoundKernelMOptEq(BoundMOptEq):
 
         return product
 
-    def feature_form(self) -> FeatureForm:
+    def feature_form(self) -> Formulation:
         raise ValueError("a solver that works on features can't solve MOptEq with a kernel, whose step needs the state")
 
     @cached_property

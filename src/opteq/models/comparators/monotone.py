@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq.common.validate import positive, share
+from opteq.common.validate import choice, positive, share
 from opteq.problems.base import Problem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.fixed_point import FixedPoint
@@ -65,9 +65,7 @@ class Monotone(FixedPoint):
         self.channels, self.U, self.m, self.splitting, self.alpha = channels, U, m, splitting, alpha
         share(self, "m")
         positive(self, "alpha")
-        if splitting not in SPLITTINGS:
-            kind = type(self).__name__
-            raise ValueError(f"{kind}.splitting should be one of {', '.join(SPLITTINGS)}; got {splitting!r}")
+        choice(self, "splitting", SPLITTINGS)
         self._make_weights(kernel_size)
 
     @abstractmethod

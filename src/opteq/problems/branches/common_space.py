@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from opteq.operators import Conv2d, Dense, LinearMap, Operator, kernel_norm, resample
+from opteq.operators import LinearMap, Operator, resample
 from opteq.problems.base import check_unhooked
 from opteq.solvers.linear.lanczos import largest_curvature
 from opteq.states import State, blocks, map_state
@@ -78,19 +78,3 @@ def measured_square(A: CommonSpaceMap, state: State) -> Tensor:
     """
     one = map_state(lambda part: part.new_zeros(1, *part.shape[1:]), state)
     return _MARGIN * largest_curvature(lambda y: A(A.adjoint(y)), one)[0]
-
-
-@torch.no_grad()
-def squared_norm(operators: Sequence[Operator], like: Tensor) -> Tensor:
-    """``|A|^2 <= |A_1|^2 + ... + |A_L|^2``, a scalar, cheap enough for every batch.
-
-    An operator with a bound counts with that bound; nothing is computed for it.
-    """
-    total = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    for A in operators:
-        if A.bound is not None:
-            total = total + A.bound**2
-        else:
-            norm = kernel_norm(A.weight) if isinstance(A, Conv2d | Dense) else A.norm()
-            total = total + norm.to(total).square()
-    return total

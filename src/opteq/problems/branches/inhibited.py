@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +12,8 @@ from opteq.common.validate import check_share
 from opteq.operators import Operator
 from opteq.problems.base import Problem, check_operator, check_unhooked
 from opteq.problems.branches.branch import injection_norm
-from opteq.problems.branches.common_space import OVERESTIMATE, measured_square, prepare_common, squared_norm
-from opteq.problems.branches.mopteq import BoundMOptEq, MOptEq
+from opteq.problems.branches.common_space import OVERESTIMATE, measured_square, prepare_common
+from opteq.problems.branches.mopteq import MOptEq
 from opteq.problems.certificate import Certificate, for_finite_weights, unknown
 from opteq.problems.hidden import Hidden
 from opteq.problems.inhibition import (
@@ -22,7 +22,6 @@ from opteq.problems.inhibition import (
     in_working_precision,
     strong_convexity,
 )
-from opteq.problems.opteq import BoundOptEq, OptEq
 from opteq.problems.proximal import ProximalGradient
 from opteq.solvers.linear.lanczos import largest_curvature
 from opteq.states import State, blocks, map_state
@@ -78,11 +77,7 @@ class Inhibited(AcceleratedProblem):
                 f"Inhibited wraps problems of the form sum f + 1/2 |y|^2 + g with independent samples; "
                 f"{type(self.problem).__name__} is none"
             )
-        if isinstance(rest, BoundMOptEq):
-            rest.injections = tuple(blocks(in_working_precision(rest.injections)))
-        elif isinstance(rest, BoundOptEq):
-            rest.block.c = blocks(in_working_precision(rest.block.c))[0]
-        start, operators = rest.start(), self.operators()
+        start, operators = in_working_precision(rest.start()), self.operators()
         if len(blocks(start)) != len(operators):
             raise ValueError(
                 f"the state has {len(blocks(start))} tensors, so A should be as many; got {len(operators)}"
@@ -91,33 +86,25 @@ class Inhibited(AcceleratedProblem):
         if any(other != penalty for other in others):
             raise ValueError(f"Inhibited needs the same penalty in all parts; got {[penalty, *others]}")
         common = prepare_common(operators, start)
-        curvature = self.m + measured_square(common, start) + self._steepest(rest)
-        return BoundInhibition(penalty, start, common, self.m, curvature, rest, self._known_convexity())
+        low, high = self._within_bounds()
+        steepest = high if high < math.inf else _measured_steepest(rest, start)
+        curvature = self.m + measured_square(common, start) + steepest
+        convex = -low < self.m and high < math.inf
+        return BoundInhibition(penalty, start, common, self.m, curvature, rest, convex)
+
+    def _within_bounds(self) -> tuple[float, float]:
+        """Where the Hessian of g lies for all weights within their bounds."""
+        part = self.problem.smooth_part(lambda W: math.inf if W.bound is None else W.bound)
+        return (-math.inf, math.inf) if part is None else (part.low, part.high)
 
     @for_finite_weights
     def certificate(self) -> Certificate:
         """From m, ``|A|`` and the most negative curvature of the other terms."""
-        inner = self.problem
-        if isinstance(inner, OptEq) and inner.regularizer is None:
-            norm = float(check_unhooked(inner.W, "W").norm())
-            carried, missing = injection_norm(inner.U)
-            return self._certificate(norm**2 / inner.mu, 0.0, norm / inner.mu, carried, missing)
-        if isinstance(inner, MOptEq):
-            channels = inner.channels() if inner.coupling.diversity else 1
-            if channels is None:
-                return unknown("the operators do not say how many channels there are")
-            norms = [float(check_unhooked(branch.W, "W of a branch").norm()) for branch in inner.branch_list()]
-            norm = float(np.max(norms))  # a NaN stays
-            pull = norm**2 * inner.coupling.curvature_bound(channels)
-            carried, missing = injection_norm(inner.branch_list())
-            steepest = float("inf") if inner.coupling.diversity else pull
-            return self._certificate(pull, steepest, norm, carried, missing)
-        return unknown(f"the curvature of {type(inner).__name__} is not known here")
-
-    def _certificate(
-        self, pull: float, steepest: float, out: float, carried: float | None, missing: str
-    ) -> Certificate:
-        """The Hessian of the other terms lies in ``[-pull, steepest]``; ``out`` is the norm from state to features."""
+        part = self.problem.smooth_part(lambda W: float(check_unhooked(W, "W").norm()))
+        if part is None:
+            return unknown(f"the curvature of {type(self.problem).__name__} is not known here")
+        pull, most = -part.low, self._within_bounds()[1]
+        steepest = most if most < math.inf else OVERESTIMATE * part.high  # as in the step
         squared = sum(float(check_unhooked(A, "A").norm()) ** 2 for A in self.operators())
         strong, shown = strong_convexity(self.m, self.problem.penalty)  # type: ignore[arg-type]
         if not strong > pull:
@@ -127,33 +114,20 @@ class Inhibited(AcceleratedProblem):
         why = f"the objective is {strong:.4g}-strongly convex for every A, so it has exactly one minimiser"
         reasons = {"exists": why, "unique": why}
         contraction = None
-        if self.m > pull and steepest < float("inf"):
+        if self.m > pull and steepest < math.inf:
             contraction = 1 - (self.m - pull) / (self.m + OVERESTIMATE * squared + steepest)
             step = f"1 / (m + {OVERESTIMATE:g} |A|^2 + {steepest:.4g})"
             reasons["contraction"] = f"a proximal gradient step of length at least {step}"
         else:
             reasons["contraction"] = "the curvature of the smooth part is not known to lie between positive numbers"
+        carried, missing = injection_norm(part.injection)
         reasons["lipschitz"] = missing or f"|U| |W| / {strong:.4g}"
-        return Certificate(True, True, contraction, None if carried is None else carried * out / strong, reasons)
+        lipschitz = None if carried is None else carried * part.features / strong
+        return Certificate(True, True, contraction, lipschitz, reasons)
 
-    def _known_convexity(self) -> bool:
-        """Whether the bounds of the W make the smooth part strongly convex, for all weights within them."""
-        inner = self.problem
-        if isinstance(inner, OptEq) and inner.regularizer is None:
-            return inner.W.bound is not None and inner.W.bound**2 / inner.mu < self.m
-        if isinstance(inner, MOptEq) and not inner.coupling.diversity:
-            bounds = [branch.W.bound for branch in inner.branch_list()]
-            return all(bound is not None and bound**2 < self.m for bound in bounds)
-        return False
 
-    @torch.no_grad()
-    def _steepest(self, rest: Hidden) -> Tensor | float:
-        """The largest eigenvalue of ``hess g``, from the weights where they tell, else measured at the start."""
-        inner = self.problem
-        if isinstance(inner, OptEq) and inner.regularizer is None:
-            return 0.0
-        start = map_state(Tensor.detach, rest.start())
-        if isinstance(inner, MOptEq) and not inner.coupling.diversity:
-            squares = [squared_norm([branch.W], blocks(start)[0]) for branch in inner.branch_list()]
-            return torch.stack(squares).amax()
-        return 1.1 * largest_curvature(rest.negative_hessian_at(start), start)
+@torch.no_grad()
+def _measured_steepest(rest: Hidden, start: State) -> Tensor:
+    """The largest eigenvalue of ``hess g`` at the start, and a little more."""
+    start = map_state(Tensor.detach, start)
+    return 1.1 * largest_curvature(rest.negative_hessian_at(start), start)

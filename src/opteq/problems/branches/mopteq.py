@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opteq import penalties
 from opteq.common.validate import check_not_negative, check_whole
 from opteq.couplings import Coupling, Features, largest_neighbours
-from opteq.operators import Conv2d, LinearMap
+from opteq.operators import Conv2d, LinearMap, Operator
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_unhooked, inject
 from opteq.problems.branches.branch import Branch, check_branches, feature_channels, views
 from opteq.problems.branches.chattering import Tensors, inclusion_residual, is_periodic, signs_change
 from opteq.problems.branches.mopteq_certificate import certify
 from opteq.problems.branches.perturbation import PerturbationChain
-from opteq.problems.certificate import Certificate, for_finite_weights
-from opteq.problems.hidden import FeatureForm, Hidden, Structure
+from opteq.problems.certificate import Certificate, SmoothPart, for_finite_weights
+from opteq.problems.hidden import Formulation, Hidden, Structure
 from opteq.solvers import Anderson, Status
+from opteq.solvers.base import FixedPointTask
 from opteq.states import State, any_row, blocks, inner
 
 _SETTLED = 1e-3
@@ -141,6 +144,14 @@ class MOptEq(Problem):
         largest = max(bound for bound in bounds if bound is not None)
         return self.penalty.lipschitz * largest**2 * self.coupling.curvature_bound(channels, sizes) < 1
 
+    def smooth_part(self, norm: Callable[[Operator], float]) -> SmoothPart | None:
+        channels = self.channels() if self.coupling.diversity else 1
+        if channels is None:
+            return None
+        largest = float(np.max([norm(branch.W) for branch in self.branch_list()]))  # a NaN stays
+        pull = largest**2 * self.coupling.curvature_bound(channels)
+        return SmoothPart(-pull, math.inf if self.coupling.diversity else pull, largest, self.branch_list())
+
     @for_finite_weights
     def certificate(self) -> Certificate:
         """Guarantees from the norms of the W, lambda and the number of channels."""
@@ -198,14 +209,15 @@ class BoundMOptEq(Hidden):
         jacobian = self.coupling.jacobian_at(tuple(z.detach() for z in self.features(y)))
         return lambda v: self._carry(jacobian(self.features(v)))
 
-    def feature_form(self) -> FeatureForm:
+    def feature_form(self) -> Formulation:
         """``z_i <- W_i' sigma(W_i h_i(z) + c_i)``, Algorithm 2 of the paper in all branches at once."""
         start = tuple(torch.zeros_like(z) for z in self.features(self.start()))
 
         def state(z: State) -> State:
             return self._activate(self.coupling.negative_gradient(blocks(z)))
 
-        return FeatureForm(lambda z: self.features(state(z)), start, state, self.features)
+        task = FixedPointTask(lambda z: self.features(state(z)), start, damping=self.damping, coupled=self.coupled)
+        return Formulation(task, state, self.features)
 
     def diagnose(self, y: State, codes: Tensor) -> Tensor:
         """``CYCLING`` where signs jump for ever.

@@ -19,7 +19,7 @@ from opteq.problems.branches.branch import views
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.hidden import (
     BoundMap,
-    FeatureForm,
+    Formulation,
     Hidden,
     Linearisation,
     Product,
@@ -28,6 +28,7 @@ from opteq.problems.hidden import (
     SymmetricLinearisation,
 )
 from opteq.solvers import Anderson, Solver
+from opteq.solvers.base import FixedPointTask
 from opteq.states import State, blocks, like
 
 _WEAKEST_FIRST = (Structure.GENERAL, Structure.SYMMETRIC, Structure.POSITIVE)
@@ -132,12 +133,12 @@ class BoundParallel(BoundMap):
             combined = torch.where(diagnosed != codes, diagnosed, combined)
         return combined
 
-    def feature_form(self) -> FeatureForm:
+    def feature_form(self) -> Formulation:
         if self.fusion is not None:
             raise ValueError('a solver that works on features needs those of every branch: use fuse="none"')
         return self._joint_form([part.feature_form() for part in self.parts])
 
-    def compact_form(self) -> FeatureForm | None:
+    def compact_form(self) -> Formulation | None:
         """Every part in its own, where all have one and are alike.
 
         The residual of all states is then at most that of all features, as for each part; where ``mu`` differs, a part
@@ -146,14 +147,12 @@ class BoundParallel(BoundMap):
         forms = [form for part in self.parts if self.alike and (form := part.compact_form()) is not None]
         return self._joint_form(forms) if len(forms) == len(self.parts) else None
 
-    def _joint_form(self, forms: Sequence[FeatureForm]) -> FeatureForm:
-        variables = _Tuple([form.start for form in forms])
-        return FeatureForm(
-            variables.each(form.step for form in forms),
-            _join(variables.states),
-            variables.each(form.state for form in forms),
-            self._tuple.each(form.of_state for form in forms),
-        )
+    def _joint_form(self, forms: Sequence[Formulation]) -> Formulation:
+        variables = _Tuple([form.task.start for form in forms])
+        step = variables.each(form.task.step for form in forms)
+        task = FixedPointTask(step, _join(variables.states), damping=self.damping, coupled=self.coupled)
+        state, of_state = (form.state for form in forms), (form.of_state for form in forms)
+        return Formulation(task, variables.each(state), self._tuple.each(of_state))
 
     def _reduction(self, parts: Sequence[Reduction]) -> Reduction:
         known = self.fusion is None and all(one.of_features for one in parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opteq.common.errors import UserError
-from opteq.common.files import draft, plain_errors, write_atomically
+from opteq.common.files import draft, write_atomically
 from opteq.data.grey import read_grey
 from opteq.models.denoiser import Denoiser
 from opteq.solvers import FISTA
 from opteq.training.denoising.quality import psnr, ssim
 from opteq.training.devices import make_accelerator
 from opteq.training.recipe.denoising import DenoisingRecipe
-from opteq.training.run.folder import RunFolder
+from opteq.training.run.folder import RunFolder, writing_evaluation
 
 BATCH = 17
 """Images of one shape that are denoised at once."""
@@ -105,13 +104,11 @@ def evaluate(
     recipe = folder.recipe()
     if not isinstance(recipe, DenoisingRecipe):
         raise UserError(f"{folder.path} holds no denoiser, but a run of {recipe.model.name}")
-    folder.check_finished()
-    if tol is not None and not 0 < tol < math.inf:
-        raise UserError(f"tol should be a positive finite number; got {tol}")
+    folder.check_evaluation(tol)
     place = make_accelerator(device, "no", recipe.train.tf32, recipe.train.threads).device
     model = load_denoiser(folder.path, recipe, tol, max_steps).to(place).eval()
     target = folder.path / "evaluation.json"
-    with plain_errors(f"writing the evaluation of {folder.path}", "or evaluate a copy of the run elsewhere"):
+    with writing_evaluation(folder.path):
         with draft(target, b"can this be written?"):  # before minutes are spent
             pass
         result: dict[str, Any] = {"sets": {}, "tol": tol or recipe.test.tol, "device": str(place)}

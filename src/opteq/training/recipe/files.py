@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tomlkit.exceptions import ParseError
 
 from opteq.common.errors import UserError, format_value, shorten, unknown_name
+from opteq.common.nested import flattened
 from opteq.training.recipe import overrides as override
 from opteq.training.recipe.denoising import DenoisingRecipe
 from opteq.training.recipe.sections import Recipe
@@ -114,21 +115,6 @@ def to_toml(recipe: AnyRecipe) -> str:
                 f"{key} = {value!a} is not valid Unicode, as recipes have to be: use another name, or a link"
             )
     return tomlkit.dumps(content)
-
-
-def flattened(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys.
-
-    >>> flattened({"train": {"epochs": 3}, "name": "x"})
-    {'train.epochs': 3, 'name': 'x'}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            flat |= flattened(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 _WORDS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 from opteq.common.errors import UserError
 from opteq.common.files import check_readable, draft, lock_folder, plain_errors, remove_drafts, write_atomically
-from opteq.training.recipe.files import AnyRecipe, flattened, load_any_recipe, to_toml
+from opteq.common.nested import flattened
+from opteq.training.recipe.files import AnyRecipe, load_any_recipe, to_toml
 from opteq.training.run.checkpoints import Checkpoints
 
 # Keys that may change when a run is resumed, on another machine for instance.
@@ -19,6 +21,11 @@ MAY_DIFFER = frozenset({
     "reproduces",  # it is empty where something else differs
 })  # fmt: skip
 SHOWN = 4  # differences that are listed
+
+
+def writing_evaluation(folder: Path) -> AbstractContextManager[None]:
+    """Errors of the file system say what was written, and what to do."""
+    return plain_errors(f"writing the evaluation of {folder}", "or evaluate a copy of the run elsewhere")
 
 
 class RunFolder:
@@ -72,6 +79,12 @@ class RunFolder:
         else:
             way = f"it has no checkpoint to continue from; start again with `opteq train {self.recipe_file} --out DIR`"
         raise UserError(f"{self.path} holds no finished run: {way}")
+
+    def check_evaluation(self, tol: float | None) -> None:
+        """Raise unless the run has ended, and ``tol`` is a tolerance or None."""
+        self.check_finished()
+        if tol is not None and not 0 < tol < math.inf:
+            raise UserError(f"tol should be a positive finite number; got {tol}")
 
     def _refuse_while_training(self) -> None:
         with self._locked(shared=True):
