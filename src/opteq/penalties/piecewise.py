@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opteq.common import validate as _validate
-from opteq.penalties.base import ElementwisePenalty
+from opteq.penalties.base import ElementwisePenalty, Linearised, multiplication
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class ReLU(ElementwisePenalty):
 
     def derivative(self, t: Tensor) -> Tensor:
         return (t > 0).to(t.dtype)
+
+    def linearise(self, t: Tensor) -> Linearised:
+        slope = self.derivative(t)
+        return multiplication(slope, slope if type(self) is ReLU else None)  # 0 and 1 are their own roots
 
     def _antiderivative(self, t: Tensor) -> Tensor:
         return F.relu(t).square() / 2
