@@ -24,6 +24,7 @@ class Identity(ElementwisePenalty):
 
     name = "identity"
     lipschitz = 1.0
+    degree = 0
     kinks = ()
 
     def prox(self, t: Tensor) -> Tensor:
@@ -49,6 +50,7 @@ class ReLU(ElementwisePenalty):
 
     name = "relu"
     lipschitz = 1.0
+    degree = 0
     kinks = (0.0,)
     domain = (0.0, math.inf)
 
@@ -129,6 +131,7 @@ class SoftThreshold(ElementwisePenalty):
 
     name = "soft_threshold"
     lipschitz = 1.0
+    degree = 1
 
     def __post_init__(self) -> None:
         _validate.not_negative(self, "threshold")
@@ -161,6 +164,7 @@ class HardTanh(ElementwisePenalty):
 
     name = "hardtanh"
     lipschitz = 1.0
+    degree = 0
     bounded = True
     kinks = (-1.0, 1.0)
     domain = (-1.0, 1.0)
