@@ -142,11 +142,6 @@ def test_help_names_flags_without_a_type(command: str, monkeypatch: pytest.Monke
     assert "bool" not in result.output.lower()
 
 
-def test_the_parts_of_an_input_are_given_as_a_tuple() -> None:
-    with pytest.raises(TypeError, match="positional arguments"):  # the second would be the initial state
-        opteq.Equilibrium(opteq.OptEq(op.Dense(2, 2)))(torch.zeros(1, 2), torch.zeros(1, 2))
-
-
 def test_a_function_that_fails_for_the_first_state_says_which_shape_that_has() -> None:
     layer = opteq.Equilibrium(opteq.FixedPoint(lambda z, x: torch.nn.functional.linear(z, torch.ones(5, 5)) + x))
     with pytest.raises(

@@ -137,7 +137,7 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         kind, wanted = _PARTS.get(name, (object, ""))
         super().__setattr__(name, check_kind(name, value, kind, wanted))
 
-    def forward(self, x: State, *, start: State | None = None) -> State:
+    def forward(self, x: State, start: State | None = None) -> State:
         """The features at equilibrium for ``x``."""
         if type(self).solve is not Equilibrium.solve or "solve" in vars(self):  # it is overridden
             return self.solve(x, start).features
