@@ -517,3 +517,36 @@ def test_random_objectives_bend_within_their_bounds() -> None:
         assert spectrum[-1] <= high + tolerance, seed
         held += 1
     assert held > 50
+
+
+class Regression(opteq.Objective):
+    takes_tuples = True
+
+    def terms(self, w: Any, x: Any) -> dict[str, Any]:
+        X, target = x
+        fit = 0.5 * ((X * w[:, None]).sum(-1) - target).square().mean(1)
+        return {"fit": fit, "ridge": 0.1 * w.square().sum(1)}
+
+
+def test_an_input_of_several_tensors_may_be_unpacked_and_weight_the_state() -> None:
+    certificate = Regression().certificate()
+    assert certificate.exists
+    assert certificate.unique
+    assert certificate.lipschitz is None
+    assert "the terms are 0.2-strongly convex" in str(certificate)
+
+
+@pytest.mark.parametrize("name", ["loop", "zip"])
+def test_an_input_taken_apart_otherwise_is_not_followed(name: str) -> None:
+    parts = {"loop": lambda x: [(1.0, t) for t in x], "zip": lambda x: zip((1.0, -2.0), x, strict=False)}[name]
+    problem = Written(lambda p, y, x: {"data": sum(w * (y - t).square().sum(1) for w, t in parts(x))})
+    assert "it takes the input apart by a loop or a function" in str(problem.certificate())
+
+
+def test_a_linear_term_whose_slope_depends_on_the_input_leaves_no_bound_on_how_the_minimiser_moves() -> None:
+    for term in (lambda y, x: F.linear(y, x).sum(1), lambda y, x: (x * y).sum(1) + y.sum(1)):
+        problem = Written(lambda p, y, x, term=term: {"data": data(y, x), "tilt": term(y, x)})
+        assert problem.certificate().unique
+        assert problem.certificate().lipschitz is None
+    tilted = Written(lambda p, y, x: {"data": data(y, x), "tilt": 0.3 * y.sum(1) + (p.U.bias * y).sum(1)})
+    assert tilted.certificate().lipschitz == 1

@@ -133,3 +133,28 @@ def test_no_matrices_of_16_bits_are_multiplied_on_a_cpu(
             sum(part.float().square().mean() for part in features).backward()  # type: ignore[union-attr]
         assert seen.seen == []
         assert all(part.dtype == dtype for part in features)
+
+
+class Smoothing(opteq.Objective):
+    """Badly conditioned; with and without a product of matrices, which is all that autocast rounds."""
+
+    def __init__(self, product: bool) -> None:
+        super().__init__()
+        self.product = product
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        rough = y @ torch.eye(32).diff(dim=1) if self.product else y.diff(dim=1)
+        return {"data": 0.5 * (y - x).square().sum(1), "rough": 50 * rough.square().sum(1)}
+
+
+def test_autocast_changes_no_solve_without_products() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 32)
+    for product in (False, True):
+        layer = opteq.Equilibrium(Smoothing(product), on_failure="ignore")
+        for _ in range(3):  # traced from the third call on
+            exact = layer.solve(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                found = layer.solve(x)
+            assert found.report.tol == (2**-7 if product else 1e-4)
+            assert product or torch.equal(found.state, exact.state)

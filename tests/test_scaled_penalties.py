@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+import opteq
 from opteq import penalties
 from opteq.penalties.scaled import ScaledPenalty
 
@@ -69,3 +72,99 @@ def test_second_derivatives_are_those_of_finite_differences(kind):
     scaled = ScaledPenalty(penalties.get(kind), LENGTHS)
     u = torch.linspace(-2.53, 2.47, 9, dtype=torch.float64).expand(5, -1).contiguous().requires_grad_()
     assert torch.autograd.gradgradcheck(scaled.prox, (u,), atol=1e-5, fast_mode=True)
+
+
+def test_a_clamp_is_found_in_few_steps():
+    """Where sigma is flat the root is an end of its bracket, which bisection would take all its steps to reach."""
+    steps = []
+
+    def clamp(v):
+        steps.append(1)
+        return v.clamp(0, 0.5)
+
+    box = penalties.FromActivation(clamp, lipschitz=1.0)
+    steps.clear()
+    u = torch.linspace(-3, 3, 101).expand(5, -1)
+    found = ScaledPenalty(box, LENGTHS.float()).prox(u)
+    assert torch.allclose(found, u.clamp(0, 0.5), atol=1e-6)
+    assert len(steps) <= 20
+
+
+class Simplex(penalties.Penalty):  # y >= 0, sum y = 1
+    name, lipschitz, bounded, degree, has_potential = "simplex", 1.0, True, 0, False
+
+    def prox(self, t):
+        ordered = t.sort(dim=1, descending=True).values
+        shifts = (ordered.cumsum(1) - 1) / torch.arange(1, t.shape[1] + 1, dtype=t.dtype)
+        return (t - shifts.amax(1, keepdim=True)).clamp(min=0)
+
+    def total(self, y):
+        inside = (y >= 0).all(1) & ((y.sum(1) - 1).abs() < 1e-6)
+        return torch.where(inside, 0.0, torch.inf).to(y.dtype)
+
+    def linearise(self, t):
+        on = (self.prox(t) > 0).to(t.dtype)
+
+        def project(v):
+            return on * (v - (on * v).sum(1, keepdim=True) / on.sum(1, keepdim=True))
+
+        return penalties.Linearised(project, project, project)
+
+
+class Groups(penalties.Penalty):  # 0.3 times the sum of the norms of pairs of entries
+    name, lipschitz, degree, has_potential = "groups", 1.0, 1, False
+
+    def prox(self, t):
+        pairs = t.unflatten(1, (-1, 2))
+        return (pairs * (1 - 0.3 / pairs.norm(dim=-1, keepdim=True)).clamp(min=0)).flatten(1)
+
+    def total(self, y):
+        return 0.3 * y.unflatten(1, (-1, 2)).norm(dim=-1).sum(1)
+
+    def linearise(self, t):
+        pairs = t.unflatten(1, (-1, 2))
+        norm = pairs.norm(dim=-1, keepdim=True)
+        along, share = pairs / norm, (1 - 0.3 / norm).clamp(min=0)
+
+        def product(v, share, on):
+            v = v.unflatten(1, (-1, 2))
+            radial = along * (along * v).sum(-1, keepdim=True)
+            return (on * radial + share * (v - radial)).flatten(1)
+
+        on = (share > 0).to(t.dtype)
+        root = partial(product, share=share.sqrt(), on=on)
+        return penalties.Linearised(root, root, partial(product, share=share, on=on))
+
+
+class Program(opteq.Objective):
+    def __init__(self, penalty):
+        super().__init__()
+        self.penalty = penalty
+        self.A = torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))
+
+    def terms(self, y, x):
+        return {"square": 0.5 * (y @ self.A).square().sum(1) + 0.05 * y.square().sum(1), "linear": (x * y).sum(1)}
+
+
+@pytest.mark.parametrize("penalty", [Simplex(), Groups()])
+def test_a_penalty_that_mixes_entries_has_the_minimiser_and_the_gradient_of_its_objective(penalty):
+    torch.manual_seed(0)
+    solver = opteq.FISTA(tol=1e-12, measure="error", max_steps=10_000)
+    layer = opteq.Equilibrium(Program(penalty), solver, opteq.Implicit(tol=1e-12, max_steps=100)).double()
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    solution = layer.solve(x)
+    assert solution.converged.all()
+    values = layer.problem(x).objective(solution.state)
+    for _ in range(20):  # no other point of the domain has a lower objective
+        other = penalty.prox(solution.state + 0.1 * torch.randn(4, 6))
+        assert (values <= layer.problem(x).objective(other)).all()
+    assert torch.autograd.gradcheck(lambda x, A: layer(x), (x, layer.problem.A), atol=1e-6, fast_mode=True)
+
+
+def test_a_penalty_that_mixes_entries_has_to_declare_its_degree():
+    class Unknown(Simplex):
+        def prox(self, t):
+            return 0.5 * super().prox(t)
+
+    with pytest.raises(TypeError, match="declare its degree: 0 for a constraint, 1 for a norm"):
+        ScaledPenalty(Unknown(), torch.ones(1))

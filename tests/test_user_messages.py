@@ -140,3 +140,11 @@ def test_help_names_flags_without_a_type(command: str, monkeypatch: pytest.Monke
     assert result.exit_code == 0
     assert "--help" in result.output
     assert "bool" not in result.output.lower()
+
+
+def test_a_function_that_fails_for_the_first_state_says_which_shape_that_has() -> None:
+    layer = opteq.Equilibrium(opteq.FixedPoint(lambda z, x: torch.nn.functional.linear(z, torch.ones(5, 5)) + x))
+    with pytest.raises(
+        RuntimeError, match=r"shapes cannot be multiplied .*the state has shape \(2, 3\), as start\(x\)"
+    ):
+        layer(torch.zeros(2, 3))

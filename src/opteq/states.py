@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 from opteq.common.dynamo import constant
 
@@ -333,3 +335,17 @@ class Autocast:
         if self.dtype is None or not self.enabled:
             return nullcontext()
         return torch.autocast(self.device_type, enabled=False)
+
+
+class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Notes the coarsest rounding of what is computed inside: autocast rounds products only, and an objective may have
+    none.
+    """
+
+    eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        dtypes = {part.dtype for part in tree_leaves(results) if isinstance(part, Tensor) and part.is_floating_point()}
+        self.eps = max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
+        return results

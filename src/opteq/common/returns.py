@@ -82,7 +82,15 @@ def try_once(module: nn.Module, function: Values, start: Any, name: str, differe
         without_saved_tensor_hooks(),  # a checkpoint would count this call
         torch.random.fork_rng([first.device] if first.is_cuda else []),
     ):
-        function(start)
+        try:
+            function(start)
+        except RuntimeError as error:
+            if type(error) is RuntimeError:  # torch's own, of shapes mostly
+                shapes = ", ".join(str(tuple(part.shape)) for part in blocks(start))
+                error.args = (
+                    f"{error} (in {who}; the state has shape {shapes}, as start(x): zeros like x by default)",
+                )
+            raise
         if looks:
             _check_repeatable(function, start, who, module)
         depends = not case[1] or _check_apart(function, start, who, advice_on_batch_norms(module))

@@ -77,7 +77,8 @@ def _sides(
         limits = torch.finfo(at.dtype)
         largest = per_row(sample_rows(at.abs()).amax(dim=1), at)
         margin = (new - old).abs() + 2 * (at - first).abs() + 8 * limits.eps * largest + limits.tiny
-        if not isinstance(penalty, ElementwisePenalty | ScaledPenalty):  # others mix entries, and have no slopes
+        written = penalty.penalty if isinstance(penalty, ScaledPenalty) else penalty
+        if not isinstance(written, ElementwisePenalty):  # others mix entries, and have no slopes
             return None
         left, right = penalty.derivative(at - margin), penalty.derivative(at + margin)
         slopes.append(torch.maximum(left, right))

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ def multiplication(slope: Tensor, root: Tensor | None = None) -> Linearised:
     return Linearised(factor=scale, factor_adjoint=scale, derivative=lambda v: slope * v)
 
 
+def of_its_prox(penalty: Penalty, name: str) -> Any:
+    """An attribute that describes sigma; None where it is one of a base class, whose sigma is another one."""
+    holder, prox = (next(kind for kind in type(penalty).__mro__ if one in vars(kind)) for one in (name, "prox"))
+    return getattr(penalty, name) if name in vars(penalty) or issubclass(holder, prox) else None
+
+
 class Penalty(metaclass=NamedOptions):
     """A penalty f together with its activation ``sigma = prox_f``. Tensors have the batch first: ``(B, ...)``.
 
@@ -50,6 +57,9 @@ class Penalty(metaclass=NamedOptions):
         bounded: whether sigma has a bounded range, in which case Brouwer's theorem gives an equilibrium.
         offset: the k in ``sigma~*(y) = f(y) + y^2/2 - k``, which ties f to the conjugate of the antiderivative
             sigma~; it is ``f(sigma(0)) + sigma(0)^2/2``, one per unit, and matters when values are compared.
+        degree: 0 where f is a constraint (0 or infinite), 1 where it grows like a norm (``f(t y) = t f(y)`` for t > 0),
+            None otherwise. It gives the prox of ``t f``, which an :class:`~opteq.Objective` needs for every step length
+            t, without a search. A penalty that mixes entries has to declare it there.
         has_total: whether :meth:`total` can be computed; otherwise solvers do not use the objective.
         has_potential: whether :meth:`potential` can be computed.
     """
@@ -58,6 +68,7 @@ class Penalty(metaclass=NamedOptions):
     lipschitz: float
     bounded: bool = False
     offset: float
+    degree: int | None = None
     has_total: bool = True
     has_potential: bool = True
 
@@ -69,9 +80,9 @@ class Penalty(metaclass=NamedOptions):
     def total(self, y: Tensor) -> Tensor:
         """The penalty of each sample, ``(B,)``, +inf outside the domain; in float32 or better for every dtype."""
 
-    @abstractmethod
     def potential(self, t: Tensor) -> Tensor:
         """The function whose gradient is sigma and that is 0 at 0, one value per sample; in float32 or better."""
+        raise NotImplementedError(f"penalty {self.name!r} defines no potential(t); set has_potential = False")
 
     @abstractmethod
     def linearise(self, t: Tensor) -> Linearised:
@@ -79,7 +90,7 @@ class Penalty(metaclass=NamedOptions):
 
     def project(self, y: Tensor) -> Tensor:
         """The nearest point at which the penalty is finite; y itself where it is finite everywhere."""
-        return y
+        return self.prox(y) if of_its_prox(self, "degree") == 0 else y
 
     def distance_to_kink(self, t: Tensor) -> Tensor | None:  # noqa: ARG002
         """How far each entry is from a kink of a piecewise linear sigma; None where sigma is not piecewise linear."""
@@ -106,11 +117,11 @@ class ElementwisePenalty(Penalty):
 
     def distance_to_kink(self, t: Tensor) -> Tensor | None:
         """The distance of each entry to the nearest of the :attr:`kinks`, infinite where there is none."""
-        kinks, prox = (next(kind for kind in type(self).__mro__ if name in vars(kind)) for name in ("kinks", "prox"))
-        if self.kinks is None or not ("kinks" in vars(self) or issubclass(kinks, prox)):
-            return None  # kinks of a base class, whose sigma is another one
+        kinks = of_its_prox(self, "kinks")
+        if kinks is None:
+            return None
         nearest = torch.full_like(t, math.inf)
-        for kink in self.kinks:
+        for kink in kinks:
             nearest = torch.minimum(nearest, (t - kink).abs())
         return nearest
 

@@ -23,6 +23,7 @@ class Identity(ElementwisePenalty):
 
     name = "identity"
     lipschitz = 1.0
+    degree = 0
     kinks = ()
 
     def prox(self, t: Tensor) -> Tensor:
@@ -48,6 +49,7 @@ class ReLU(ElementwisePenalty):
 
     name = "relu"
     lipschitz = 1.0
+    degree = 0
     kinks = (0.0,)
     domain = (0.0, math.inf)
 
@@ -116,6 +118,7 @@ class SoftThreshold(ElementwisePenalty):
 
     name = "soft_threshold"
     lipschitz = 1.0
+    degree = 1
 
     def __post_init__(self) -> None:
         _validate.not_negative(self, "threshold")
@@ -148,6 +151,7 @@ class HardTanh(ElementwisePenalty):
 
     name = "hardtanh"
     lipschitz = 1.0
+    degree = 0
     bounded = True
     kinks = (-1.0, 1.0)
     domain = (-1.0, 1.0)

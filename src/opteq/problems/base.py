@@ -166,7 +166,8 @@ class HiddenProblem(WrittenProblem):
         penalty = getattr(self, "penalty", None)
         if penalty is None:
             raise TypeError(
-                f"{type(self).__name__} should set `penalty`: the name of an activation or an opteq.penalties.Penalty"
+                f'{type(self).__name__} should set `penalty`: the name of an activation ("identity" for none) '
+                "or an opteq.penalties.Penalty"
             )
         return penalties.get(penalty)
 

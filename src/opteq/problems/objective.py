@@ -30,8 +30,8 @@ class Objective(WrittenProblem):
     """A network defined by the objective that it minimises: ``sum of terms(y, x) + penalty(y)``.
 
     - ``terms(y, x)``: a dict of named terms with one value per sample each; their sum is the smooth part F.
-    - ``penalty``: the non-smooth part h, an activation's name or an elementwise convex
-      :class:`~opteq.penalties.Penalty` (``"relu"``: y is not negative); None by default.
+    - ``penalty``: the non-smooth part h, an activation's name or a convex :class:`~opteq.penalties.Penalty`
+      (``"relu"``: y is not negative); None by default. One that mixes entries declares its ``degree``.
     - ``start(x)``: the initial state, which also sets its shape; zeros like ``x`` by default.
     - ``features(y)``: the output of the layer; ``y`` by default.
     - ``curvature``: a bound on the largest eigenvalue of F's Hessian: a number, one value per sample ``(B,)``, or a

@@ -23,7 +23,7 @@ from opteq.solvers.loop import (
     iterate,
 )
 from opteq.solvers.status import FINE, Status
-from opteq.states import Autocast, Layout, State, blocks
+from opteq.states import Autocast, Layout, LowestPrecision, State, blocks
 
 Step = Callable[[State], State]
 StepAndMerit = Callable[[State], tuple[State, Tensor]]
@@ -273,10 +273,18 @@ class Evaluation:
         self.step_and_merit = step_and_merit
         self.layout = layout
         self.caller = caller
-        self.eps = torch.finfo(caller.dtype).eps if caller.enabled and caller.dtype else 0.0
+        self.eps = 0.0
 
     def state(self, state: State) -> tuple[State, Tensor | None]:
         """Image and merit of a state."""
+        if not self.eps and self.caller.enabled:
+            with LowestPrecision() as lowest:  # type: ignore[no-untyped-call]  # torch's
+                outcome = self._state(state)
+            self.eps = max(self.eps, lowest.eps)
+            return outcome
+        return self._state(state)
+
+    def _state(self, state: State) -> tuple[State, Tensor | None]:
         with self.caller.entered():
             image, merit = (self.step(state), None) if self.step_and_merit is None else self.step_and_merit(state)
         self.layout.check(image, "what the map returns")

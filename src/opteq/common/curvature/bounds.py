@@ -55,6 +55,8 @@ class Bounds:
         return Bounds.__getattr__(args[0], name)(*args[1:], **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if is_kind(self, Bent) and self.linear and not hasattr(Bent, NAMES.get(name, name)):
+            return getattr(Affine(inf, 0.0, inf, None), name)
         if name in CURVES and is_kind(self, Affine):
             return partial(self._curve, name)
         if name in LOSSES:
@@ -119,7 +121,7 @@ class Bounds:
         raise NotKnown("it reads the size of a batch")
 
     def __iter__(self) -> Any:
-        raise NotKnown("it takes a tensor or an input apart (x[0] and x[1] can be followed)")
+        raise NotKnown("it takes a tensor, or a state of several tensors, apart")
 
     def _compare(self, _: Any) -> Any:
         raise NotKnown("it compares values")
@@ -133,6 +135,8 @@ class Bounds:
 
 
 Known = TypeVar("Known", bound=Bounds)
+_MANY = 100
+"""More parts than an input has."""
 
 
 class Given(Bounds):
@@ -175,10 +179,20 @@ class Given(Bounds):
 
 
 class Input(Given):
-    """The input x, or minus x."""
+    """The input x, or minus x; a tuple of ``parts``, where that is known."""
+
+    def __init__(self, parts: int | None = None) -> None:
+        self.parts = parts
+        self.apart = False
 
     def __neg__(self) -> Input:
         return self
+
+    def __iter__(self) -> Any:
+        """``a, b = x`` finds too many parts as long as their number is not known, and tells it by its error."""
+        self.apart = True
+        for _ in range(_MANY if self.parts is None else self.parts):
+            yield Given()
 
     def through(self, norm: float, operator: Any, adjoint: bool) -> Given:  # noqa: ARG002
         return Image(None if operator.keeps_shape else operator, adjoint)
@@ -238,12 +252,12 @@ class Affine(OfY):
 
     def _mul(self, other: Any) -> Affine | Bent:
         if is_kind(other, Given):
-            return Bent(0.0, 0.0, inf)
+            return Bent(0.0, 0.0, inf, linear=True)
         factor = as_number(other)
         if factor is not None:
             size = abs(factor)
             return _changed(self, most=size * self.most, least=size * self.least, given=size * self.given)
-        return Affine(inf, float(other.detach().abs().min()) * self.least, inf, None)
+        return Affine(inf, float(other.detach().abs().min()) * self.least, self.given and inf, None)
 
     def _add(self, other: Any) -> Affine:
         if as_number(other) is not None:
@@ -253,9 +267,11 @@ class Affine(OfY):
         if is_kind(other, Affine) and self.cut is not None and (self.cut, self.flat) == (other.cut, other.flat):
             least = max(sum_below([self.least, -other.most]), sum_below([other.least, -self.most]), 0.0)
             return _changed(self, most=self.most + other.most, least=least, given=self.given + other.given)
-        if is_kind(other, Bent):
+        if is_kind(other, Bent) and not other.linear:
             raise NotKnown("it adds values of a term to a tensor")
-        return Affine(inf, 0.0 if is_kind(other, Affine) else self.least, inf, None)
+        moves = other.given if is_kind(other, Affine) else not is_kind(other, Tensor)
+        given = inf if self.given or moves else 0.0
+        return Affine(inf, 0.0 if is_kind(other, Affine, Bent) else self.least, given, None)
 
     def _square(self) -> Bent:
         return _changed(self.bent(2.0, 2.0), squares=0.0 if self.most > 0 else None)
@@ -286,7 +302,7 @@ class Affine(OfY):
 
     def _sum(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
         check_within_samples(dim)
-        return Affine(inf, 0.0, inf, None)
+        return Affine(inf, 0.0, self.given and inf, None)
 
     def _mean(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
         check_within_samples(dim)
@@ -306,7 +322,7 @@ class Affine(OfY):
         if not all(part is None or part is ... or is_kind(part, int, slice) for part in parts):
             raise NotKnown("it selects entries by a tensor")
         if parts[0] is not ... and parts[0] != slice(None):
-            raise NotKnown("it selects samples of the batch")
+            raise NotKnown("it selects samples of the batch, or a part of a state of several tensors")
         return Affine(
             self.most, 0.0, self.given, left_out(parts) if self.cut == frozenset() and not self.flat else None
         )
@@ -318,7 +334,8 @@ class Bent(OfY):
 
     ``single`` where the entries are one function of a linear map; ``summed`` where there is one per sample;
     ``repeated`` for the bounds if broadcasting repeated entries of a sum, which does no harm unless they are summed
-    again. ``squares`` where the entries are sums of squares and of at least that number.
+    again. ``squares`` where the entries are sums of squares and of at least that number. ``linear`` where they are
+    linear in y, weighted by what depends on x.
     """
 
     low: float
@@ -329,6 +346,7 @@ class Bent(OfY):
     flat: bool = False
     repeated: Bent | None = None
     squares: float | None = None
+    linear: bool = False
 
     def _settled(self) -> Bent:
         return self if self.repeated is None else self.repeated
@@ -355,12 +373,14 @@ class Bent(OfY):
         ends = [times(weight, end) for weight in weights for end in (self.low, self.high)]
         return Bent(min(ends), max(ends), times(max(map(abs, weights)), self.mixed))._any_number_of_times()
 
-    def _add(self, other: Any) -> Bent:
+    def _add(self, other: Any) -> Affine | Bent:
         number = as_number(other)
         if number is not None:
             return _changed(self, squares=None if self.squares is None else self.squares + number)
         if is_kind(other, Affine):
-            raise NotKnown("it adds values of a term to a tensor")
+            return Affine._add(other, self)
+        if self.linear and (is_kind(other, Given, Tensor) or other.linear):
+            return _changed(self, summed=False)
         bent = other if is_kind(other, Bent) else Bent(0.0, 0.0, 0.0)
         both, rest = self.summed and bent.summed, None
         if not both:

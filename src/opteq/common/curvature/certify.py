@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from math import inf
@@ -32,7 +33,7 @@ def curvature_of_terms(terms: Terms, start: Any) -> tuple[float, float, float]:
         like = start if is_kind(start, Image) else None
         same = is_kind(start, Input) or (like is not None and like.operator is None)
         with torch.enable_grad():
-            values = list(terms(Affine(like_x=same, like=like), Input()).values())
+            values = _values(terms, Affine(like_x=same, like=like))
     except NotKnown:
         raise
     except Exception as error:  # a user's code that was not made for what it got here
@@ -42,9 +43,25 @@ def curvature_of_terms(terms: Terms, start: Any) -> tuple[float, float, float]:
     if met:  # and the code went on without it
         raise met[0]
     bent = [value for value in values if is_kind(value, Bent)]
+    bent += [Bent(0.0, 0.0, inf) for value in values if is_kind(value, Affine) and value.given == inf]  # y' A(x), maybe
     if not all(is_kind(value, Bounds, Tensor) for value in values):
         raise NotKnown("a term is no tensor")
     return sum_below([b.low for b in bent]), sum_above([b.high for b in bent]), sum_above([b.mixed for b in bent])
+
+
+def _values(terms: Terms, y: Affine) -> list[Any]:
+    """The terms for y and an input; for one of n tensors where the code begins with ``a, b = x``."""
+    x = Input()
+    try:
+        values = list(terms(y, x).values())
+    except ValueError as error:
+        parts = re.search(r"too many values to unpack \(expected (\d+)", str(error))
+        if parts is None or not x.apart:
+            raise
+        return list(terms(y, Input(int(parts[1]))).values())
+    if x.apart:
+        raise NotKnown("it takes the input apart by a loop or a function (x[0] and unpacking can be followed)")
+    return values
 
 
 def start_for(problem: Any, usual: Any) -> Any:
@@ -87,7 +104,7 @@ def certify_objective(terms: Terms, start: Any, returns_state: bool, curvature: 
     if least == inf:
         raise OverflowError("the bound of the terms' Hessian overflows")
     if not least > 0:
-        why = f"the Hessian of the terms is only known to lie above {least:.4g}, and not above 0"
+        why = f"the terms are not known to be strongly convex: their Hessian lies above {least:.4g}"
         return {"reasons": dict.fromkeys(names, why)}
     if least < SOME**0.5:  # what stands for it may have been multiplied
         why = "the terms are strongly convex, by how much depends on the number of entries that a mean is taken of"
