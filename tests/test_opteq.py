@@ -599,6 +599,12 @@ def test_an_input_without_a_batch_is_refused(problem: opteq.problems.Problem) ->
     opteq.Equilibrium(problem)(torch.randn(1, 6))
 
 
+def test_a_sparse_input_is_refused() -> None:
+    problem = opteq.OptEq(op.Dense(4, 6, bound=0.9), torch.nn.Linear(6, 6))
+    with pytest.raises(TypeError, match=r"should be dense; got the layout torch\.sparse_coo\. .*x\.to_dense\(\)"):
+        opteq.Equilibrium(problem)(torch.eye(6).to_sparse())
+
+
 class Softer(opteq.penalties.ReLU):
     """A ReLU by name, with another slope."""
 

@@ -73,6 +73,8 @@ class Problem(HoldsOptions, metaclass=NamedOptions):
             wanted = "a tensor with the batch first" + ", or a tuple of them" * (self.takes_tuples and place is None)
             more = "; a problem whose input is one sets takes_tuples = True" if isinstance(x, tuple) and x else ""
             raise TypeError(f"{what} should be {wanted}; got {type(x).__name__}{more}")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{what} should be dense; got the layout {x.layout}. Convert it, e.g. {name}.to_dense()")
         if x.ndim < 1:
             raise ValueError(f"{what} should have a batch dimension; got a single number")
         if not x.is_floating_point():
