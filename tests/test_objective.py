@@ -388,6 +388,43 @@ def test_low_precision_works(dtype, close):
         assert (low(x.to(dtype)).float() - exact).abs().max() < close
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_curvature_that_grows_is_corrected_in_16_bits(dtype):
+    """The step length fits the start, where the curvature is a seventh: too long steps cycled up to the step limit."""
+
+    class Well(opteq.Objective):
+        def terms(self, y, x):
+            well = 0.25 * (y.square() - 1).square().flatten(1).sum(1)
+            return {"well": well, "data": 0.25 * (y - x).square().flatten(1).sum(1)}
+
+    torch.manual_seed(0)
+    x = (1.5 * torch.randn(8, 3)).to(dtype)
+    exact = opteq.Equilibrium(Well(), opteq.FISTA(tol=1e-9, measure="error", max_steps=500)).solve(x.double()).state
+    solution = opteq.Equilibrium(Well()).solve(x)
+    assert solution.converged.all()
+    assert solution.steps.max() < 50
+    assert (solution.state - exact).norm(dim=1).max() < 12 * torch.finfo(dtype).eps * exact.norm(dim=1).max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_step_length_of_another_magnitude_is_no_convergence_in_16_bits(dtype):
+    """Where the curvature is 1e4 times that of the start, a residual of 1 looks like rounding of the state."""
+
+    class Quartic(opteq.Objective):
+        def start(self, x):
+            return torch.full_like(x, 0.01)
+
+        def terms(self, y, x):
+            return {"quartic": 0.25 * y.square().square().sum(1), "input": -(x * y).sum(1)}
+
+    torch.manual_seed(3)
+    x = (1.5 * torch.randn(16, 30)).to(dtype)
+    solution = opteq.Equilibrium(Quartic(), opteq.FISTA(measure="error", max_steps=100), on_failure="ignore").solve(x)
+    exact = x.double().sign() * x.double().abs().pow(1 / 3)
+    error = (solution.state - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error[solution.converged].max() < 0.15
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -71,6 +71,7 @@ class Point(NamedTuple):
         share: s, how much of a step is taken.
         age: steps since the last restart.
         amplified: ``|dy| / |d(T(y) - y)|`` along the last moves.
+        stiffness: the inverse of that, along the last move that was larger than rounding.
         merit: the objective at z, where the problem offers it.
         least: the least gap so far.
     """
@@ -84,6 +85,7 @@ class Point(NamedTuple):
     share: Tensor
     age: Tensor
     amplified: Tensor
+    stiffness: Tensor
     merit: Tensor | None
     least: Tensor
 
@@ -102,7 +104,7 @@ class AcceleratedIteration:
         gap = row_norms(change)
         residual = relative(gap, row_norms(image), floor)
         none, ones = torch.zeros_like(rows), torch.ones_like(rows)
-        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, merit, gap)
+        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, ones, merit, gap)
         self.estimate = _ASSUMED * residual
 
     @property
@@ -121,10 +123,13 @@ class AcceleratedIteration:
         return self.at.point, self._estimated_error() if self.error else self.at.residual
 
     def _estimated_error(self) -> Tensor:
-        # Where the residual is down to the map's rounding, no further step comes closer.
-        beyond = (self.at.residual - 4 * self.eps).clamp_min(0)
-        error = self.at.residual + (self.at.amplified - 1) * beyond
-        self.estimate = torch.where(beyond > 0, torch.maximum(error, _FADING * self.estimate), error)
+        # The residual that rounding of the state leaves grows with the curvature. Below it no step comes closer.
+        at = self.at
+        size = relative(row_norms(at.point), row_norms(at.image), self.floor)
+        stiff = (torch.minimum(at.stiffness, 1 / at.share) * size).clamp_min(1)
+        beyond = (at.residual - 4 * self.eps * stiff).clamp_min(0)
+        error = torch.maximum(at.residual + (at.amplified - 1) * beyond, _FADING * self.estimate)
+        self.estimate = torch.where(beyond > 0, error, at.residual / stiff)
         return self.estimate
 
 
@@ -167,7 +172,7 @@ def accept(
     move, drop = proposal - at.point, at.change - change
     moved, dropped = row_norms(move), row_norms(drop)
     curvature = (move * drop).sum(dim=1).to(moved.dtype) / moved.square().clamp_min(torch.finfo(moved.dtype).tiny)
-    steep = (moved > 300 * rounding) & (at.share * curvature > 1.01)
+    steep = at.share * curvature > (1 + rounding / moved).clamp_min(1.01)  # by more than rounding may have added
     shorter = torch.where(steep & finite, at.share / (at.share * curvature).clamp(1.0, 4.0), longer)
     shorter = torch.where(plain & bad, at.share / 2, shorter)
     share = torch.where(active, shorter, at.share)
@@ -189,6 +194,7 @@ def accept(
         share=share,
         age=torch.where(active, torch.where(taken & ~steep, age + 1, 0.0), at.age),
         amplified=torch.where(taken & (torch.maximum(moved, dropped) > noise), amplified, at.amplified),
+        stiffness=torch.where(taken & (moved > rounding), dropped / moved, at.stiffness),
         merit=at.merit if merit is None or at.merit is None else torch.where(taken, merit, at.merit),
         least=torch.where(active, torch.fmin(gap, at.least), at.least),
     )
