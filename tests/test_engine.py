@@ -344,7 +344,7 @@ def test_compiled_steps_of_a_solver_are_the_plain_ones(monkeypatch: pytest.Monke
     # What Inductor makes of a graph is torch's; that the graph and its arguments are right is ours.
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, _, options: graph)
     torch.manual_seed(0)
-    wide, narrow = torch.rand(4, 4, 9), torch.rand(5, 4)
+    wide, narrow = torch.rand(4, 4, 9), torch.rand(6, 4)
     for merit in (None, torch.rand(4)):
         at = fista.Point(*wide, *narrow, merit, torch.rand(4))
         active = torch.tensor([True, False, True, True])

@@ -98,8 +98,8 @@ def check_invertible(name: str, value: object) -> Tensor:
 def _of_field(check: Callable[..., Any]) -> Callable[..., None]:
     """A check of a value, as the same check of a field: ``(options, field, *limits)``."""
 
-    def check_field(options: object, field: str, *limits: Any, **named: Any) -> None:
-        check(f"{type(options).__name__}.{field}", getattr(options, field), *limits, **named)
+    def check_field(options: object, field: str, *limits: Any) -> None:
+        check(f"{type(options).__name__}.{field}", getattr(options, field), *limits)
 
     return check_field
 

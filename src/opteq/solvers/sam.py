@@ -85,7 +85,7 @@ class SAM(Solver):
             positive(self, field)
         if self.rho + 2 * self.c >= 1:
             raise ValueError(f"SAM needs rho + 2 c < 1; got rho={self.rho}, c={self.c}")
-        whole(self, "polish", least=0)
+        whole(self, "polish", 0)
         if self.polish > self.max_steps:
             raise ValueError(f"SAM.polish should be at most max_steps={self.max_steps}; got {self.polish}")
         lipschitz = self.regularizer.gradient_lipschitz

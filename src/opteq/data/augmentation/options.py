@@ -88,8 +88,8 @@ class Augmentation(metaclass=NamedOptions):
     cutmix: float = 0.0
 
     def __post_init__(self) -> None:
-        _validate.whole(self, "crop_padding", least=0)
-        _validate.whole(self, "randaugment", least=0)
+        _validate.whole(self, "crop_padding", 0)
+        _validate.whole(self, "randaugment", 0)
         _validate.choice(self, "crop_fill", ("zero", "reflect"))
         _validate.flag(self, "flip")
         for field, most in (("color_jitter", 1.0), ("erase", 1.0), ("mixup", math.inf), ("cutmix", math.inf)):
@@ -100,7 +100,7 @@ class Augmentation(metaclass=NamedOptions):
 
     def _check_window(self) -> None:
         for field in ("crop_height", "crop_width"):
-            _validate.whole(self, field, least=0)
+            _validate.whole(self, field, 0)
         for field in ("scale_min", "scale_max"):
             _validate.positive(self, field)
         if (self.crop_height == 0) != (self.crop_width == 0):
