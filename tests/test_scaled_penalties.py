@@ -168,3 +168,11 @@ def test_a_penalty_that_mixes_entries_has_to_declare_its_degree():
 
     with pytest.raises(TypeError, match="declare its degree: 0 for a constraint, 1 for a norm"):
         ScaledPenalty(Unknown(), torch.ones(1))
+
+
+@pytest.mark.parametrize("degree", [2, "0", True])
+def test_a_degree_is_zero_or_one(degree):
+    penalty = Simplex()
+    penalty.degree = degree
+    with pytest.raises(ValueError, match=rf"Simplex.degree should be 0 .* 1 .* or None; got {degree!r}"):
+        ScaledPenalty(penalty, torch.ones(1))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opteq.common.errors import ConvergenceError, ConvergenceWarning, callers_level
 from opteq.solution import Report
-from opteq.solvers.status import FINE, Status
+from opteq.solvers.status import SUCCESSES, Status
 from opteq.states import State, any_row, blocks, map_state
 
 # Most copies of status codes in flight; beyond that the host waits for the oldest.
@@ -88,7 +88,7 @@ class _Pending:
 
     def failed(self) -> bool:
         """Whether a sample has; waits for the codes."""
-        return any(code not in FINE for code in self.codes.read())
+        return any(code not in SUCCESSES for code in self.codes.read())
 
     def fault(self) -> str:
         """The same, unless the input was overwritten since."""

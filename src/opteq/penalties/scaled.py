@@ -112,7 +112,12 @@ class ScaledPenalty:
 
 
 def _check(penalty: Penalty) -> Penalty:
-    if not isinstance(penalty, ElementwisePenalty) and of_its_prox(penalty, "degree") is None:
+    degree = of_its_prox(penalty, "degree")
+    if isinstance(degree, bool) or degree not in (None, 0, 1):
+        raise ValueError(
+            f"{type(penalty).__name__}.degree should be 0 (a constraint), 1 (a norm) or None; got {degree!r}"
+        )
+    if not isinstance(penalty, ElementwisePenalty) and degree is None:
         raise TypeError(
             f"the penalty of an objective should act on every entry alone (an ElementwisePenalty), or declare its "
             f"degree: 0 for a constraint, 1 for a norm; got {type(penalty).__name__}"

@@ -22,7 +22,7 @@ from opteq.solvers.loop import (
     Rule,
     iterate,
 )
-from opteq.solvers.status import FINE, Status
+from opteq.solvers.status import SUCCESSES, Status
 from opteq.states import Autocast, Layout, LowestPrecision, State, blocks
 
 Step = Callable[[State], State]
@@ -109,7 +109,7 @@ class Report:
 
     def failures(self) -> Tensor:
         """Which samples failed, ``(B,)``."""
-        return torch.stack([self.codes != int(status) for status in FINE]).all(dim=0)
+        return torch.stack([self.codes != int(status) for status in SUCCESSES]).all(dim=0)
 
     def describe_failures(self, what: str) -> str:
         """One message about all samples that failed: how many, how far off, and what to try."""

@@ -28,7 +28,7 @@ class Status(IntEnum):
         return _MESSAGES[self]
 
 
-FINE = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
+SUCCESSES = (Status.CONVERGED, Status.APPROXIMATE, Status.FIXED_STEPS)
 """How a solve ends that did not fail."""
 
 _MESSAGES = {
