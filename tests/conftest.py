@@ -53,6 +53,20 @@ def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     engine.forget()
 
 
+@pytest.fixture
+def full_float32() -> Iterator[None]:
+    """Products in float32 on a GPU, whatever an earlier test of the process trained with."""
+    import torch
+
+    flags = torch.backends.cudnn, torch.backends.cuda.matmul  # pytest's monkeypatch would delete theirs at the end
+    before = [each.allow_tf32 for each in flags]
+    for each in flags:
+        each.allow_tf32 = False
+    yield
+    for each, allowed in zip(flags, before, strict=True):
+        each.allow_tf32 = allowed
+
+
 # Frozen objects are passed over when Python ends, too, and Triton would call its own leaked. Not sooner: pytest
 # collects garbage five times when it ends.
 atexit.register(gc.unfreeze)

@@ -17,7 +17,11 @@ from opteq import operators as op
 from opteq.states import blocks
 from test_engine import Written
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("full_float32"),
+]
 
 
 class Mixed(nn.Module):
@@ -53,13 +57,6 @@ def made(kind: str) -> tuple[opteq.problems.Problem, Tensor]:
     }  # fmt: skip
     x = torch.randn(4, 2, 8, 8, device="cuda").contiguous(memory_format=torch.channels_last)
     return problems[kind]().to("cuda", memory_format=torch.channels_last), x.requires_grad_()
-
-
-@pytest.fixture(autouse=True)
-def _full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an earlier test of the process trained with."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 def flat(tensors: Tensor | tuple[Tensor, ...]) -> Tensor:

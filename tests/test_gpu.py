@@ -186,10 +186,8 @@ def test_half_precision_on_a_gpu(case: Case, kind: type[Solver], dtype: torch.dt
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_channels_last_on_a_gpu(kind: type[Solver], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch.backends.cudnn, "allow_tf32", False
-    )  # layouts take different kernels: compare them in float32
+@pytest.mark.usefixtures("full_float32")  # layouts take different kernels
+def test_channels_last_on_a_gpu(kind: type[Solver]) -> None:
     torch.manual_seed(0)
     problem = opteq.OptEq(opteq.operators.Conv2d(4, 8, 3, bound=0.9), torch.nn.Conv2d(4, 8, 3, padding=1)).cuda()
     layer = opteq.Equilibrium(problem, kind(tol=1e-6, max_steps=200), on_failure="raise")

@@ -90,6 +90,8 @@ def find_no_grad(
     with torch.no_grad():
         outcome = None if keep_inverse else engine.solve(hidden, solver, start, same_steps)
         outcome = outcome or find(hidden, solver, start, same_steps or keep_inverse)
+    if not keep_inverse:  # it holds the solver's history, which is most of the memory of a solve
+        outcome = replace(outcome, inverse_adjoint=None)
     return map_state(Tensor.detach, outcome.state), outcome
 
 

@@ -83,6 +83,7 @@ class ConditionalSolve:
         self.observed: AsyncHostCopy | None = None  # how many steps the samples of an earlier solve took
         with self.context.entered():
             self._warm_up(open_solve)
+            torch.cuda.empty_cache()  # what ran so far has left its memory with the allocator: the graph's pool gets it
             self.facts = self._capture(open_solve)
         self._plan(self._place())
 
@@ -110,6 +111,7 @@ class ConditionalSolve:
             solve.iteration.advance()
         with SideEffectCheck(inputs):
             solve.tensors(solve.iteration.finish())
+        del solve  # two at a time would need twice the memory
         solve = self._begun(open_solve)
         for _ in range(min(3, solve.iteration.rule.max_steps)):
             solve.iteration.advance()
