@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opteq
 from cases import CASES, Case, combined
-from opteq.solvers import Outcome, Solver, Status
+from opteq.gradients.base import find_no_grad
+from opteq.solvers import Anderson, Outcome, Solver, Status
 from opteq.solvers.linear import LinearSolver
+from opteq.solvers.loop import Method, RowTask
 from opteq.states import (
     Layout,
     State,
@@ -405,6 +408,21 @@ def test_the_host_never_looks_when_told_so(monkeypatch: pytest.MonkeyPatch) -> N
         assert not looks
     opteq.Picard(max_steps=9, tol=1e-30, check_every=4).solve(lambda y: y.cos(), torch.zeros(2, 3))
     assert len(looks) == 2
+
+
+def test_the_history_of_a_solve_is_freed_with_it() -> None:
+    histories: list[weakref.ref[Any]] = []
+
+    class Noting(Anderson):
+        def _method(self, task: RowTask) -> Method:
+            method = super()._method(task)
+            histories.append(weakref.ref(method))
+            return method
+
+    problem = opteq.OptEq(opteq.operators.Dense(3, 5, bound=0.9), torch.nn.Linear(2, 5))
+    _, outcome = find_no_grad(problem(torch.randn(4, 2)), Noting(), None)
+    assert outcome.steps.amin() > 0
+    assert [history() for history in histories] == [None]
 
 
 def test_damping_stops_a_cycle() -> None:

@@ -82,10 +82,7 @@ class AdjointByGraph:
                     answer = f"{self.captured.max_steps} steps are captured, and samples needed more"
                     note("backward", answer)
             if isinstance(answer, str):
-                solve = open_solve(inputs, self.linear)
-                iterate(solve.iteration)
-                tensors: list[Any] = solve.tensors(solve.iteration.finish())
-                answer = tensors, solve.facts
+                answer = open_solve(inputs, self.linear).run()
         (*found, residual, steps, codes, history), places = answer
         assert isinstance(places, tuple)
         known = dict(zip(places, found, strict=True))
@@ -134,9 +131,19 @@ class _BackwardSolve:
             self.solve = open_linear(linear, lambda v: adjoint.apply(product, v), rhs, self.layout, adjoint.eps)
         self.iteration: Iteration = WithOperations(self.solve.iteration, operations)
 
+    def run(self) -> tuple[list[Any], object]:
+        """Solve without a graph, once, and free the solver's memory before the rest."""
+        iterate(self.iteration)
+        finish = self.solve.finish(self.iteration.finish())
+        del self.solve, self.iteration
+        return self._gradients(finish), self.facts
+
     def tensors(self, finish: Finish) -> list[Tensor]:
         """Gradients of the problem's tensors, then residual, steps, codes and history."""
-        finish = self.solve.finish(finish).per_sample(self.layout)
+        return self._gradients(self.solve.finish(finish))
+
+    def _gradients(self, finish: Finish) -> list[Tensor]:
+        finish = finish.per_sample(self.layout)
         # Operations of its own: this part of the graph is captured before the steps, and runs after them.
         with FastOperations():
             vector = self.recover(self.layout.restore(finish.point))

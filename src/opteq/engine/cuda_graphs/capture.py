@@ -52,12 +52,16 @@ class CaptureContext:
     """Where graphs of one stream are captured: their memory pool, their buffers, and a side stream."""
 
     known: ClassVar[dict[tuple[torch.device, int], CaptureContext]] = {}
+    streams: ClassVar[dict[tuple[torch.device, int], Any]] = {}
+    """Side streams outlive their contexts: cuBLAS keeps a workspace of 32 MiB for every stream that it has seen."""
 
     def __init__(self, device: torch.device, stream: int) -> None:
         self.key = device, stream
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self.key not in self.streams:
+            self.streams[self.key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = self.streams[self.key]
         self.buffers = SharedBuffers()
 
     @classmethod

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -105,7 +106,7 @@ class SideEffectCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
-        self._kept = list(inputs)
+        self._kept: list[object] = list(inputs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -155,6 +156,8 @@ class CaptureCheck(SideEffectCheck):  # type: ignore[no-untyped-call]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._known.add(leaf.untyped_storage()._cdata)
-                self._kept.append(leaf)  # so that no other storage gets the same identity
+                storage = leaf.untyped_storage()
+                self._known.add(storage._cdata)
+                # Its memory is freed, but no other storage gets its identity.
+                self._kept.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return result
