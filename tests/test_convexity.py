@@ -69,6 +69,11 @@ KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "linear": lambda p, y, x: {"ridge": y.pow(2).sum(1) / 2, "likeness": -(p.U(x) * y).sum(1), "mean": y.mean(1)},
     "centred": lambda p, y, x: {"data": data(y, x), "prior": p.huber(p.K(y) - p.weights).sum(1)},
     "of x": lambda p, y, x: {"data": data(y, p.U(x)), "size": x.square().sum(1)},
+    "by itself": lambda p, y, x: {
+        "data": data(y, x),
+        "size": 0.5 * (y * y).sum(1),
+        "rough": (lambda r: r * r)(p.K(y - x)).sum(1),
+    },
     "a sum squared": lambda p, y, x: {"data": data(y, x), "sum": y.sum(1).square()},
     "a square operator": lambda p, y, x: {"data": data(3 * p.W(y), x), "ridge": 0.01 * y.square().sum(1)},
     "of both": lambda p, y, x: {
@@ -312,6 +317,8 @@ UNKNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "'huber_loss' of values": lambda p, y, x: {"data": F.huber_loss(y.square(), x, reduction="none").sum(1)},
     "'exp' with": lambda p, y, x: {"data": torch.exp(y, out=None).sum(1)},
     "by itself": lambda p, y, x: {"data": data(y, x), "square": (y[:, None] @ y[:, :, None]).flatten(1).sum(1)},
+    "two functions of y": lambda p, y, x: {"data": data(y, x), "form": (y * p.W(y)).sum(1)},
+    "multiplies two": lambda p, y, x: {"data": data(y, x), "quartic": (y.square() * y).sum(1)},
     "to values of a term": lambda p, y, x: {"data": p.U(data(y, x)).sum(1)},
     "'add_'": lambda p, y, x: {"data": (y + 0).add_(1).square().sum(1)},
     "branches on values": lambda p, y, x: {"data": data(y, x) if x.any() else y.sum(1)},

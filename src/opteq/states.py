@@ -357,4 +357,5 @@ def autocast_rounding(layout: Layout, function: Callable[[], object]) -> float:
         return 0.0
     with LowestPrecision() as lowest:  # type: ignore[no-untyped-call]  # torch's
         function()
-    return 2 * lowest.eps
+    relative: float = 2 * lowest.eps
+    return relative

@@ -125,7 +125,7 @@ def contraction_norm(weight: Tensor, of_weight: str, of_y: str, out: str) -> flo
 
 def _norms(matrices: Tensor) -> Tensor:
     exact = min(matrices.shape[1:]) <= _SMALL
-    found = torch.linalg.matrix_norm(matrices.detach().to("cpu", torch.float64), 2 if exact else "fro")
+    found: Tensor = torch.linalg.matrix_norm(matrices.detach().to("cpu", torch.float64), 2 if exact else "fro")
     return found * (1 + _ROUNDING * matrices.numel())
 
 

@@ -129,7 +129,7 @@ class Bounds:
         raise NotKnown("it reads the size of a batch")
 
     def __iter__(self) -> Any:
-        raise NotKnown("it takes a tensor, or a state of several tensors, apart")
+        raise NotKnown("it takes a tensor, a shape, or a state of several tensors, apart")
 
     def _compare(self, _: Any) -> Any:
         raise NotKnown("it compares values")
@@ -262,6 +262,10 @@ class Affine(OfY):
         return Bent(low, high, mixed, flat=self.flat)
 
     def _mul(self, other: Any) -> Affine | Bent:
+        if other is self:
+            return self._square()
+        if _depend_on_y(other):
+            raise NotKnown("it multiplies two functions of y")
         if is_kind(other, Given):
             return Bent(0.0, 0.0, inf, linear=True)
         factor = as_number(other)
@@ -410,6 +414,8 @@ class Bent(OfY):
             return _changed(self, low=low, high=high, mixed=mixed, repeated=rest, squares=squares)
         if not self.single:
             return Bent(-inf, inf, inf)
+        if _depend_on_y(other):
+            raise NotKnown("it multiplies two functions of y")
         weights = float(other.detach().min()), float(other.detach().max())
         ends = [times(weight, end) for weight in weights for end in (self.low, self.high)]
         return Bent(min(ends), max(ends), times(max(map(abs, weights)), self.mixed))._any_number_of_times()
