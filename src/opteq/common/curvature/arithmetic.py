@@ -118,8 +118,9 @@ def contraction_norm(weight: Tensor, of_weight: str, of_y: str, out: str) -> flo
     if weight.is_meta or "*" in of_weight or len({*of_weight}) < len(of_weight) or {*of_y} - {*of_weight} - {*out}:
         return inf
     kinds = [[k for k in of_weight if (k in of_y, k in out) == kind] for kind in ((1, 1), (1, 0), (0, 1), (0, 0))]
-    ordered = weight.detach().double().permute([of_weight.index(index) for kind in kinds for index in kind])
-    sizes = [prod(weight.shape[of_weight.index(index)] for index in kind) for kind in kinds]
+    places = [[of_weight.index(index) for index in kind] for kind in kinds]
+    ordered = weight.detach().to("cpu", torch.float64).permute([place for kind in places for place in kind])
+    sizes = [prod(weight.shape[place] for place in kind) for kind in places]
     return float(_norms(ordered.reshape(sizes).sum(3)).amax())  # of blocks, one for each index that y and out share
 
 

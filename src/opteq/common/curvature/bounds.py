@@ -263,7 +263,7 @@ class Affine(OfY):
 
     def _mul(self, other: Any) -> Affine | Bent:
         if other is self:
-            return self._square()
+            return Affine._square(self)
         if _depend_on_y(other):
             raise NotKnown("it multiplies two functions of y")
         if is_kind(other, Given):
