@@ -36,6 +36,7 @@ class Written(opteq.Objective):
         self.weights = nn.Parameter(torch.rand(4) + 0.1)
         self.U = nn.Linear(N, N)
         self.kernel = nn.Parameter(torch.randn(3, 1, 3) / 3)
+        self.tensor = nn.Parameter(torch.randn(4, 2, N) / 4)
         self.function = function
 
     def terms(self, y: Any, x: Any) -> dict[str, Any]:
@@ -68,6 +69,11 @@ KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "linear": lambda p, y, x: {"ridge": y.pow(2).sum(1) / 2, "likeness": -(p.U(x) * y).sum(1), "mean": y.mean(1)},
     "centred": lambda p, y, x: {"data": data(y, x), "prior": p.huber(p.K(y) - p.weights).sum(1)},
     "of x": lambda p, y, x: {"data": data(y, p.U(x)), "size": x.square().sum(1)},
+    "by itself": lambda p, y, x: {
+        "data": data(y, x),
+        "size": 0.5 * (y * y).sum(1),
+        "rough": (lambda r: r * r)(p.K(y - x)).sum(1),
+    },
     "a sum squared": lambda p, y, x: {"data": data(y, x), "sum": y.sum(1).square()},
     "a square operator": lambda p, y, x: {"data": data(3 * p.W(y), x), "ridge": 0.01 * y.square().sum(1)},
     "of both": lambda p, y, x: {
@@ -115,6 +121,40 @@ KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
         "one": (y.diff().square() + 0.01).sqrt().sum(1),
         "joint": 0.3 * (2 * p.K(y - x).square().sum(1) + 0.1 + y.square().mean(1)) ** 0.5,
         "weighted": (p.weights * torch.sqrt(p.K(y).pow(2) + 0.5)).sum(1),
+    },
+    "contractions": lambda p, y, x: {
+        "data": data(y, x),
+        "heads": -0.5 * p.student(torch.einsum("hkd,bd->bhk", p.tensor, y)).flatten(1).sum(1),
+        "shared": torch.einsum("bd,dko->bko", y - x, p.tensor.mT.reshape(N, 2, 4)).square().flatten(1).sum(1),
+        "by entry": p.huber(torch.einsum("...d,de->...d", y, p.U.weight)).sum(1),
+        "blocks": -0.1 * torch.einsum("bh,hkd->bhkd", p.K(y), p.tensor).cos().flatten(1).sum(1),
+        "again": torch.einsum("bij->bji", y.reshape(-1, 2, 3)).logsumexp((1, 2)),
+    },
+    "matrices on either side": lambda p, y, x: {
+        "data": 2 * data(y, x),
+        "left": 0.1 * p.student(p.W.weight @ (y - x)[:, :, None]).sum(dim=(1, 2)),
+        "several": -0.1 * p.student(p.tensor @ y[:, None, :, None]).flatten(1).sum(1),
+        "stacked": -0.1 * (y[:, None, None, None] @ p.tensor.mT[:, None]).cos().flatten(1).sum(1),
+        "vector": (y @ p.U.bias).exp(),
+    },
+    "other shapes": lambda p, y, x: {
+        "data": (y - x).view(x.shape[0], -1, 3).square().sum((1, 2)),
+        "padded": (F.pad(y, (1, 0)) - F.pad(y, (0, 1))).square().sum(1),
+        "mirrored": -0.01 * F.pad(y[:, None], (2, 1), mode="reflect").square().flatten(1).sum(1),
+        "repeated": F.pad(y[:, None], (2, 0), mode="replicate").cos().mul(0.03).flatten(1).sum(1),
+        "around": -0.02 * (y - y.roll(1, 1) + y.flip(1)).square().sum(1),
+        "moved": 0.1
+        * y.reshape(-1, 2, 3).permute(0, 2, 1).transpose(1, 2).unsqueeze(1).diff(dim=3).square().sum((1, 2, 3)),
+        "short": -0.01 * F.pad(y, (-1, -2), value=4.0).square().sum(1),
+    },
+    "sums so far": lambda p, y, x: {
+        "data": data(y.cumsum(1), x),
+        "s": p.huber(y.reshape(-1, 2, 3).cumsum(dim=2)).sum((1, 2)),
+    },
+    "a matrix of the input": lambda p, y, x: {
+        "ridge": 0.01 * y.square().sum(1),
+        "fit": F.softplus(x[:, None] @ y[:, :, None]).sum(dim=(1, 2)),
+        "also": torch.einsum("bd,be->bde", x, y).logsumexp((1, 2)),
     },
     "two states": lambda p, y, x: {"data": data(3 * y - y, x), "mean": p.huber(p.K(y)).mean(1)},
 }
@@ -277,10 +317,18 @@ UNKNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "'huber_loss' of values": lambda p, y, x: {"data": F.huber_loss(y.square(), x, reduction="none").sum(1)},
     "'exp' with": lambda p, y, x: {"data": torch.exp(y, out=None).sum(1)},
     "by itself": lambda p, y, x: {"data": data(y, x), "square": (y[:, None] @ y[:, :, None]).flatten(1).sum(1)},
+    "two functions of y": lambda p, y, x: {"data": data(y, x), "form": (y * p.W(y)).sum(1)},
+    "multiplies two": lambda p, y, x: {"data": data(y, x), "quartic": (y.square() * y).sum(1)},
     "to values of a term": lambda p, y, x: {"data": p.U(data(y, x)).sum(1)},
     "'add_'": lambda p, y, x: {"data": (y + 0).add_(1).square().sum(1)},
     "branches on values": lambda p, y, x: {"data": data(y, x) if x.any() else y.sum(1)},
-    "reads 'shape'": lambda p, y, x: {"data": (y - x).square().sum(1) / x.shape[1]},
+    "reads 'ndim'": lambda p, y, x: {"data": (y - x).square().sum(1) / x.ndim},
+    "divides by": lambda p, y, x: {"data": (y - x).square().sum(1) / x.shape[1]},
+    "of y with itself": lambda p, y, x: {"data": torch.einsum("bd,bd->b", y, y)},
+    "without '->'": lambda p, y, x: {"data": torch.einsum("bd,ed", y, p.W.weight).square().sum(1)},
+    "samples of the batch": lambda p, y, x: {"data": torch.einsum("bd->db", y).square().sum(1)},
+    "another dtype": lambda p, y, x: {"data": y.view(torch.complex128).abs().square().sum(1)},
+    "pads by": lambda p, y, x: {"data": F.pad(y, (0, x.shape[1])).square().sum(1)},
     "depends on x": lambda p, y, x: {"data": x * y.square()},
     "above -": lambda p, y, x: {"data": data(y, x), "concave": -p.student(2 * y).sum(1)},
     "above 0": lambda p, y, x: {"prior": p.huber(p.K(y)).sum(1)},
@@ -314,6 +362,13 @@ def test_repeated_entries_do_not_fool_the_bounds() -> None:
     assert curvature_of_terms(inner.terms, Input())[0] == -math.inf
     spread = Written(lambda p, y, x: {"all": -(y[:, None] + p.weights[:, None]).square().sum(dim=(1, 2))})
     assert curvature_of_terms(spread.terms, Input())[0] == -math.inf
+
+
+def test_a_matrix_that_acts_on_copies_counts_as_often() -> None:
+    """Found by an audit: broadcasting repeats y for every leading dimension of the matrix."""
+    weight = torch.eye(2, dtype=torch.float64)[:, :, None, None]
+    problem = Written(lambda p, y, x: {"a": -(y[:, None, None, :, None] @ weight).square().flatten(1).sum(1)})
+    assert curvature_of_terms(problem.terms, Input())[0] == pytest.approx(-4)
 
 
 def test_weights_that_depend_on_the_input_say_nothing_of_it() -> None:
@@ -475,6 +530,10 @@ def random_objective(seed: int) -> Callable[[Any, Any], dict[str, Any]]:
             lambda y, x: one(y, x)[..., i] - one(y, x)[..., j], lambda y, x: one(y, x) - other(y, x),
             lambda y, x: chosen(y), lambda y, x: plain(one(y, x)), lambda y, x: chosen(one(y, x)),
             lambda y, x: chosen.adjoint(chosen(y)) - chosen(x),
+            lambda y, x: F.pad(one(y, x), (1, 0)) - F.pad(other(y, x), (0, 1)), lambda y, x: one(y, x).cumsum(-1),
+            lambda y, x: F.pad(one(y, x), (1, 2), mode="replicate"), lambda y, x: other(y, x) - one(y, x).roll(1, -1),
+            lambda y, x: torch.einsum("...k,dk->...d", one(y, x), plain.weight),
+            lambda y, x: one(y, x).reshape(y.shape[0], -1, 2).transpose(1, 2).flatten(1),
         ])  # fmt: skip
 
     def bent(depth: int) -> Callable[[Any, Any], Any]:

@@ -158,3 +158,50 @@ def test_autocast_changes_no_solve_without_products() -> None:
                 found = layer.solve(x)
             assert found.report.tol == (2**-7 if product else 1e-4)
             assert product or torch.equal(found.state, exact.state)
+
+
+class Potentials(opteq.Objective):
+    """Entropic optimal transport: convex, without a matrix product, and flat along the ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cost = nn.Parameter(torch.rand(6, 5))
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        mass = x.softmax(1)
+        return {"soft": 0.5 * torch.logsumexp(2 * (y[:, :, None] - self.cost), 1).mean(1), "mass": -(mass * y).sum(1)}
+
+
+class SparseCode(opteq.Objective):
+    """Convex, and flat where there are more atoms than measurements; ``bend`` makes zero a saddle."""
+
+    def __init__(self, bend: float = 0.0) -> None:
+        super().__init__()
+        self.atoms, self.bend = nn.Parameter(torch.linalg.qr(torch.randn(12, 12)).Q[:, :6].clone()), bend
+        self.penalty = None if bend else opteq.penalties.SoftThreshold(0.2)
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), 12)
+
+    def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+        seen = y @ self.atoms
+        beside = (y - seen @ self.atoms.T).square().sum(1)
+        return {
+            "data": 0.5 * (seen - x).square().sum(1),
+            "bend": -self.bend * beside + 0.1 * y.pow(4).sum(1) * (self.bend > 0),
+        }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_autocast_makes_no_saddle_of_a_minimum_and_hides_none(seed: int) -> None:
+    """Steps of Lanczos were rounded like the user's products, and a flat direction bent down."""
+    torch.manual_seed(seed)
+    x = torch.randn(16, 6)
+    for problem, status in (
+        (Potentials(), opteq.Status.CONVERGED),
+        (SparseCode(), opteq.Status.CONVERGED),
+        (SparseCode(0.02), opteq.Status.NOT_A_MINIMUM),
+    ):
+        layer = opteq.Equilibrium(problem, on_failure="ignore")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert set(layer.solve(x * (status == opteq.Status.CONVERGED)).status) == {status}

@@ -762,7 +762,7 @@ def test_samples_are_looked_at_once_and_no_random_numbers_are_drawn():
     for _ in range(3):
         problem(x)
         counts.append(problem.calls)
-    assert counts == [4, 4, 4]
+    assert counts == [5, 5, 5]
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -796,6 +796,37 @@ def test_terms_without_a_gradient_are_refused(why):
 
     with pytest.raises(ValueError, match=r"Cut.terms\(y, x\) has no gradient by y: it should depend on y, without"):
         opteq.Equilibrium(Cut())(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"Cut.terms\(y, x\) has no gradient by y"):
+        opteq.Equilibrium(Cut())(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("how", ["detach", "numpy", "weighted", "count"])
+def test_a_term_that_changes_with_the_state_and_has_no_gradient_is_refused(how: str, batch: int) -> None:
+    """The steps would not see it, but the objective that they are judged by would."""
+
+    class Half(opteq.Objective):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+            held = y.detach()
+            parts = {
+                "detach": lambda: held.square().sum(1),
+                "numpy": lambda: torch.as_tensor(held.numpy() ** 2 @ [1.0, 2.0, 3.0], dtype=y.dtype),
+                "weighted": lambda: self.weight * held.square().sum(1),
+                "count": lambda: (y > 0).sum(1).to(y.dtype),
+                "of the weights": lambda: self.weight.square().expand(len(y)),
+                "of x": lambda: x.square().sum(1),
+            }
+            part = parts[how if self.training else "of the weights"]() + parts["of x"]()
+            return {"data": 0.5 * (y - x).square().sum(1), "size": part, "of x": parts["of x"]()}
+
+    layer = opteq.Equilibrium(Half())
+    with pytest.raises(ValueError, match=r"Half.terms\(y, x\): 'size' changes with y and has no gradient by y"):
+        layer(torch.ones(batch, 3))
+    assert layer.eval().solve(torch.ones(batch, 3)).converged.all()
 
 
 @pytest.mark.parametrize(

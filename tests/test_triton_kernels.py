@@ -194,10 +194,11 @@ def test_conjugate_gradients(dtype: torch.dtype) -> None:
 
 
 def test_conjugate_gradients_say_what_is_wrong() -> None:
-    S = torch.stack([0.5 * torch.eye(3), torch.diag(torch.tensor([0.1, 2.0, 0.3])), 0.5 * torch.eye(3)]).double()
-    rhs = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [torch.nan, 0.0, 0.0]], dtype=torch.float64)
+    one = torch.eye(3, dtype=torch.float64)
+    S = torch.stack([0.5 * one, torch.diag(torch.tensor([0.1, 2.0, 0.3]).double()), 0.5 * one, (1 + 1e-15) * one])
+    rhs = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [torch.nan, 0.0, 0.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
     v, codes, _ = systems(S, rhs, CG())
-    assert codes.tolist() == [0, int(Status.INDEFINITE), int(Status.NON_FINITE)]
+    assert codes.tolist() == [0, int(Status.INDEFINITE), int(Status.NON_FINITE), int(Status.SINGULAR)]
     torch.testing.assert_close(v[0], 2 * rhs[0])
 
 

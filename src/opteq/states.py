@@ -349,3 +349,13 @@ class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         dtypes = {part.dtype for part in tree_leaves(results) if isinstance(part, Tensor) and part.is_floating_point()}
         self.eps = max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
         return results
+
+
+def autocast_rounding(layout: Layout, function: Callable[[], object]) -> float:
+    """By how much autocast may put off what ``function`` computes, relative to it; 0 without autocast."""
+    if not Autocast.current(layout.device).enabled:
+        return 0.0
+    with LowestPrecision() as lowest:  # type: ignore[no-untyped-call]  # torch's
+        function()
+    relative: float = 2 * lowest.eps
+    return relative

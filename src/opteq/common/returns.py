@@ -70,7 +70,7 @@ def try_once(module: nn.Module, function: Values, start: Any, name: str, differe
     It should also give the same values for the same state.
 
     Tensors that it keeps for later calls are then made outside of derivatives: inside, they would be torch.func's.
-    With ``differentiable`` some of its values have to have a gradient.
+    With ``differentiable`` all of its values that depend on the state, and some of them, have to have a gradient.
     """
     first, tried = blocks(start)[0], _tried.setdefault(module, set())
     looks = may_branch_on_values(torch.empty(0, device="cpu")) and not torch.is_inference_mode_enabled()
@@ -93,9 +93,10 @@ def try_once(module: nn.Module, function: Values, start: Any, name: str, differe
             raise
         if looks:
             _check_repeatable(function, start, who, module)
-        depends = not case[1] or _check_apart(function, start, who, advice_on_batch_norms(module))
-    if differentiable and not depends:
-        raise ValueError(f"{who} has no gradient by y: it should depend on y, without detach, no_grad, data or numpy")
+        if looks and differentiable:
+            _check_differentiable(function, start, who)
+        if case[1]:
+            _check_apart(function, start, who, advice_on_batch_norms(module))
     tried.add(case)
 
 
@@ -130,12 +131,36 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     return bool(((one - other).abs() > tolerance).any())
 
 
-def _check_apart(function: Values, start: Any, who: str, advice: str) -> bool:
-    """Whether the values depend on the state; raise where those of one sample depend on the state of another.
+def _check_differentiable(function: Values, start: Any, who: str) -> None:
+    """Raise where no value has a gradient by the state, or one that depends on it has none."""
+    try:
+        at = map_state(lambda part: (part.detach() + _ramp(part)).requires_grad_(), start)
+        with torch.enable_grad():
+            values = function(at)
+        slopes = {
+            name: torch.autograd.grad(value.sum(), blocks(at), retain_graph=True, allow_unused=True)
+            for name, value in values.items()
+            if value.requires_grad
+        }
+        without = [name for name in values if all(slope is None for slope in slopes.get(name, ()))]
+        with torch.no_grad():
+            before = function(start) if without else {}
+    except Exception:  # not made for these states
+        return
+    advice = "by y: it should depend on y, without detach, no_grad, data or numpy"
+    if len(without) == len(values):
+        raise ValueError(f"{who} has no gradient {advice}")
+    for name in without:
+        if _differ(values[name], before[name]):
+            raise ValueError(f"{who}: {name!r} changes with y and has no gradient {advice}")
+
+
+def _check_apart(function: Values, start: Any, who: str, advice: str) -> None:
+    """Raise where values of one sample depend on the state of another.
 
     All samples but one get cotangents of zero, which stay zero whatever the rounding, unless that one comes in.
     """
-    mixing, depends = "", False
+    mixing = ""
     try:
         at = map_state(lambda part: (part.detach() + _ramp(part)).requires_grad_(), start)
         with torch.enable_grad():
@@ -146,16 +171,14 @@ def _check_apart(function: Values, start: Any, who: str, advice: str) -> bool:
                 cotangent[others] = 0
                 slopes = torch.autograd.grad(value, blocks(at), cotangent, retain_graph=True, allow_unused=True)
                 known = [slope for slope in slopes if slope is not None]
-                depends = depends or bool(known)
                 mixing = name if any(bool((slope[others].abs() > 0).any()) for slope in known) else mixing
     except Exception:  # not made for these states
-        return True
+        return
     if mixing:
         raise ValueError(
             f"{who} mixes the samples of a batch: {mixing} of one sample depends on the state of another, but each is "
             f"solved by itself. Normalise over the entries of a sample, not over the batch{advice}"
         )
-    return depends
 
 
 def _ramp(like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opteq.solvers.linear.base import RowProduct
 from opteq.solvers.linear.lanczos import Lanczos, tridiagonal
+from opteq.states import Autocast
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def extreme_eigenvalues(product: RowProduct, like: Tensor, steps: int = 30, fail
     small, mark = tridiagonal(*lanczos.run(product, count))
     values, vectors = torch.linalg.eigh(small)
     smallest, largest = values[:, 0] + mark, values[:, -1] + mark
-    direction = (vectors[:, :, 0].to(like.dtype)[:, None] @ lanczos.basis)[:, 0]
+    with Autocast.current(like.device).off():
+        direction = (vectors[:, :, 0].to(like.dtype)[:, None] @ lanczos.basis)[:, 0]
     return Extremes(smallest, largest, *outer_bounds(smallest, largest, width, count, failure), failure, direction)
 
 

@@ -10,7 +10,18 @@ from opteq.penalties import ElementwisePenalty, Penalty
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.hidden import Hidden
 from opteq.solvers.linear.base import RowProduct
-from opteq.states import Layout, State, any_row, blocks, like, per_row, row_norms, sample_rows, widest_dtype
+from opteq.states import (
+    Layout,
+    State,
+    any_row,
+    autocast_rounding,
+    blocks,
+    like,
+    per_row,
+    row_norms,
+    sample_rows,
+    widest_dtype,
+)
 
 _REFINEMENTS = 15
 _FEW = 64
@@ -111,11 +122,13 @@ def objective_and_rounding(hidden: Hidden, state: State) -> tuple[Tensor, Tensor
     a small y, for instance, is the rounding of y.
     """
     terms = torch.stack(list(hidden.terms(state).values()))
-    eps = max(torch.finfo(dtype).eps for dtype in Layout.of(state).dtypes)
+    layout = Layout.of(state)
+    eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
     parts = blocks(state)
     pairs = zip(hidden.penalties(state), parts, strict=True)
     lost = [(penalty.total(part) - penalty.total(part.to(widest_dtype(part)))).abs() for penalty, part in pairs]
-    rounding = _FEW * eps * terms.abs().sum(dim=0) + torch.stack(lost).sum(dim=0)
+    relative = max(_FEW * eps, autocast_rounding(layout, lambda: hidden.terms(state)))
+    rounding = relative * terms.abs().sum(dim=0) + torch.stack(lost).sum(dim=0)
     if hidden.coupled:
         return terms.sum(dim=(0, 1))[None], rounding.sum(dim=0, keepdim=True)
     return terms.sum(dim=0), rounding

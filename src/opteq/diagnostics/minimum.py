@@ -12,7 +12,7 @@ from opteq.problems.hidden import BoundMap, Hidden, SymmetricLinearisation
 from opteq.solvers.linear.base import RowProduct
 from opteq.solvers.linear.lanczos import Lanczos
 from opteq.solvers.status import Status
-from opteq.states import Layout, State, any_row, map_state, row_norms
+from opteq.states import Layout, State, any_row, autocast_rounding, map_state, row_norms
 
 STEPS = 30
 """Lanczos steps of a check. In n dimensions a negative eigenvalue of relative size e is missed with a probability of at
@@ -56,7 +56,8 @@ def mark_non_minima(hidden: BoundMap, state: State, codes: Tensor, floor: float)
         return codes
     extremes = extreme_eigenvalues(product, rows, STEPS)
     eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
-    tolerance = min(1e3 * eps, eps**0.5) * torch.maximum(extremes.largest.abs(), extremes.smallest.abs()).clamp_min(1.0)
+    relative = max(min(1e3 * eps, eps**0.5), autocast_rounding(layout, lambda: product(rows)))
+    tolerance = relative * torch.maximum(extremes.largest.abs(), extremes.smallest.abs()).clamp_min(1.0)
     negative = extremes.smallest < -tolerance
     converged = codes == int(Status.CONVERGED)
     doubtful = (extremes.lower < 0) & ~negative

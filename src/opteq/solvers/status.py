@@ -44,7 +44,7 @@ _MESSAGES = {
         "lower bound; give the operators a bound, or use opteq.FISTA(), a damping below 1 or a larger curvature"
     ),
     Status.INDEFINITE: (
-        "conjugate gradients met a direction of non-positive curvature: the system is not positive definite, "
+        "conjugate gradients met a direction of negative curvature: the system is not positive definite, "
         "so the state is not a strict minimiser. Use Implicit(linear=MINRES()), or give the operators a bound"
     ),
     Status.CYCLING: (
@@ -54,7 +54,7 @@ _MESSAGES = {
     ),
     Status.SINGULAR: (
         "the linear system has no solution that rounding lets through: the equilibrium is not isolated, or nearly so. "
-        "The nearest answer of moderate length is used; give the operators a smaller bound"
+        "The nearest answer of moderate length is used; give the operators a smaller bound, or the objective a ridge"
     ),
     Status.FIXED_STEPS: "tol=0 asked for exactly max_steps steps; they were taken, and the residual is what they left",
     Status.NOT_A_MINIMUM: (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ NAMES = {
     "rmul": "__mul__", "multiply": "__mul__", "div": "__truediv__", "truediv": "__truediv__", "neg": "__neg__",
     "negative": "__neg__", "pow": "__pow__", "square": "_square", "sum": "_sum", "mean": "_mean", "flatten": "_flatten",
     "getitem": "__getitem__", "diff": "_diff", "sqrt": "_sqrt", "softplus": "_softplus", "logsumexp": "_logsumexp",
-    "linear": "_linear", "matmul": "_linear", "conv1d": "_linear", "conv2d": "_linear", "conv3d": "_linear",
-    "conv_transpose2d": "_linear",
+    "linear": "_linear", "conv1d": "_linear", "conv2d": "_linear", "conv3d": "_linear", "conv_transpose2d": "_linear",
+    "matmul": "_matmul", "rmatmul": "_rmatmul", "cumsum": "_cumsum", "pad": "_pad", "roll": "_roll", "flip": "_roll",
+    **dict.fromkeys(("reshape", "view", "unflatten", "unsqueeze", "squeeze", "permute", "transpose"), "_reshape"),
 }  # fmt: skip
 CURVES = {
     "exp": (0.0, inf), "cosh": (1.0, inf), "log_sigmoid": (-0.25, 0.0), "sin": (-1.0, 1.0), "cos": (-1.0, 1.0),
@@ -43,7 +44,10 @@ _ROUNDING = 1e-14
 """Relative error of a sum and of what it is made of, with room."""
 _SMALL = 512
 """Channels, or rows of a matrix, up to which a norm is computed exactly."""
-SWAPPED = {"add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "multiply": "mul", "rsub": "sub"}
+SWAPPED = {
+    "add": "add", "sub": "rsub", "subtract": "rsub", "mul": "mul", "multiply": "mul", "rsub": "sub",
+    "matmul": "rmatmul",
+}  # fmt: skip
 """Functions of two values by what they are with these the other way round."""
 
 
@@ -105,10 +109,25 @@ def largest_norm(weight: Tensor) -> float:
     """An upper bound of the norm of a matrix, or of a convolution of any stride: the sum over places of its kernel."""
     if weight.is_meta:
         return inf
-    kernel = weight.detach().to("cpu", torch.float64)
-    matrices = kernel.reshape(*kernel.shape[:2], -1).movedim(2, 0) if kernel.ndim > 1 else kernel[None, None]
+    matrices = weight.reshape(*weight.shape[:2], -1).movedim(2, 0) if weight.ndim > 1 else weight[None, None]
+    return float(_norms(matrices).sum())
+
+
+def contraction_norm(weight: Tensor, of_weight: str, of_y: str, out: str) -> float:
+    """An upper bound of the norm of ``y -> einsum(weight, y)`` with these indices."""
+    if weight.is_meta or "*" in of_weight or len({*of_weight}) < len(of_weight) or {*of_y} - {*of_weight} - {*out}:
+        return inf
+    kinds = [[k for k in of_weight if (k in of_y, k in out) == kind] for kind in ((1, 1), (1, 0), (0, 1), (0, 0))]
+    places = [[of_weight.index(index) for index in kind] for kind in kinds]
+    ordered = weight.detach().to("cpu", torch.float64).permute([place for kind in places for place in kind])
+    sizes = [prod(weight.shape[place] for place in kind) for kind in places]
+    return float(_norms(ordered.reshape(sizes).sum(3)).amax())  # of blocks, one for each index that y and out share
+
+
+def _norms(matrices: Tensor) -> Tensor:
     exact = min(matrices.shape[1:]) <= _SMALL
-    return float(torch.linalg.matrix_norm(matrices, 2 if exact else "fro").sum()) * (1 + _ROUNDING * kernel.numel())
+    found: Tensor = torch.linalg.matrix_norm(matrices.detach().to("cpu", torch.float64), 2 if exact else "fro")
+    return found * (1 + _ROUNDING * matrices.numel())
 
 
 def times(one: float, other: float) -> float:

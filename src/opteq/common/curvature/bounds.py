@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from opteq.common.curvature.arithmetic import (
     as_number,
     changes_in_place,
     check_within_samples,
+    contraction_norm,
     is_kind,
     largest_norm,
     left_out,
@@ -50,6 +51,8 @@ class Bounds:
         name = name.strip("_") if name.startswith("__") else name
         if not is_kind(args[0], Bounds) and name in SWAPPED and len(args) == 2:
             name, args = SWAPPED[name], args[::-1]
+        if name == "einsum":
+            return _einsum(*args)
         if not is_kind(args[0], Bounds):
             raise NotKnown(f"it uses {name!r}")
         return Bounds.__getattr__(args[0], name)(*args[1:], **kwargs)
@@ -63,6 +66,8 @@ class Bounds:
             return partial(self._loss, name)
         if name in NAMES:
             return getattr(self, NAMES[name])
+        if name in ("shape", "size"):
+            return Given()
         raise NotKnown(f"it uses {name.lstrip('_')!r}")
 
     if not TYPE_CHECKING:
@@ -102,7 +107,10 @@ class Bounds:
         return self._square() if exponent == 2 else self._sqrt()
 
     def __matmul__(self, other: Any) -> Any:
-        return self._linear(other)
+        return self._matmul(other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._rmatmul(other)
 
     def _loss(self, name: str, target: Any, **options: Any) -> Any:
         """A loss of torch's own, entry by entry."""
@@ -121,7 +129,7 @@ class Bounds:
         raise NotKnown("it reads the size of a batch")
 
     def __iter__(self) -> Any:
-        raise NotKnown("it takes a tensor, or a state of several tensors, apart")
+        raise NotKnown("it takes a tensor, a shape, or a state of several tensors, apart")
 
     def _compare(self, _: Any) -> Any:
         raise NotKnown("it compares values")
@@ -151,7 +159,7 @@ class Given(Bounds):
         return Given()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "ndim", "dtype", "device", "size", "dim"):
+        if name in ("ndim", "dtype", "device", "dim"):
             raise NotKnown(f"it reads {name!r}")
         if changes_in_place(name):
             self._change()
@@ -173,6 +181,9 @@ class Given(Bounds):
 
     def _square(self) -> Given:
         return Given()
+
+    def _matmul(self, other: Any) -> Any:
+        return other._rmatmul(self) if is_kind(other, Affine, Bent) else Given()
 
     def __truediv__(self, other: Any) -> Any:
         return super().__truediv__(other) if is_kind(other, Affine, Bent) else Given()
@@ -251,6 +262,10 @@ class Affine(OfY):
         return Bent(low, high, mixed, flat=self.flat)
 
     def _mul(self, other: Any) -> Affine | Bent:
+        if other is self:
+            return Affine._square(self)
+        if _depend_on_y(other):
+            raise NotKnown("it multiplies two functions of y")
         if is_kind(other, Given):
             return Bent(0.0, 0.0, inf, linear=True)
         factor = as_number(other)
@@ -299,6 +314,36 @@ class Affine(OfY):
             return Affine(inf, 0.0, inf, None)
         norm = largest_norm(weight)
         return Affine(times(self.most, norm), 0.0, times(self.given, norm), None)
+
+    def _matmul(self, weight: Any) -> Affine:
+        known = is_kind(weight, Tensor) and weight.ndim > 1
+        return self._linear(weight.movedim(-2, 0).flatten(1) if known else weight)
+
+    def _rmatmul(self, weight: Any) -> Affine:
+        return self._linear(weight.flatten(0, -2) if is_kind(weight, Tensor) and weight.ndim > 1 else weight)
+
+    def _reshape(self, *shape: Any, **_: Any) -> Affine:
+        """The same entries in another shape."""
+        if any(is_kind(part, torch.dtype) for part in shape):
+            raise NotKnown("it takes entries for those of another dtype")
+        return _changed(self, cut=None, like_x=False, like=None, flat=False)
+
+    def _roll(self, *_: Any, **__: Any) -> Affine:
+        return self
+
+    def _cumsum(self, dim: Any) -> Affine:
+        """Differences undo it, and their norm is below 2."""
+        check_within_samples(dim)
+        return _changed(self, most=times(self.most, inf), least=self.least / 2, given=times(self.given, inf))
+
+    def _pad(self, pad: Any, mode: str = "constant", value: Any = None) -> Affine:
+        if _depend_on_y(value) or is_kind(value, Given) or not all(is_kind(count, int) for count in pad):
+            raise NotKnown("it pads by what depends on y or x")
+        sides = [(low, high) for low, high in zip(pad[::2], pad[1::2], strict=True)]
+        copies = 1 if mode == "constant" else prod(1 + max(low, 0) + max(high, 0) for low, high in sides)
+        grown = frozenset((-1 - place, -low - high) for place, (low, high) in enumerate(sides) if low + high)
+        least, cut = self.least if min(pad) >= 0 else 0.0, grown if self.cut == frozenset() and not self.flat else None
+        return Affine(self.most * copies**0.5, least, self.given * copies**0.5, cut)
 
     def _sum(self, dim: Any = None, keepdim: bool = False) -> Affine:  # noqa: ARG002
         check_within_samples(dim)
@@ -369,6 +414,8 @@ class Bent(OfY):
             return _changed(self, low=low, high=high, mixed=mixed, repeated=rest, squares=squares)
         if not self.single:
             return Bent(-inf, inf, inf)
+        if _depend_on_y(other):
+            raise NotKnown("it multiplies two functions of y")
         weights = float(other.detach().min()), float(other.detach().max())
         ends = [times(weight, end) for weight in weights for end in (self.low, self.high)]
         return Bent(min(ends), max(ends), times(max(map(abs, weights)), self.mixed))._any_number_of_times()
@@ -419,6 +466,24 @@ class Bent(OfY):
     def _flatten(self, start_dim: int = 0) -> Bent:
         check_within_samples(start_dim)
         return _changed(self._settled(), flat=start_dim == 1, summed=False, squares=self.squares)
+
+    def _reshape(self, *_: Any, **__: Any) -> Bent:
+        return _changed(self._settled(), flat=False, summed=False, squares=self.squares)
+
+
+def _einsum(equation: str, *operands: Any) -> Affine:
+    """A contraction of what depends on y with at most one other tensor."""
+    indices, arrow, out = equation.replace(" ", "").replace("...", "*").partition("->")
+    pairs = sorted(zip(operands, indices.split(","), strict=True), key=lambda pair: not _depend_on_y(pair[0]))
+    (y, of_y), (weight, of_weight), *others = [*pairs, (torch.ones(()), "")]
+    if not arrow or not is_kind(y, Affine) or _depend_on_y(weight):
+        raise NotKnown("it uses 'einsum' without '->', of y with itself, or of values of a term")
+    if of_y[:1] != out[:1]:
+        raise NotKnown("it joins samples of the batch")
+    if len(others) > 1 or not is_kind(weight, Tensor):
+        return Affine(inf, 0.0, inf, None)
+    norm = contraction_norm(weight, of_weight, of_y, out)
+    return Affine(times(y.most, norm), 0.0, times(y.given, norm), None)
 
 
 def _depend_on_y(*values: Any) -> bool:

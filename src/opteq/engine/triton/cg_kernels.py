@@ -165,7 +165,8 @@ def cg_accept(
         lost = eps * size * tl.sqrt(tl.maximum(length, 0.0)) > 1e-3
         residual = tl.where(lost, float("inf"), tl.sqrt(after))
         ends = tl.where(lost, SINGULAR, 0)
-        ends = tl.where(curvature <= 0, INDEFINITE, ends)
+        negative = curvature < -8.0 * eps * tl.where(size > 1.0, size, 1.0) * of_direction
+        ends = tl.where(curvature <= 0, tl.where(negative, INDEFINITE, SINGULAR), ends)
         ends = tl.where(tl.abs(curvature) < float("inf"), ends, NON_FINITE)
         best = tl.load(numbers + BEST * rows + row)
         steps = tl.load(flags + STEPS * rows + row)

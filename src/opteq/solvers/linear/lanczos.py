@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.linear.base import RowProduct
-from opteq.states import Layout, State, row_norms, widest_dtype
+from opteq.states import Autocast, Layout, State, row_norms, widest_dtype
 
 
 @torch.no_grad()
@@ -79,9 +79,10 @@ class Lanczos:
             rest = image - quotient.to(image.dtype)[:, None] * current - size.to(image.dtype)[:, None] * self.before
             if self.basis.shape[1]:
                 self.basis[:, step] = current
-                for _ in range(2):
-                    shares = (self.basis[:, : step + 1] @ rest[:, :, None])[:, :, 0]
-                    rest = rest - (shares[:, None] @ self.basis[:, : step + 1])[:, 0]
+                with Autocast.current(rest.device).off():
+                    for _ in range(2):
+                        shares = (self.basis[:, : step + 1] @ rest[:, :, None])[:, :, 0]
+                        rest = rest - (shares[:, None] @ self.basis[:, : step + 1])[:, 0]
             # An invariant subspace has been found: what follows is filled with a value from inside the spectrum.
             ended = size == 0
             self.diagonal.append(torch.where(ended, self.diagonal[0], quotient) if step else quotient)
