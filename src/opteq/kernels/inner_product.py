@@ -66,7 +66,7 @@ class InnerProductSimilarity(Similarity):
         second = self.kernel.second(inner(self.c, y))
         return lambda v: self.W.adjoint(self.W(v)) + self._times_c(second * inner(self.c, v))
 
-    def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:
+    def curvature_interval(self, square: float | Tensor) -> tuple[Tensor, Tensor] | None:
         """``W'W`` lies in ``[0, |W|^2]``, and ``k'' cc'`` between zero and ``k'' |c|^2``."""
         if self.kernel.second_range is None:
             return None
