@@ -68,6 +68,7 @@ class Gaussian(Kernel):
     ) -> None:
         super().__init__()
         self._gamma = _check_gamma(gamma, learn_gamma)
+        self.follows_input = isinstance(self._gamma, str)
         self.log_gamma = nn.Parameter(torch.tensor(math.log(float(self._gamma)))) if learn_gamma else None
         if (patch is None) != (split is None):
             raise ValueError(
@@ -114,7 +115,7 @@ class Gaussian(Kernel):
         if DIP * reach**2 >= 1:
             return None, f"needs L |W|^2 |P|^2 < 1 / (2 e^(-3/2)) = {1 / DIP:.5g}"
         gain, reason = response(reach), "r the response of the Gaussian kernel at r0 = sqrt(L) |W| |P|"
-        if isinstance(self._gamma, str):  # it is chosen from the input
+        if self.follows_input:
             if self.patches is not None:
                 return None, (
                     'gamma="auto" is itself a function of the input, 0.2 / M(x), and what that adds grows with the '
