@@ -74,7 +74,7 @@ def local_certificate(
     """Guarantees at the equilibria of ``layer`` for ``x``, per sample, with the layer in its current mode.
 
     It holds at the states that the solver returns, so give the layer a tight tolerance, in float32 or better. Cost:
-    four times ``steps`` products with derivatives of a step, and memory for ``steps`` states.
+    four times ``steps`` products with derivatives of a step.
 
     Args:
         layer: with a problem that has an objective; its samples do not depend on each other.
