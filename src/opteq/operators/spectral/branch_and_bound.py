@@ -118,18 +118,12 @@ class Autocorrelation:
     def __init__(self, taps: Tensor, size: tuple[int, int]) -> None:
         k1, k2 = size
         _, self.groups, self.n, m = taps.shape
-        # Taps behind one another in a row of the matrix: one product then sums over several of them.
-        rows = taps.reshape(k1, k2, self.groups, self.n, m).permute(2, 3, 0, 1, 4).contiguous()
+        rows = taps.reshape(k1, k2, self.groups, self.n, m).permute(2, 3, 0, 1, 4)
         even, odd = [], []
         self.shifts = [(a, b) for a in range(k1) for b in range(0 if a == 0 else 1 - k2, k2)]
         for a, b in self.shifts:
             here, there = rows[:, :, : k1 - a, max(-b, 0) : k2 - max(b, 0)], rows[:, :, a:, max(b, 0) : k2 + min(b, 0)]
-            if b == 0:
-                product = torch.bmm(here.flatten(2), there.flatten(2).mT)
-            else:
-                product = torch.bmm(here[:, :, 0].flatten(2), there[:, :, 0].flatten(2).mT)
-                for i in range(1, k1 - a):
-                    product.baddbmm_(here[:, :, i].flatten(2), there[:, :, i].flatten(2).mT)
+            product = torch.einsum("gnijm,gkijm->gnk", here, there)
             if (a, b) == (0, 0):
                 even.append(product)
             else:
