@@ -23,7 +23,7 @@ def product(matrix):
 @pytest.mark.parametrize("n", [1, 2, 5, 25])
 def test_as_many_steps_as_dimensions_are_exact(n):
     matrix = matrices(8, n)
-    found = extreme_eigenvalues(product(matrix), torch.zeros(8, n, dtype=torch.float64))
+    found = extreme_eigenvalues(product(matrix), torch.zeros(8, n, dtype=torch.float64), direction=True)
     exact = torch.linalg.eigvalsh(matrix)
     assert torch.allclose(found.smallest, exact[:, 0], atol=1e-10)
     assert torch.allclose(found.largest, exact[:, -1], atol=1e-10)
@@ -86,25 +86,24 @@ def test_pivots_count_eigenvalues_below_a_level():
 
 
 @pytest.mark.parametrize("kept", [0, 12])
-def test_steps_can_be_continued_with_fewer_rows(kept):
+def test_steps_can_be_continued(kept):
     matrix = matrices(3, 12, seed=5)
     matrix[1] = torch.eye(12)  # ends after one step
     like = torch.zeros(3, 12, dtype=torch.float64)
     whole = Lanczos(like, kept=kept).run(product(matrix), 9)
-    stages, rows = Lanczos(like, kept=kept), torch.tensor([False, True, True])
+    stages = Lanczos(like, kept=kept)
     stages.run(product(matrix), 4)
-    stages.keep(rows)
-    found = stages.run(product(matrix[rows]), 9)
-    assert found[1].shape == (2, 8)
+    found = stages.run(product(matrix), 9)
+    assert found[1].shape == (3, 8)
     for one, other in zip(found, whole, strict=True):
-        assert torch.allclose(one, other[rows], atol=1e-12)
+        assert torch.equal(one, other)
     small, mark = tridiagonal(*found)
     assert not mark.any()
-    spectrum = torch.linalg.eigvalsh(matrix[rows])
+    spectrum = torch.linalg.eigvalsh(matrix)
     ritz = torch.linalg.eigvalsh(small)
     assert (ritz[:, 0] >= spectrum[:, 0] - 1e-9).all()
     assert (ritz[:, -1] <= spectrum[:, -1] + 1e-9).all()
-    assert torch.allclose(ritz[0], torch.ones(9, dtype=torch.float64))
+    assert torch.allclose(ritz[1], torch.ones(9, dtype=torch.float64))
 
 
 def test_the_largest_curvature_of_a_map_of_states():

@@ -301,7 +301,7 @@ def test_inference_mode_leaves_nothing_behind() -> None:
         (lambda: op.Conv2d(-1, 3, 3), "c should be at least 1; got -1"),
         (lambda: op.SeparableConv2d(3, "4", 3), "m should be a whole number; got '4'"),
         (lambda: op.Conv2d(3, 3, 4), "kernel_size should be odd; got 4"),
-        (lambda: op.SeparableConv2d(3, 3, (3, 2)), r"kernel_size should be odd; got \(3, 2\)"),
+        (lambda: op.SeparableConv2d(3, 3, (3, 2)), "kernel_size should be odd; got 2"),
         (lambda: op.Conv2d(3, 3, 0), "kernel_size should be at least 1; got 0"),
         (lambda: op.Conv2d(3, 3, (3, 3, 3)), "kernel_size should be an odd integer or a pair"),
         (lambda: op.Patches(0, 2), "split should be at least 1"),

@@ -16,10 +16,9 @@ from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from opteq.common.dynamo import constant
-from opteq.common.errors import unknown_name
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
-from opteq.common.validate import check_kind
+from opteq.common.validate import check_choice, check_kind
 from opteq.diagnostics.convergence_monitor import ConvergenceMonitor, FailureCheck
 from opteq.diagnostics.minimum import mark_non_minima
 from opteq.diagnostics.objective_trace import trace_terms
@@ -38,8 +37,6 @@ _PARTS: dict[str, tuple[type, str]] = {
     "compile_functions": (bool, "True or False, as the option compile"),
 }
 """The parts of a layer, which are checked whenever they are assigned: their class, and what they should be."""
-
-_ON_FAILURE = ("warn", "raise", "ignore")
 
 Observer = Callable[[BoundMap, State], None]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -131,8 +128,8 @@ class Equilibrium(HoldsOptions, metaclass=NamedOptions):
         self._monitor = ConvergenceMonitor()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "on_failure" and value not in _ON_FAILURE:
-            raise unknown_name(name, value, _ON_FAILURE)
+        if name == "on_failure":
+            check_choice(name, value, ("warn", "raise", "ignore"))
         kind, wanted = _PARTS.get(name, (object, ""))
         super().__setattr__(name, check_kind(name, value, kind, wanted))
 

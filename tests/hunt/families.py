@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,20 +111,8 @@ def branches(draw: Draw, kind: str = "") -> DrawnProblem:
         parts.append(opteq.Branch(W, drawn_injection(draw, frame, frame.inputs, states[-1]), scale))
 
     def fused(z: list[Tensor]) -> list[Tensor]:
-        """``-grad E`` by autograd, for the ring's energy as it is printed."""
-
-        def energy(ring: tuple[Tensor, ...]) -> Tensor:
-            total = torch.zeros((), dtype=torch.float64)
-            for index, one in enumerate(ring):
-                other = oracle.resized(ring[(index + 1) % count], tuple(one.shape[2:]))
-                a, b = one.reshape(len(one), one.shape[1], -1), other.reshape(len(one), one.shape[1], -1)
-                products = a @ b.transpose(1, 2)
-                off = products - torch.diag_embed(products.diagonal(dim1=1, dim2=2))
-                mask = 1 - torch.eye(products.shape[1], dtype=torch.float64)
-                spread = (torch.hypot(off, torch.full_like(off, smoothing)) * mask).sum()
-                total = total + diversity * spread / 2 - ((a * b).sum() if heritage else one.square().sum()) / 2
-            return total
-
+        """``-grad E`` by autograd."""
+        energy = partial(_ring_energy, diversity=diversity, smoothing=smoothing, heritage=heritage)
         return [-slope for slope in torch.func.grad(energy)(tuple(z))] if tied else z
 
     def inside(w: Weights, x: Tensor, y: State) -> State:
@@ -164,6 +153,20 @@ def branches(draw: Draw, kind: str = "") -> DrawnProblem:
     else:
         problem, name = opteq.POptEq(parts, frame.activation), "popteq"
     return DrawnProblem(f"{name} {frame.activation} scales={scales}", problem, equations, (frame.inputs, *frame.size))
+
+
+def _ring_energy(ring: tuple[Tensor, ...], diversity: float, smoothing: float, heritage: bool) -> Tensor:
+    """The energy of branches on a ring, as it is printed."""
+    total = torch.zeros((), dtype=torch.float64)
+    for index, one in enumerate(ring):
+        other = oracle.resized(ring[(index + 1) % len(ring)], tuple(one.shape[2:]))
+        a, b = one.reshape(len(one), one.shape[1], -1), other.reshape(len(one), one.shape[1], -1)
+        products = a @ b.transpose(1, 2)
+        off = products - torch.diag_embed(products.diagonal(dim1=1, dim2=2))
+        mask = 1 - torch.eye(products.shape[1], dtype=torch.float64)
+        spread = (torch.hypot(off, torch.full_like(off, smoothing)) * mask).sum()
+        total = total + diversity * spread / 2 - ((a * b).sum() if heritage else one.square().sum()) / 2
+    return total
 
 
 def similarity(draw: Draw) -> DrawnProblem:

@@ -19,7 +19,7 @@ from opteq.common.validate import check_share, check_whole
 from opteq.diagnostics.extremes import extreme_eigenvalues, missing_share
 from opteq.diagnostics.strict import random_direction, same_beside, strict_minima
 from opteq.equilibrium import Equilibrium
-from opteq.kernels import Gaussian
+from opteq.kernels import Kernel
 from opteq.operators import Operator
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, is_hooked
@@ -74,7 +74,7 @@ def local_certificate(
     """Guarantees at the equilibria of ``layer`` for ``x``, per sample, with the layer in its current mode.
 
     It holds at the states that the solver returns, so give the layer a tight tolerance, in float32 or better. Cost:
-    four times ``steps`` products with derivatives of a step, and memory for ``steps`` states.
+    four times ``steps`` products with derivatives of a step.
 
     Args:
         layer: with a problem that has an objective; its samples do not depend on each other.
@@ -122,7 +122,7 @@ def local_certificate(
         left = _norm(lambda v: local.factor_adjoint(home(out(local.factor(v)))), state, steps, failure / 4)
         smooth = same_beside(lambda at: _jvp_and_vjp(inside, at)[0](random_direction(x)), x)
         smooth = smooth & same_beside(lambda at: _jvp_and_vjp(hidden.features, at)[0](random_direction(state)), state)
-        if any(isinstance(part, Gaussian) and isinstance(part.gamma, str) for part in layer.problem.modules()):
+        if any(isinstance(part, Kernel) and part.follows_input for part in layer.problem.modules()):
             left = torch.full_like(left, torch.inf)
         lipschitz = torch.where(strict & smooth, entered * left / gap, torch.inf)
         radius = None

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opteq.common.errors import unknown_name
+
 
 def check_positive(name: str, value: object) -> float:
     """``value`` as a float if it is positive and finite."""
@@ -57,9 +59,9 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> str:
-    """``value`` if it is one of the ``known`` ones."""
+    """``value`` if it is one of the ``known`` ones; else the error names the nearest of them."""
     if value not in known:
-        raise ValueError(f"{name} should be one of {', '.join(known)}; got {value!r}")
+        raise unknown_name(name, value, known)
     return value
 
 
@@ -69,6 +71,14 @@ def check_kind(name: str, value: Any, kind: type, wanted: str) -> Any:
         hint = f"; did you mean {value.__name__}()?" if isinstance(value, type) and issubclass(value, kind) else ""
         raise TypeError(f"{name} should be {wanted}; got {value!r}{hint}")
     return value
+
+
+def check_odd(name: str, value: object) -> int:
+    """``value`` as an int if it is an odd number above 0."""
+    number = check_whole(name, value)
+    if number % 2 == 0:
+        raise ValueError(f"{name} should be odd; got {value!r}")
+    return number
 
 
 def check_tensor(name: str, value: object) -> Tensor:

@@ -26,6 +26,9 @@ from opteq.states import State, any_row, blocks, map_state
 # Most copies of status codes in flight; beyond that the host waits for the oldest.
 _MOST_PENDING = 8
 
+_Extents = dict[str, tuple[float, float]]
+"""How bad the failures were that were warned of: the share of samples that failed, and the largest finite residual."""
+
 
 @dataclass(frozen=True)
 class FailureCheck:
@@ -42,10 +45,6 @@ class FailureCheck:
     what: str
     direction: str
     x: State | None = None
-
-    def detached(self) -> FailureCheck:
-        """The same check with a detached input, to keep for later."""
-        return self if self.x is None else replace(self, x=map_state(Tensor.detach, self.x))
 
     def fault(self, when: str = "") -> str:
         """A sentence about non-finite values of the input, if they are why a sample failed; else empty."""
@@ -82,7 +81,7 @@ class _Pending:
     """A check whose status codes are being copied to the host."""
 
     def __init__(self, check: FailureCheck) -> None:
-        self.check = check.detached()
+        self.check = check if check.x is None else replace(check, x=map_state(Tensor.detach, check.x))
         self.codes = AsyncHostCopy(check.report.codes)
         self._versions = self._counted()
 
@@ -100,29 +99,11 @@ class _Pending:
         return [None if part.is_inference() else part._version for part in parts]
 
 
-@dataclass(frozen=True)
-class _Extent:
-    """How bad a failure was: the share of samples that failed, and the largest finite residual."""
-
-    share: float
-    residual: float
-
-    @classmethod
-    def of(cls, report: Report) -> _Extent:
-        failed = report.failures()
-        residuals = report.residual[failed & torch.isfinite(report.residual)]
-        return cls(float(failed.float().mean()), float(residuals.max()) if residuals.numel() else 0.0)
-
-    def clearly_worse(self, earlier: _Extent) -> bool:
-        """Twice as many samples, or ten times the residual."""
-        return self.share >= 2 * earlier.share or self.residual >= 10 * max(earlier.residual, 1e-30)
-
-
 class ConvergenceMonitor:
     """Checks the solves of one layer, and remembers what it has warned of."""
 
     def __init__(self) -> None:
-        self._warned: dict[str, _Extent] = {}
+        self._warned: _Extents = {}
         self.pending: deque[_Pending] = deque()
         self._lock = threading.RLock()  # backward passes have threads of their own
         weakref.finalize(self, _check_pending, self.pending, self._warned, os.getpid())
@@ -164,24 +145,26 @@ class ConvergenceMonitor:
             _report(pending.check, "warn", self._warned, pending.fault())
 
 
-def _report(check: FailureCheck, on_failure: str, warned: dict[str, _Extent], fault: str = "") -> None:
+def _report(check: FailureCheck, on_failure: str, warned: _Extents, fault: str = "") -> None:
     if fault and on_failure == "raise":
         raise ValueError(fault)
     # A solve that was slow once does not hide an input that is not finite.
     about = "input" if fault else check.direction
-    extent = _Extent.of(check.report)
-    earlier = warned.get(about)
-    if on_failure == "warn" and earlier is not None and not extent.clearly_worse(earlier):
+    failed, residual = check.report.failures(), check.report.residual
+    share, largest = float(failed.float().mean()), float(residual[failed].nan_to_num(nan=0, posinf=0).amax())
+    before, worst = warned.get(about, (0.0, 0.0))
+    # Again only when it is clearly worse: twice as many samples, or ten times the residual.
+    if on_failure == "warn" and share < 2 * before and largest < 10 * max(worst, 1e-30):
         return
     message = check.report.describe_failures(check.what) + (f"\n  Note: {fault}." if fault else "")
     if on_failure == "raise":
         raise ConvergenceError(message)
-    warned[about] = extent
+    warned[about] = share, largest
     note = "(This layer warns again when it gets clearly worse.)"
     warnings.warn(f"{message}\n  {note}", ConvergenceWarning, stacklevel=callers_level())
 
 
-def _check_pending(pending: deque[_Pending], warned: dict[str, _Extent], process: int) -> None:
+def _check_pending(pending: deque[_Pending], warned: _Extents, process: int) -> None:
     """Check what is pending of a layer that is deleted, or at the end of a program."""
     if not pending or process != os.getpid():
         return

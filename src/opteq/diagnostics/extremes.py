@@ -12,6 +12,9 @@ from opteq.solvers.linear.base import RowProduct
 from opteq.solvers.linear.lanczos import Lanczos, tridiagonal
 from opteq.states import Autocast
 
+_SMALL = 256
+"""Vectors of up to that length get an orthogonal basis."""
+
 
 @dataclass(frozen=True)
 class Extremes:
@@ -23,7 +26,7 @@ class Extremes:
     Attributes:
         smallest, largest: the extreme Ritz values ``(R,)``: the smallest eigenvalue is at most ``smallest``.
         lower, upper: all eigenvalues of a row lie in ``[lower, upper]``, with probability at least ``1 - failure``.
-        direction: unit vectors ``(R, N)`` with Rayleigh quotient ``smallest``.
+        direction: unit vectors ``(R, N)`` with Rayleigh quotient ``smallest``, where they were asked for.
     """
 
     smallest: Tensor
@@ -31,16 +34,22 @@ class Extremes:
     lower: Tensor
     upper: Tensor
     failure: float
-    direction: Tensor
+    direction: Tensor | None
 
 
 @torch.no_grad()
-def extreme_eigenvalues(product: RowProduct, like: Tensor, steps: int = 30, failure: float = 1e-3) -> Extremes:
-    """The extreme eigenvalues of a symmetric operator by Lanczos steps with full orthogonalisation.
+def extreme_eigenvalues(
+    product: RowProduct, like: Tensor, steps: int = 30, failure: float = 1e-3, direction: bool = False
+) -> Extremes:
+    """The extreme eigenvalues of a symmetric operator by Lanczos steps.
 
     After k steps from a random start in dimension n the largest eigenvalue of a positive semidefinite matrix is
     underestimated by a relative e with probability at most ``1.648 sqrt(n) exp(-sqrt(e) (2k - 1))`` (Kuczynski and
     Wozniakowski 1992). Here the operator is shifted by its ends, and e follows from ``failure``.
+
+    The basis is kept orthogonal where it is small, or as many steps as dimensions are to find all eigenvalues.
+    Elsewhere Ritz values are, in rounding, those of exact steps on a matrix with the same eigenvalues, some of them
+    several times (Greenbaum 1989).
 
     Args:
         product: applies the operator to ``(R, N)``, every row by itself.
@@ -48,6 +57,7 @@ def extreme_eigenvalues(product: RowProduct, like: Tensor, steps: int = 30, fail
         steps: products; at most N are made.
         failure: probability over the random start that a bound fails for a row. The start is the same for all rows: a
             batch equals its samples one by one.
+        direction: whether to keep the basis for the direction of the smallest one.
 
     >>> matrix = torch.diag(torch.tensor([-1.0, 2.0, 5.0]))
     >>> found = extreme_eigenvalues(lambda rows: rows @ matrix, torch.zeros(1, 3))
@@ -56,13 +66,13 @@ def extreme_eigenvalues(product: RowProduct, like: Tensor, steps: int = 30, fail
     """
     width = like.shape[1]
     count = max(1, min(steps, width))
-    lanczos = Lanczos(like, kept=count)
+    lanczos = Lanczos(like, kept=count if direction or width <= max(_SMALL, steps) else 0)
     small, mark = tridiagonal(*lanczos.run(product, count))
     values, vectors = torch.linalg.eigh(small)
     smallest, largest = values[:, 0] + mark, values[:, -1] + mark
     with Autocast.current(like.device).off():
-        direction = (vectors[:, :, 0].to(like.dtype)[:, None] @ lanczos.basis)[:, 0]
-    return Extremes(smallest, largest, *outer_bounds(smallest, largest, width, count, failure), failure, direction)
+        least = (vectors[:, :, 0].to(like.dtype)[:, None] @ lanczos.basis)[:, 0] if direction else None
+    return Extremes(smallest, largest, *outer_bounds(smallest, largest, width, count, failure), failure, least)
 
 
 def outer_bounds(smallest: Tensor, largest: Tensor, width: int, steps: int, failure: float) -> tuple[Tensor, Tensor]:

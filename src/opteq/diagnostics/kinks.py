@@ -60,7 +60,8 @@ def descends_beside_kink(hidden: Hidden, state: State, asked: Tensor, steps: int
     def bent(rows: Tensor) -> Tensor:  # F'MF with the larger slopes
         return root * layout.pack(negative_hessian(layout.unpack(root * rows)))
 
-    extremes = extreme_eigenvalues(lambda rows: rows - bent(rows), layout.pack(state), steps)
+    extremes = extreme_eigenvalues(lambda rows: rows - bent(rows), layout.pack(state), steps, direction=True)
+    assert extremes.direction is not None
     shift = (extremes.largest - 1).clamp_min(0).to(root.dtype)[:, None]  # makes F'MF positive
     eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
     size = torch.maximum(row_norms(layout.pack(state)), row_norms(layout.pack(inside)))

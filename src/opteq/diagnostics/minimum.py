@@ -25,7 +25,9 @@ _FAR = (0.01, 0.1, 1.0)
 """Moves relative to the norm of a state: an objective that falls all the way has no minimum near there."""
 
 
-def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS, failure: float = 1e-3) -> Extremes | None:
+def curvature_at_solution(
+    hidden: BoundMap, state: State, steps: int = STEPS, failure: float = 1e-3, direction: bool = False
+) -> Extremes | None:
     """The ends of the spectrum of ``I - S`` at a state, ``S = F' M F``; None where J has no symmetric form.
 
     The state is a strict minimum where all of it is positive. For an :class:`~opteq.Objective` without a penalty it is
@@ -33,7 +35,7 @@ def curvature_at_solution(hidden: BoundMap, state: State, steps: int = STEPS, fa
     """
     product = curvature_product(hidden, state)
     rows = Layout.of(state, hidden.coupled).pack(map_state(Tensor.detach, state))
-    return None if product is None else extreme_eigenvalues(product, rows, steps, failure)
+    return None if product is None else extreme_eigenvalues(product, rows, steps, failure, direction)
 
 
 @torch.no_grad()

@@ -7,19 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from opteq.diagnostics.extremes import outer_bounds
 from opteq.diagnostics.minimum import curvature_at_solution, curvature_product
 from opteq.problems.base import Problem
 from opteq.problems.hidden import BoundMap, Hidden
-from opteq.solvers.linear.lanczos import Lanczos, random_start, tridiagonal
+from opteq.solvers.linear.lanczos import random_start
 from opteq.states import Layout, State, blocks, like, map_state
 
-_STAGES = ((16, 1 / 8), (24, 1 / 8), (36, 1 / 4), (64, 1 / 2))
-"""Lanczos steps after which bounds are looked at, and the shares of the probability of a failure. The last stage
-decides what 60 steps at once would."""
-
-_SMALL = 256
-"""States of up to that size get an orthogonal basis, which finds all eigenvalues in as many steps."""
+_STAGES = ((16, 1 / 4), (32, 1 / 4), (64, 1 / 2))
+"""Lanczos steps after which bounds are looked at, and the shares of the probability of a failure."""
 
 _ZERO = 1e-12
 """Entries of that size are as good as 0, where most kinks are."""
@@ -51,10 +46,7 @@ def strict_minima(hidden: BoundMap, state: State, steps: int = 60, failure: floa
 def certified_minima(problem: Problem, x: State, state: State, among: Tensor, failure: float = 1e-3) -> Tensor | None:
     """Which samples are strict minima, ``(B,)``; None where J has no symmetric form.
 
-    The same statement as :func:`strict_minima`, in a fraction of its time. Bounds are looked at several times, and
-    the probability of a failure is divided among them; samples that are decided take part no longer. The basis is not
-    kept orthogonal: in rounding, Ritz values are those of exact Lanczos steps on a matrix with the same eigenvalues,
-    some of them several times (Greenbaum 1989).
+    The same statement as :func:`strict_minima`, in stages: samples that few steps decide take no more.
 
     Args:
         problem: of the samples.
@@ -68,42 +60,15 @@ def certified_minima(problem: Problem, x: State, state: State, among: Tensor, fa
         first = torch.arange(min(1, len(among)), device=among.device)
         known = not len(first) or curvature_product(problem(_at(x, first)), _at(state, first)) is not None
         return found if known else None
-    width = sum(part[:1].numel() for part in blocks(state))
-    asked, count = among.nonzero()[:, 0], max(1, _CHUNK // width)
-    for begin in range(0, len(asked), count):
-        rows = asked[begin : begin + count]
-        decided = _decide(problem, _at(x, rows), _at(state, rows), width, failure)
-        if decided is None:
-            return None
-        found[rows] = decided
-    return found
-
-
-def _decide(problem: Problem, x: State, state: State, width: int, failure: float) -> Tensor | None:
-    hidden = problem(x)
-    if width <= _SMALL or hidden.coupled or not isinstance(hidden, Hidden):
-        minima = strict_minima(hidden, state, failure=failure)
-        return None if minima is None else minima[0]
-    rows = Layout.of(state).pack(state)
-    strict = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    left = torch.arange(len(rows), device=rows.device)
-    lanczos = Lanczos(rows)
+    count = max(1, _CHUNK // sum(part[:1].numel() for part in blocks(state)))
     for steps, share in _STAGES:
-        product = curvature_product(problem(_at(x, left)), _at(state, left))
-        if product is None:
-            return None
-        small, mark = tridiagonal(*lanczos.run(product, steps))
-        values = torch.linalg.eigvalsh(small)
-        smallest, largest = values[:, 0] + mark, values[:, -1] + mark
-        rounding = 100 * torch.finfo(rows.dtype).eps * (1 + torch.maximum(largest.abs(), smallest.abs()))
-        above = outer_bounds(smallest, largest, width, steps, failure * share)[0] > rounding
-        strict[left[above]] = True
-        undecided = ~above & (smallest > 0)  # a Ritz value of 0 or less is a direction along which it is none
-        if not bool(undecided.any()):
-            break
-        left = left[undecided]
-        lanczos.keep(undecided)
-    return strict & smooth_beside(hidden, state)
+        left = (among & ~found).nonzero()[:, 0]
+        for rows in (left[begin : begin + count] for begin in range(0, len(left), count)):
+            minima = strict_minima(problem(_at(x, rows)), _at(state, rows), steps, failure * share)
+            if minima is None:
+                return None
+            found[rows] = minima[0]
+    return found
 
 
 @torch.no_grad()

@@ -95,7 +95,8 @@ def attach_system(
     if not wants_gradient(carrier):
         return state, outcome
     system = system_at(None if inside is None else map_state(Tensor.detach, inside))
-    direct = isinstance(system.local, SymmetricLinearisation) and system.local.system.of_features
+    reduction = getattr(system.local, "reduction", None)
+    direct = reduction is not None and reduction.of_features
     features = () if not direct else hidden.features(state) if features is None else features
     count = len(blocks(state))
 
@@ -108,7 +109,7 @@ def attach_system(
 
     constants = map_state(Tensor.detach, features)
     values, carriers = (*blocks(state), *blocks(constants)), (*blocks(carrier), *blocks(features))
-    both = blocks(attach(values, carriers, adjoint, held=hidden.tensors_read()))
+    both = blocks(attach(values, carriers, adjoint, held=hidden.tensors_read))
     if direct:
         outcome = replace(outcome, features=like(features, both[count:]))
     return like(state, both[:count]), outcome

@@ -49,7 +49,7 @@ class Similarity(ABC):
         """``v -> hess s(y) v``; what can be computed once for all products is."""
         return pullback(self.gradient, y)[1]  # a Hessian is symmetric, so its transpose will do
 
-    def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+    def curvature_interval(self, square: float | Tensor) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
         """Bounds of the eigenvalues of ``hess s`` over all states, for this input: two values per sample, or None.
 
         For kernels whose curvature has no bound that holds for every input, :attr:`Kernel.curvature`. ``square`` is a
@@ -72,6 +72,7 @@ class Kernel(nn.Module, metaclass=NamedOptions):
         growth: a number a with ``s(y) <= a/2 |y|^2 + O(|y|)``, in the same units; None where there is none.
         caveat: a note on existence for the user, shown in the certificate.
         projection: an operator applied to ``U x + b - W y`` before it is compared, or None.
+        follows_input: whether the kernel chooses a number by the input, which derivatives hold constant.
 
     A kernel of your own needs a ``value`` and a ``bind``:
 
@@ -99,6 +100,7 @@ class Kernel(nn.Module, metaclass=NamedOptions):
     curvature: ClassVar[tuple[float, float] | None] = None
     growth: ClassVar[float | None] = None
     caveat: ClassVar[str] = ""
+    follows_input: bool = False
     projection: Operator | None
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.common.override import overridable
+from opteq.common.validate import check_choice, check_positive
 from opteq.kernels.base import HessianProduct, Kernel, Similarity
 from opteq.operators import Dense, LinearMap, Patches
 from opteq.states import sum_over_sample, working_dtype
@@ -68,6 +69,7 @@ class Gaussian(Kernel):
     ) -> None:
         super().__init__()
         self._gamma = _check_gamma(gamma, learn_gamma)
+        self.follows_input = isinstance(self._gamma, str)
         self.log_gamma = nn.Parameter(torch.tensor(math.log(float(self._gamma)))) if learn_gamma else None
         if (patch is None) != (split is None):
             raise ValueError(
@@ -114,7 +116,7 @@ class Gaussian(Kernel):
         if DIP * reach**2 >= 1:
             return None, f"needs L |W|^2 |P|^2 < 1 / (2 e^(-3/2)) = {1 / DIP:.5g}"
         gain, reason = response(reach), "r the response of the Gaussian kernel at r0 = sqrt(L) |W| |P|"
-        if isinstance(self._gamma, str):  # it is chosen from the input
+        if self.follows_input:
             if self.patches is not None:
                 return None, (
                     'gamma="auto" is itself a function of the input, 0.2 / M(x), and what that adds grows with the '
@@ -290,12 +292,8 @@ def _grid(patches: Patches, c: Tensor) -> tuple[int, int, int]:
 
 def _check_gamma(gamma: float | str, learn: bool) -> float | str:
     """``gamma`` as a number, or the name of a rule."""
-    if isinstance(gamma, str) and gamma in ("auto", "median"):
-        if learn:
-            raise ValueError("Gaussian.learn_gamma needs a number to begin from, Gaussian(gamma=1.0, learn_gamma=True)")
-        return gamma
-    if isinstance(gamma, bool) or not isinstance(gamma, int | float):
-        raise TypeError(f"Gaussian.gamma should be a positive number, 'auto' or 'median'; got {gamma!r}")
-    if not 0 < gamma < math.inf:
-        raise ValueError(f"Gaussian.gamma should be positive and finite; got {gamma!r}")
-    return float(gamma)
+    if not isinstance(gamma, str):
+        return check_positive("Gaussian.gamma (or 'auto', 'median')", gamma)
+    if check_choice("Gaussian.gamma", gamma, ("auto", "median")) and learn:
+        raise ValueError("Gaussian.learn_gamma needs a number to begin from, Gaussian(gamma=1.0, learn_gamma=True)")
+    return gamma

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from opteq.common.validate import check_whole
 from opteq.kernels.base import HessianProduct, Kernel, Similarity
 from opteq.operators import LinearMap
 from opteq.states import inner, per_row
@@ -66,7 +67,7 @@ class InnerProductSimilarity(Similarity):
         second = self.kernel.second(inner(self.c, y))
         return lambda v: self.W.adjoint(self.W(v)) + self._times_c(second * inner(self.c, v))
 
-    def curvature_interval(self, square: float) -> tuple[Tensor, Tensor] | None:
+    def curvature_interval(self, square: float | Tensor) -> tuple[Tensor, Tensor] | None:
         """``W'W`` lies in ``[0, |W|^2]``, and ``k'' cc'`` between zero and ``k'' |c|^2``."""
         if self.kernel.second_range is None:
             return None
@@ -138,13 +139,7 @@ class Polynomial(InnerProduct):
 
     def __init__(self, degree: int) -> None:
         super().__init__()
-        if isinstance(degree, bool) or not isinstance(degree, int):
-            raise TypeError(f"Polynomial.degree should be a whole number of at least 2; got {degree!r}")
-        if degree < 2:
-            raise ValueError(
-                f"Polynomial.degree should be at least 2; got {degree}. Degree 1 is opteq.kernels.Linear()"
-            )
-        self.degree = degree
+        self.degree = check_whole("Polynomial.degree (1 is opteq.kernels.Linear())", degree, 2)
 
     def start(self, W: LinearMap, c: Tensor) -> Tensor:
         return self.state_like(W, c)

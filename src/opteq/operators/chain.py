@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.common.validate import check_flag, check_whole
+from opteq.common.validate import check_flag, check_odd, check_whole
 from opteq.operators.base import LinearMap, Operator, check_bound, initial_norm
 from opteq.operators.conv import check_image
 from opteq.operators.spectral.bound import low_precision_rounding, normalise
@@ -83,9 +83,7 @@ class ConvChain(Operator):
         if not isinstance(channels, Sequence) or len(channels) < 2:
             raise ValueError(f"ConvChain.channels should name at least input and output channels; got {channels!r}")
         self.channels = tuple(check_whole("channels", c) for c in channels)
-        self.kernel_size = check_whole("kernel_size", kernel_size)
-        if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size should be odd; got {kernel_size}")
+        self.kernel_size = check_odd("kernel_size", kernel_size)
         self.zero_mean = check_flag("zero_mean", zero_mean)
         self.bound = check_bound(bound)
         pairs = zip(self.channels[:-1], self.channels[1:], strict=True)

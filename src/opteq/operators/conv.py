@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opteq.common.validate import check_whole
+from opteq.common.validate import check_odd, check_whole
 from opteq.operators.base import LinearMap, Operator, check_bound, initial_norm, wrong_shape
 from opteq.operators.spectral.bound import bounded
 from opteq.operators.spectral.norms import certified_norm, kernel_norm
@@ -159,13 +159,7 @@ def _odd_pair(kernel_size: object) -> tuple[int, int]:
     pair = kernel_size if isinstance(kernel_size, (tuple, list)) else (kernel_size, kernel_size)
     if len(pair) != 2:
         raise ValueError(f"kernel_size should be an odd integer or a pair of them; got {kernel_size!r}")
-    height, width = (check_whole("kernel_size", size) for size in pair)
-    if height % 2 == 0 or width % 2 == 0:
-        raise ValueError(
-            f"kernel_size should be odd; got {kernel_size!r}: "
-            "with an even kernel the output would differ in size from the input"
-        )
-    return height, width
+    return check_odd("kernel_size", pair[0]), check_odd("kernel_size", pair[1])
 
 
 def check_image(who: str, v: Tensor, channels: int) -> None:

@@ -11,8 +11,6 @@ from opteq.operators.base import LinearMap, Operator, wrong_shape
 from opteq.operators.spectral.bound import normalise
 from opteq.operators.spectral.norms import kernel_norm
 
-_BOUNDARIES = ("zeros", "circular", "valid")
-
 
 def gaussian_kernel(sigma: float, size: int | None = None) -> Tensor:
     """A normalised Gaussian kernel ``(size, size)``; its size covers three standard deviations unless it is given.
@@ -77,7 +75,7 @@ class Blur(Operator):
         kernel = check_tensor("Blur.kernel", kernel) if isinstance(kernel, Tensor) else gaussian_kernel(kernel)
         if kernel.ndim != 2 or any(size % 2 == 0 for size in kernel.shape):
             raise ValueError(f"Blur.kernel should be a matrix with odd sizes; got shape {tuple(kernel.shape)}")
-        self.boundary = check_choice("Blur.boundary", boundary, _BOUNDARIES)
+        self.boundary = check_choice("Blur.boundary", boundary, ("zeros", "circular", "valid"))
         self.keeps_shape = boundary != "valid"
         self.register_buffer("kernel", kernel.detach().clone())
 

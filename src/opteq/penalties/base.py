@@ -29,12 +29,11 @@ class Linearised:
     derivative: Callable[[Tensor], Tensor]
 
 
-def multiplication(slope: Tensor, root: Tensor | None = None) -> Linearised:
-    """The derivative of a prox that acts on each entry alone: multiplication by its slopes, whose ``root`` is known."""
-    if root is None:
-        # The square root has no derivative at a slope that underflowed to 0, and no value at one rounded below 0.
-        positive = slope > 0
-        root = torch.where(positive, torch.where(positive, slope, 1.0).sqrt(), 0.0)
+def multiplication(slope: Tensor) -> Linearised:
+    """The derivative of a prox that acts on each entry alone: multiplication by its slopes."""
+    # The square root has no derivative at a slope that underflowed to 0, and no value at one rounded below 0.
+    positive = slope > 0
+    root = torch.where(positive, torch.where(positive, slope, 1.0).sqrt(), 0.0)
 
     def scale(v: Tensor) -> Tensor:
         return root * v

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opteq.common import validate as _validate
-from opteq.penalties.base import ElementwisePenalty, Linearised, multiplication
+from opteq.penalties.base import ElementwisePenalty, Linearised
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,14 @@ class ReLU(ElementwisePenalty):
         return (t > 0).to(t.dtype)
 
     def linearise(self, t: Tensor) -> Linearised:
+        if type(self) is not ReLU:  # its slopes may be others
+            return super().linearise(t)
         slope = self.derivative(t)
-        return multiplication(slope, slope if type(self) is ReLU else None)  # 0 and 1 are their own roots
+
+        def scale(v: Tensor) -> Tensor:
+            return slope * v
+
+        return Linearised(scale, scale, scale)  # 0 and 1 are their own roots
 
     def _antiderivative(self, t: Tensor) -> Tensor:
         return F.relu(t).square() / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -12,10 +13,37 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from opteq.common.symbols import symbols_in
-
 M = TypeVar("M", bound=nn.Module)
 FIELDS = ("exists", "unique", "contraction", "lipschitz")
+
+_SYMBOLS = {
+    "L": "the largest slope of the activation",
+    "W": "the linear map of the features",
+    "U": "the map of the input",
+    "A": "the linear map of the problem",
+    "P": "the projection of the kernel",
+    "R": "the prior on the features",
+    "T": "a step",
+    "I": "the identity",
+    "D": "the slopes of the activation",
+    "C": "the number of channels",
+    "k": "a bound of the slope of a step",
+    "m": "the strong convexity",
+    "s": "the similarity that the objective subtracts",
+    "x": "the input",
+    "b": "the bias of U",
+    "y": "the state",
+    "mu": "the number that divides the coupling",
+    "sigma": "the activation",
+    "alpha": "the weight of a new value",
+    "gamma": "the weight of the prior",
+    "phi": "what the features minimise without the prior",
+    "zeta": "the largest norm of the branches' W",
+    "lambda": "the weight of the diversity",
+    "rho": "a bound of what resampling between branches stretches",
+    "tau": "the smoothing of the diversity",
+}
+"""Symbols that need a definition; a sentence explains others itself."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +91,10 @@ class Certificate:
         return "\n".join([*lines, f"where {where}"] if where else lines)
 
     def symbols(self) -> dict[str, str]:
-        """The meanings of the symbols in the reasons."""
-        return symbols_in(" ".join(self.reasons.values()))
+        """The meanings of the symbols in the reasons, but for those that a sentence explains itself."""
+        text = " ".join(self.reasons.values()).replace('gamma="auto"', "")
+        used = set(re.findall(r"(?<!')\b[A-Za-z]+\b", text))
+        return {symbol: meaning for symbol, meaning in _SYMBOLS.items() if symbol in used}
 
 
 def unknown(why: str) -> Certificate:

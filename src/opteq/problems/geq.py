@@ -18,6 +18,9 @@ from opteq.problems.certificate import Certificate, existence, for_finite_weight
 from opteq.problems.hidden import Hidden, Structure
 from opteq.states import State, inner, single
 
+Number = float | Tensor
+"""One number; under vmap over weights, one for each set of them."""
+
 
 class GEQ(Problem):
     """``min sum f(y) + 1/2 |y|^2 - s(y)``, with a kernel's similarity ``s`` of ``W y`` or y and ``U x + b``.
@@ -81,7 +84,7 @@ class GEQ(Problem):
         An equilibrium is a stationary point of the objective, so a strongly convex one has exactly one, also where
         plain iteration, with a contraction factor above 1, would not find it.
         """
-        kernel, slope, norm = self.kernel, self.penalty.lipschitz, self._joint_norm(_certified_norm)
+        kernel, slope, norm = self.kernel, self.penalty.lipschitz, float(self._joint_norm(_certified_norm))
         unknown = kernel.caveat or f"{type(kernel).__name__} declares no bound of its curvature"
         smooth = kernel.curvature is not None or isinstance(kernel, InnerProduct)  # no jumps of the gradient
         exists, unique, reasons = existence(None, self.penalty.bounded and smooth)
@@ -93,7 +96,7 @@ class GEQ(Problem):
         if kernel.curvature is None:
             reasons |= {"unique": unknown, "contraction": unknown}
         else:
-            low, high = _scaled(kernel.curvature, norm**2)
+            low, high = (end * norm**2 for end in kernel.curvature)
             contraction = slope * max(abs(low), abs(high))
             reasons["contraction"] = f"L |hess s|, with L = {slope:.4g} and hess s in [{low:.4g}, {high:.4g}]"
             if slope * high < 1:
@@ -119,7 +122,7 @@ class GEQ(Problem):
         projection = self.kernel.projection
         return carried * (1.0 if projection is None else _certified_norm(projection)) * gain, reason
 
-    def _joint_norm(self, size: Callable[[Operator], float]) -> float:
+    def _joint_norm(self, size: Callable[[Operator], Number]) -> Number:
         """``|W| |projection|``, each as ``size`` gives it."""
         projection = self.kernel.projection
         return size(self.W) * (1.0 if projection is None else size(projection))
@@ -141,7 +144,7 @@ class BoundGEQ(Hidden):
         penalty: Penalty,
         similarity: Similarity,
         start: Tensor,
-        curvature: tuple[float, float] | tuple[Tensor, Tensor] | None,
+        curvature: tuple[Number, Number] | None,
     ) -> None:
         self.penalty = penalty
         self.similarity = similarity
@@ -187,19 +190,19 @@ class BoundGEQ(Hidden):
         return self.penalty.prox(gradient), self.penalty.total(y) + inner(y, y) / 2 - value
 
 
-def _bound_or_norm(operator: Operator) -> float:
+def _bound_or_norm(operator: Operator) -> Number:
     if operator.bound is not None:
         return operator.bound
     norm = operator.norm().detach()
     try:
         return float(norm)
     except RuntimeError:  # under vmap over weights there is no single number
-        return norm  # type: ignore[return-value]
+        return norm
 
 
 def _certified_norm(operator: Operator) -> float:
     return float(check_unhooked(operator, "W").norm())
 
 
-def _scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:
+def _scaled(interval: tuple[float, float], factor: Number) -> tuple[Number, Number]:
     return interval[0] * factor, interval[1] * factor

@@ -139,6 +139,9 @@ class BoundMap(ABC):
     compile_functions: bool = False
     """Whether a user's functions may be compiled, see ``Equilibrium(compile=True)``."""
 
+    tensors_read: tuple[Tensor, ...] = ()
+    """The tensors that products with derivatives may read by way of torch.func, besides the state."""
+
     @property
     def seeks_minimum(self) -> bool:
         """Whether the fixed point should be a minimum of an objective, and nothing proves that it is one."""
@@ -167,10 +170,6 @@ class BoundMap(ABC):
     def project(self, y: State) -> State:
         """The nearest state at which the objective is finite; extrapolating solvers may step outside."""
         return y
-
-    def tensors_read(self) -> tuple[Tensor, ...]:
-        """The tensors that products with derivatives may read by way of torch.func, besides the state."""
-        return ()
 
     def linearise(self, y: State, inside: State | None = None) -> Linearisation | SymmetricLinearisation:  # noqa: ARG002
         """The Jacobian of :meth:`step` at ``y``; ``inside`` is the pre-activation there, where one is known."""

@@ -201,7 +201,7 @@ class BoundOptEq(Hidden):
     def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
         z = self.features(y)
         inside = self._preactivation_of(z)
-        return self.activate(inside), inside, z
+        return self.penalty.prox(inside), inside, z
 
     def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> W (I - gamma hess R(z)) W'v / mu``."""
@@ -217,14 +217,16 @@ class BoundOptEq(Hidden):
         return product
 
     def linearise(self, y: State, inside: State | None = None) -> SymmetricLinearisation:
-        """As for every hidden problem, with the smaller adjoint system where features are no larger than the state."""
-        local, one = super().linearise(y, inside), single(y)[:1]
+        """``J = D M``, with the smaller adjoint system where features are no larger than the state."""
+        M, one = self.negative_hessian_at(y), single(y)[:1]
+        D = self.penalty.linearise(single(self.preactivation(y) if inside is None else inside))
+        local = SymmetricLinearisation(M, D.factor, D.factor_adjoint, D.derivative)  # type: ignore[arg-type]
         if self.regularizer is not None or self.features(one).numel() > one.numel():
             return local
         block, mu = self.block, self.mu
 
         def restrict(g: State) -> Tensor:
-            return block.W.adjoint(single(local.derivative(g)))
+            return block.W.adjoint(D.derivative(single(g)))
 
         def expand(u: State) -> Tensor:
             carried = block.W(single(u))

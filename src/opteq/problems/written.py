@@ -47,6 +47,7 @@ class WrittenMap(BoundMap):
     def __init__(self, problem: nn.Module, x: Any) -> None:
         self.bound = BoundModule(problem, x)
         self._start: State = check_start(self.bound.module.start(x), x, type(problem).__name__)
+        self.tensors_read = (*self.bound.module.parameters(), *blocks(x))
 
     def start(self) -> State:
         return self._start
@@ -54,9 +55,6 @@ class WrittenMap(BoundMap):
     def features(self, y: State) -> State:
         features: State = self.bound.call("features", y)
         return check_layer_features(features, y, type(self.bound.module).__name__)
-
-    def tensors_read(self) -> tuple[Tensor, ...]:
-        return (*self.bound.module.parameters(), *blocks(self.bound.x))
 
 
 class WrittenHidden(WrittenMap, Hidden):

@@ -57,8 +57,9 @@ def minimise(
 def _beside(problem: Restoration, x: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
     """Images with less energy: some pixels move by a tenth of the noise along the direction of least curvature."""
     hidden = problem((x, sigma))
-    curvature = curvature_at_solution(hidden, y)
+    curvature = curvature_at_solution(hidden, y, direction=True)
     assert curvature is not None
+    assert curvature.direction is not None
     direction = curvature.direction.reshape(y.shape).to(y.dtype)
     change = hidden.step(y)
     assert isinstance(change, Tensor)

@@ -12,8 +12,8 @@ A Cholesky factor of ``s^2 cos(r)^2 - K^ K^*`` proves it if it exists, for a fif
 squaring of the matrix. Cells that cannot be excluded are quartered. Of the smallest cells that are left, if any, the
 norm is bounded as in training.
 
-The level is set just above a lower bound of the supremum, found by going uphill from the best of the first cells; if
-the ascent misses the highest peak, that costs time, never safety. For a CPU, and not differentiable.
+The level is set just above a lower bound of the supremum, the largest norm at the centres of the first cells; how far
+it lies from the highest peak costs time, never safety. For a CPU, and not differentiable.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from opteq.operators.spectral.bound import eigenvalue_bound
 # 0.26 %; the level lies a little more than that above the lower bound, so that the smallest cells can be excluded.
 _FIRST, _HALVINGS, _MARGIN = 22, 2, 1.003
 _SQUARINGS = 7
-# Frequencies to climb from, steps of each climb, and power steps at each of them.
-_STARTS, _CLIMBS, _POWER_STEPS = 8, 6, 12
+# Frequencies whose eigenvalues are computed, and the power steps at all of them that choose these.
+_BEST, _POWER_STEPS = 8, 12
 _CHUNK = 2**18
 
 
@@ -54,7 +54,7 @@ def close_supremum(taps: Tensor, size: tuple[int, int]) -> Tensor:
     ]
     quarters = torch.tensor(corners, dtype=torch.float64)
 
-    level = (_climb(gram, centres, reach) * _MARGIN**2).clamp_min(torch.finfo(taps.dtype).tiny ** 0.5)
+    level = (_largest_at(gram, centres) * _MARGIN**2).clamp_min(torch.finfo(taps.dtype).tiny ** 0.5)
     for halving in range(_HALVINGS + 1):
         if halving:
             centres = (centres[:, None] + quarters * reach).flatten(0, 1)
@@ -85,45 +85,25 @@ def _excluded(gram: Autocorrelation, frequencies: Tensor, level: Tensor) -> Tens
     return (torch.cat(failures) == 0).all(dim=1)
 
 
-def _climb(gram: Autocorrelation, frequencies: Tensor, reach: Tensor) -> Tensor:
-    """A lower bound of the supremum: the largest eigenvalue at a frequency reached by going up from the best ones.
-
-    Vector and frequency take turns: power steps turn the vector ``u`` towards the eigenvector; then, ``u* K^ K^* u``
-    being a known trigonometric polynomial of the frequency, its maximum is looked up on a small grid around the place.
-    """
-    n, groups, dtype = gram.n, gram.groups, gram.even.dtype
+def _largest_at(gram: Autocorrelation, frequencies: Tensor) -> Tensor:
+    """A lower bound of the supremum: the largest eigenvalue at those frequencies where power steps find most."""
+    n, dtype = gram.n, gram.even.dtype
     # Quadratic phases: a vector with no regularity that an eigenvector could be orthogonal to by symmetry.
     start = torch.polar(torch.ones(n, dtype=dtype), torch.arange(n).square().to(dtype))[:, None]
-    vectors = torch.cat([_power_steps(torch.complex(S, T), start) for S, T in _matrices(gram, frequencies)])
-    sizes = torch.linalg.vector_norm(vectors, dim=(1, 2))
-    chosen = sizes.topk(min(_STARTS, len(sizes))).indices
-    places, group, u = frequencies[chosen // groups], chosen % groups, vectors[chosen]
-    each = torch.arange(len(chosen))
-    even, odd = (part.reshape(-1, groups, n, n).unbind(1) for part in (gram.even, gram.odd))
-    width = 2 * reach
-    offsets = torch.cartesian_prod(*(torch.linspace(-0.5, 0.5, 9, dtype=torch.float64),) * 2)
-    for _ in range(_CLIMBS):
-        pairs = [(int(g), torch.view_as_real(one.squeeze(-1))) for g, one in zip(group, u, strict=True)]
-        cosine = torch.stack([(v * (even[g] @ v)).sum(dim=(1, 2)) for g, v in pairs])
-        sine = torch.stack([-2 * (v[:, 0] * (odd[g] @ v[:, 1:]).squeeze(-1)).sum(dim=1) for g, v in pairs])
-        nearby = places[:, None] + width * offsets
-        cos, sin = (wave.reshape(*nearby.shape[:2], -1) for wave in gram.waves(nearby.flatten(0, 1)))
-        heights = cos @ cosine[:, :, None] + sin @ sine[:, :, None]
-        places = nearby[each, heights.squeeze(-1).argmax(dim=1)]
-        S, T = (part.reshape(-1, groups, n, n)[each, group] for part in gram.at(gram.waves(places)))
-        A = torch.complex(S, T)
-        u = _power_steps(A, u)
-        width = 0.7 * width
-    best = torch.linalg.vector_norm(u, dim=(1, 2)).topk(min(2, len(u))).indices
-    largest: Tensor = torch.linalg.eigvalsh(A[best]).max()
+    sizes = torch.cat([_power_estimate(torch.complex(S, T), start) for S, T in _matrices(gram, frequencies)])
+    best = sizes.topk(min(_BEST, len(sizes))).indices
+    parts = (part.reshape(-1, gram.groups, n, n) for part in gram.at(gram.waves(frequencies[best // gram.groups])))
+    S, T = (part[torch.arange(len(best)), best % gram.groups] for part in parts)
+    largest: Tensor = torch.linalg.eigvalsh(torch.complex(S, T)).max()
     return largest
 
 
-def _power_steps(A: Tensor, u: Tensor) -> Tensor:
-    """``A^k u`` with all but the last product normalised, so that its length estimates the largest eigenvalue."""
+def _power_estimate(A: Tensor, u: Tensor) -> Tensor:
+    """The length of ``A^k u`` with all but the last product normalised: an estimate of the largest eigenvalue."""
     for _ in range(_POWER_STEPS):
         u = A @ (u / torch.linalg.vector_norm(u, dim=-2, keepdim=True).clamp_min(torch.finfo(A.real.dtype).tiny))
-    return u
+    lengths: Tensor = torch.linalg.vector_norm(u, dim=(1, 2))
+    return lengths
 
 
 class Autocorrelation:
@@ -138,18 +118,12 @@ class Autocorrelation:
     def __init__(self, taps: Tensor, size: tuple[int, int]) -> None:
         k1, k2 = size
         _, self.groups, self.n, m = taps.shape
-        # Taps behind one another in a row of the matrix: one product then sums over several of them.
-        rows = taps.reshape(k1, k2, self.groups, self.n, m).permute(2, 3, 0, 1, 4).contiguous()
+        rows = taps.reshape(k1, k2, self.groups, self.n, m).permute(2, 3, 0, 1, 4)
         even, odd = [], []
         self.shifts = [(a, b) for a in range(k1) for b in range(0 if a == 0 else 1 - k2, k2)]
         for a, b in self.shifts:
             here, there = rows[:, :, : k1 - a, max(-b, 0) : k2 - max(b, 0)], rows[:, :, a:, max(b, 0) : k2 + min(b, 0)]
-            if b == 0:
-                product = torch.bmm(here.flatten(2), there.flatten(2).mT)
-            else:
-                product = torch.bmm(here[:, :, 0].flatten(2), there[:, :, 0].flatten(2).mT)
-                for i in range(1, k1 - a):
-                    product.baddbmm_(here[:, :, i].flatten(2), there[:, :, i].flatten(2).mT)
+            product = torch.einsum("gnijm,gkijm->gnk", here, there)
             if (a, b) == (0, 0):
                 even.append(product)
             else:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.common.errors import unknown_name
+from opteq.common.validate import check_choice
 from opteq.operators import module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem
@@ -21,8 +21,6 @@ from opteq.problems.branches.parallel import BoundParallel, SeparableProblem
 from opteq.problems.certificate import Certificate, for_finite_weights
 from opteq.problems.opteq import OptEq
 from opteq.states import State
-
-_FUSIONS = ("none", "sum", "conv")
 
 
 class POptEq(SeparableProblem):
@@ -48,9 +46,7 @@ class POptEq(SeparableProblem):
         super().__init__()
         self.branches = nn.ModuleList(check_branches(branches))
         self.penalty = penalties.get(activation)
-        if fuse not in _FUSIONS:
-            raise unknown_name("fuse", fuse, _FUSIONS)
-        self.fuse = fuse
+        self.fuse = check_choice("fuse", fuse, ("none", "sum", "conv"))
         self.convolution = _convolution(self.branch_list()) if fuse == "conv" else None
 
     def branch_list(self) -> list[Branch]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq import penalties
-from opteq.common.errors import unknown_name
-from opteq.common.validate import check_positive
+from opteq.common.validate import check_choice, check_positive, check_share
 from opteq.operators import Operator, module_norm
 from opteq.penalties import Penalty
 from opteq.problems.base import Problem, check_unhooked, inject, known_norm
@@ -24,8 +23,6 @@ from opteq.problems.opteq import Block, half_square
 from opteq.problems.opteq_certificate import check_prior, prior_factors
 from opteq.regularizers import Regularizer
 from opteq.states import State, single
-
-_STARTS = ("zeros", "input")
 
 
 class DeepOptEq(Problem):
@@ -74,9 +71,7 @@ class DeepOptEq(Problem):
     ) -> None:
         super().__init__()
         self.regularizer, self.gamma = check_prior(regularizer, gamma)
-        if start not in _STARTS:
-            raise unknown_name("start", start, _STARTS)
-        self.first = start
+        self.first = check_choice("start", start, ("zeros", "input"))
         branches = [_branch(layer, index) for index, layer in enumerate(layers)]
         if not branches or all(branch.U is None for branch in branches):
             raise ValueError("DeepOptEq needs at least one layer with U, since the input enters through U")
@@ -327,7 +322,4 @@ def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
     values = list(alpha) if isinstance(alpha, Sequence) else [alpha] * count
     if len(values) != count:
         raise ValueError(f"alpha should be one number or one per layer ({count}); got {len(values)}")
-    for value in values:
-        if check_positive("alpha", value) > 1:
-            raise ValueError(f"alpha should lie in (0, 1]; got {value!r}")
-    return [float(value) for value in values]
+    return [check_share("alpha", value) for value in values]

@@ -46,7 +46,7 @@ def tridiagonal(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Lanczos:
-    """Lanczos steps from one random start, the same for all rows; more may follow, also with fewer rows.
+    """Lanczos steps from one random start, the same for all rows; more may follow.
 
     Args:
         like: a tensor ``(R, N)`` that gives shape, dtype and device.
@@ -63,12 +63,6 @@ class Lanczos:
         self.scale = torch.zeros(like.shape[0], dtype=wide, device=like.device)
         self.diagonal: list[Tensor] = []
         self.beside = [torch.ones_like(self.scale)]  # beside[k] lies above diagonal[k]
-
-    def keep(self, rows: Tensor) -> None:
-        """Only these rows, a mask, take part in later steps."""
-        self.current, self.before, self.basis = self.current[rows], self.before[rows], self.basis[rows]
-        self.diagonal, self.beside = [one[rows] for one in self.diagonal], [one[rows] for one in self.beside]
-        self.scale = self.scale[rows]
 
     def run(self, product: RowProduct, steps: int) -> tuple[Tensor, Tensor]:
         """Diagonal ``(R, k)`` and off-diagonal ``(R, k - 1)`` in float64 after k ``steps`` in all."""

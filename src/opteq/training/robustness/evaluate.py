@@ -82,22 +82,18 @@ def evaluate_robustness(
     test = opened.dataset.test
     rows = random_rows(len(test), images)
     split = test if rows is None else Split(test.images[rows], test.labels[rows])
-    # Refused before hours are spent.
-    names = _names_to_measure(opened, only, published) if corruptions else ()
     marks = {"images": len(split), "seed": seed, "source": source_of(published), "labels": _mark_labels(opened, split)}
-    planned = {**marks, "accuracy": dict.fromkeys(names)}
-    others = None if reference is None else read_reference(Path(reference), planned)
-    opened.check_writable(FILE)
+    names = _names_to_measure(opened, only, published) if corruptions else ()
+    others = None if reference is None else read_reference(Path(reference), {**marks, "accuracy": dict.fromkeys(names)})
+    opened.check_writable(FILE)  # refused, as all before it, before hours are spent
     record = read_record(opened.path)
     if corruptions:
         found = {**measure_corruptions(opened, split, only, seed, say, published, rows), "labels": marks["labels"]}
         if only:
             keep_earlier(found, record.get("corruptions"))
-        record["corruptions"] = found
         if reference is not None and others is not None:
-            shared = {name: row for name, row in found["accuracy"].items() if name in others["accuracy"]}
-            errors = relative_errors({**found, "accuracy": shared}, others)
-            found["relative"] = {"reference": _title(Path(reference)), **errors}
+            found["relative"] = _relative(found, Path(reference), others)
+        record["corruptions"] = found
     if curves:
         record["curves"] = measure_curves(opened, split, epsilon, attack_steps or 20, say)
     _write(opened, record)
@@ -109,6 +105,12 @@ def _check_classifier(opened: LoadedRun) -> None:
         raise UserError(
             f"{opened.path} was trained for segmentation: corruptions and attack curves need a classifier of images"
         )
+
+
+def _relative(found: dict[str, Any], reference: Path, others: dict[str, Any]) -> dict[str, Any]:
+    """Errors relative to those of the reference, under the corruptions that both were measured on."""
+    shared = {name: row for name, row in found["accuracy"].items() if name in others["accuracy"]}
+    return {"reference": _title(reference), **relative_errors({**found, "accuracy": shared}, others)}
 
 
 def _names_to_measure(
