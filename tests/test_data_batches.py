@@ -314,7 +314,7 @@ def test_on_a_gpu_nothing_waits_and_all_is_as_on_the_cpu(
     for (images, labels), (others, their_labels) in zip(seen, batches(23, 8, **options).epoch(1), strict=True):
         assert images.is_cuda
         assert labels.is_cuda
-        same = (images.cpu() - others).abs() < 1e-4
-        # Posterize, solarize and equalize jump where rounding differs.
-        assert same.float().mean() > 0.98 if augmentation is ALL else same.all()
+        apart = (images.cpu() - others).abs()
+        # Equalize jumps by a level where rounding differs, and mixing spreads that over the images of a batch.
+        assert apart.max() < (0.02 if augmentation is ALL else 1e-4)
         assert torch.allclose(labels.cpu(), their_labels)
