@@ -6,7 +6,7 @@ Their linear algebra runs in float32 or better, also under autocast; the map its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 from opteq.common.dynamo import constant
 
 State = Tensor | tuple[Tensor, ...]
+
+FEW = 2**15
+"""Numbers that are handled faster on a CPU than the calls of torch that it takes to handle fewer of them."""
 
 
 def blocks(state: State) -> tuple[Tensor, ...]:
@@ -80,13 +83,22 @@ def row_norms(matrix: Tensor) -> Tensor:
     """
     dtype = widest_dtype(matrix)
     short: Tensor | None = None
-    if matrix.dtype == torch.float32 and may_branch_on_values(matrix):  # float64 would be a copy of the whole matrix
-        short = torch.linalg.vector_norm(matrix, dim=1).to(dtype)
+    # For many float32 numbers on a CPU, float64 would be a copy that costs more than a look at the norms.
+    if matrix.dtype == torch.float32 and matrix.numel() > FEW and may_branch_on_values(matrix):
+        short = torch.linalg.vector_norm(matrix, dim=-1).to(dtype)
         fits = (short > 1e-15) & (short < 1e18)
         if bool(fits.all()):
             return short
-    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=-1, dtype=dtype)
     return norms if short is None else torch.where(fits, short, norms)  # no row depends on what others hold
+
+
+def norms_of_rows(*matrices: Tensor) -> Sequence[Tensor]:
+    """:func:`row_norms` of matrices of one shape."""
+    first = matrices[0]
+    if first.numel() > FEW or not may_branch_on_values(first):
+        return [row_norms(matrix) for matrix in matrices]
+    return row_norms(torch.stack(matrices)).unbind()
 
 
 def is_tracked(tensor: Tensor) -> bool:
@@ -116,6 +128,11 @@ def any_row(mask: Tensor, of_all: bool = False) -> bool:
     return of_all and bool(mask.any())
 
 
+def surely_all(mask: Tensor) -> bool:
+    """True where Python may look at a mask, and finds every entry set: what it makes a difference to is left out."""
+    return may_branch_on_values(mask) and all(mask.tolist())
+
+
 def choose_rows(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
     """The rows of ``new`` where the mask is set, else those of ``old``; not copied where all are of one."""
     if may_branch_on_values(mask):
@@ -124,7 +141,7 @@ def choose_rows(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
             return new
         if isinstance(old, Tensor) and not any(chosen):
             return old
-    return torch.where(mask[:, None], new, old)
+    return torch.where(mask[:, None] if new.ndim > 1 else mask, new, old)
 
 
 def nan_samples(state: State, coupled: bool = False) -> State:

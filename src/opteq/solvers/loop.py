@@ -169,26 +169,31 @@ class Loop:
         self.best_residual = torch.where(finite, residual, torch.inf)
         self.steps = torch.zeros_like(residual, dtype=torch.int64)
         self.broken = torch.where(finite, 0, int(Status.NON_FINITE))
-        self.done = self.best_residual <= self.rule.tol
         self.trace = [residual]
+        self._check()
 
     def advance(self) -> None:
-        rule, active = self.rule, self.unfinished()
+        rule, active = self.rule, self.active
         point, residual = self.process.advance(active)
         chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
         self.best = choose_rows(chosen, point, self.best)
         self.best_residual = torch.where(chosen, residual, self.best_residual)
-        self.done = self.best_residual <= rule.tol
         self.steps = self.steps + active
-        self.broken = torch.where(active & ~self.done, self.process.codes, self.broken)
+        self.broken = torch.where(active, self.process.codes, self.broken)
         self.trace.append(torch.where(active, residual, self.trace[-1]))
+        self._check()
+
+    def _check(self) -> None:
+        self.active = self.broken == 0
+        if not self.rule.to_the_end:
+            self.active = self.active & (self.best_residual > self.rule.tol)
 
     def unfinished(self) -> Tensor:
-        return (self.broken == 0) if self.rule.to_the_end else ~self.done & (self.broken == 0)
+        return self.active
 
     def finish(self) -> Finish:
         ended = torch.where(self.broken > 0, self.broken, int(Status.MAX_STEPS))
-        codes = torch.where(self.done, int(Status.CONVERGED), ended)
+        codes = torch.where(self.best_residual <= self.rule.tol, int(Status.CONVERGED), ended)
         return Finish(self.best, self.best_residual, self.steps, codes, torch.stack(self.trace))
 
 
