@@ -277,7 +277,7 @@ class Layout:
     def pack(self, state: State) -> Tensor:
         """The state as a matrix ``(rows, N)``."""
         rows = [
-            (part.movedim(1, -1) if last else part).reshape(self.rows, self._width(shape))
+            in_shape(part.movedim(1, -1) if last else part, (self.rows, self._width(shape)))
             for part, last, shape in zip(blocks(state), self.channels_last, self.shapes, strict=True)
         ]
         # Joined in their own dtype, the promoted one of mixed dtypes: half of the memory in half precision.
@@ -289,7 +289,7 @@ class Layout:
         pieces = torch.split(matrix, widths, dim=1) if len(widths) > 1 else (matrix,)
         parts = []
         for piece, shape, dtype, last in zip(pieces, self.shapes, self.dtypes, self.channels_last, strict=True):
-            part = piece.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else piece.reshape(shape)
+            part = piece.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else in_shape(piece, shape)
             parts.append(part.to(dtype))
         return tuple(parts) if self.is_tuple else parts[0]
 
@@ -308,6 +308,11 @@ class Layout:
 
     def _width(self, shape: torch.Size) -> int:
         return math.prod(shape) if self.coupled else math.prod(shape[1:])
+
+
+def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``tensor.reshape(shape)``, which for the shape that it has is a call for nothing."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
@@ -343,7 +348,7 @@ class Autocast:
 
     def entered(self) -> AbstractContextManager[object]:
         """The setting in force again."""
-        if self.dtype is None:
+        if self.dtype is None or not (self.enabled or torch.is_autocast_enabled(self.device_type)):
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 

@@ -216,7 +216,8 @@ class Solver(metaclass=NamedOptions):
                     return rows
                 # By way of the state's own dtype: a residual then belongs to a point that can be returned.
                 state = layout.unpack(rows)
-                return layout.pack(state if task.project is None else task.project(state))
+                there = state if task.project is None else task.project(state)
+                return rows if there is state and layout.exact else layout.pack(there)
 
             damping = task.damping
             if isinstance(damping, Tensor):
