@@ -124,7 +124,7 @@ class AcceleratedIteration:
         # The residual that rounding of the state leaves grows with the curvature. Below it no step comes closer.
         at = self.at
         stiff = (torch.minimum(at.stiffness, at.share.reciprocal()) * at.size).clamp_min(1)
-        beyond = torch.sub(at.residual, stiff, alpha=4 * self.eps).clamp_min(0)
+        beyond = torch.sub(at.residual, stiff, alpha=4 * self.eps)
         error = torch.maximum(torch.addcmul(at.residual, at.amplified - 1, beyond), _FADING * self.estimate)
         known = beyond > 0
         self.estimate = error if surely_all(known) else torch.where(known, error, at.residual / stiff)
@@ -162,12 +162,13 @@ def accept(
     gap, scale, size, moved, dropped = norms_of_rows(change, image, proposal, move, drop)
     scale = scale.clamp(min=floor)
     residual = gap / scale
-    # Differences of nearby points are rounded: what is not much larger than that says nothing.
-    rounding = eps * size
-    noise = 8 * rounding
-    amplified, stiffness = _slopes(at, moved, dropped, rounding, noise)
+    # Differences of nearby points are rounded: what is not much larger than that, eight times, says nothing.
+    noise = 8 * eps * size
+    amplified, stiffness = _slopes(at, moved, dropped, noise)
     curvature = at.share * (move * drop).sum(dim=1)  # times the square of the move
-    limit = moved * torch.maximum(1.01 * moved, moved + rounding)  # by more than rounding may have added
+    limit = moved * torch.maximum(
+        1.01 * moved, torch.add(moved, noise, alpha=0.125)
+    )  # by more than rounding may have added
     plain = age == 0
     if merit is None:  # momentum should not raise the gap
         guide, fallen, bounded = torch.fmin(gap, at.guide), plain | (gap <= at.guide + noise), residual < torch.inf
@@ -196,7 +197,7 @@ def accept(
     return kept._replace(share=share, age=new.age * (taken & ~steep)), codes.masked_fill(lost, int(Status.NON_FINITE))
 
 
-def _slopes(at: Point, moved: Tensor, dropped: Tensor, rounding: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+def _slopes(at: Point, moved: Tensor, dropped: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """``amplified`` and ``stiffness`` from the lengths of the last move and of how the change fell along it."""
     ratio, stiffness = moved / dropped, dropped / moved
     # A move along a stiff direction says little about the distance along others: memory fades slowly.
@@ -207,4 +208,4 @@ def _slopes(at: Point, moved: Tensor, dropped: Tensor, rounding: Tensor, noise: 
     ratio = torch.where(dropped > noise, ratio, (moved / noise).clamp_min(_ASSUMED))
     amplified = torch.maximum(ratio.clamp(1.0, 1e12), memory)
     amplified = torch.where(torch.maximum(moved, dropped) > noise, amplified, at.amplified)
-    return amplified, torch.where(moved > rounding, stiffness, at.stiffness)
+    return amplified, torch.where(8 * moved > noise, stiffness, at.stiffness)
