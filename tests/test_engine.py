@@ -348,10 +348,10 @@ def test_compiled_steps_of_a_solver_are_the_plain_ones(monkeypatch: pytest.Monke
     for merit in (None, torch.rand(4)):
         at = fista.Point(*wide, *narrow)
         arguments = (torch.ones(4), at)
-        main, proposal, age, longer = fista.propose(*arguments)
-        torch.testing.assert_close(call_compiled(plain(fista.propose), *arguments), (main, proposal, age, longer))
+        proposal, step = fista.propose(*arguments)
+        torch.testing.assert_close(call_compiled(plain(fista.propose), *arguments), (proposal, step))
         image = proposal + torch.randn(4, 9)
-        more = (proposal, main, age, longer, image, None if merit is None else merit - 0.1, at, 1e-7, 1e-8)
+        more = (proposal, image, None if merit is None else merit - 0.1, step, at, 1e-7, 1e-8)
         found, expected = call_compiled(plain(fista.accept), *more), fista.accept(*more)
         torch.testing.assert_close(found[1], expected[1])
         assert isinstance(found[0], fista.Point)

@@ -6,10 +6,10 @@ Their linear algebra runs in float32 or better, also under autocast; the map its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from torch.utils._pytree import tree_leaves
 from opteq.common.dynamo import constant
 
 State = Tensor | tuple[Tensor, ...]
-
-FEW = 2**15
-"""Numbers that are handled faster on a CPU than the calls of torch that it takes to handle fewer of them."""
+_FEW = 2**15  # Numbers that a CPU handles faster than the calls of torch that would let it handle fewer.
 
 
 def blocks(state: State) -> tuple[Tensor, ...]:
@@ -61,8 +59,13 @@ def sample_rows(tensor: Tensor) -> Tensor:
 
 def inner(a: State, b: State) -> Tensor:
     """The inner product of two states, one value per sample."""
-    totals = [sum_over_sample(u.to(working_dtype(u.dtype)) * v) for u, v in zip(blocks(a), blocks(b), strict=True)]
-    return torch.stack(totals).sum(dim=0)
+    return total(sum_over_sample(u.to(working_dtype(u.dtype)) * v) for u, v in zip(blocks(a), blocks(b), strict=True))
+
+
+def total(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of some tensors of one shape."""
+    first, *others = parts
+    return torch.stack([first, *others]).sum(dim=0) if others else first
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -82,23 +85,18 @@ def row_norms(matrix: Tensor) -> Tensor:
     dying network produces; in float64 they do neither.
     """
     dtype = widest_dtype(matrix)
-    short: Tensor | None = None
     # For many float32 numbers on a CPU, float64 would be a copy that costs more than a look at the norms.
-    if matrix.dtype == torch.float32 and matrix.numel() > FEW and may_branch_on_values(matrix):
+    if matrix.dtype == torch.float32 and matrix.numel() > _FEW and may_branch_on_values(matrix):
         short = torch.linalg.vector_norm(matrix, dim=-1).to(dtype)
-        fits = (short > 1e-15) & (short < 1e18)
-        if bool(fits.all()):
-            return short
-    norms: Tensor = torch.linalg.vector_norm(matrix, dim=-1, dtype=dtype)
-    return norms if short is None else torch.where(fits, short, norms)  # no row depends on what others hold
+        fits = (short > 1e-15) & (short < 1e18)  # no row depends on what others hold
+        return short if bool(fits.all()) else torch.where(fits, short, row_norms(matrix.to(dtype)))
+    return cast(Tensor, torch.linalg.vector_norm(matrix, dim=-1, dtype=dtype))
 
 
 def norms_of_rows(*matrices: Tensor) -> Sequence[Tensor]:
     """:func:`row_norms` of matrices of one shape."""
-    first = matrices[0]
-    if first.numel() > FEW or not may_branch_on_values(first):
-        return [row_norms(matrix) for matrix in matrices]
-    return row_norms(torch.stack(matrices)).unbind()
+    few = matrices[0].numel() <= _FEW and may_branch_on_values(matrices[0])
+    return row_norms(torch.stack(matrices)).unbind() if few else [row_norms(matrix) for matrix in matrices]
 
 
 def is_tracked(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from opteq.common.validate import choice
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Process, RowTask, relative
 from opteq.solvers.status import Status
-from opteq.states import choose_rows, norms_of_rows, per_row, row_norms, surely_all, zeros_per_row
+from opteq.states import choose_rows, norms_of_rows, per_row, surely_all, zeros_per_row
 
 _MEASURES = ("residual", "error")
 _ASSUMED, _FADING = 1e4, 0.25
@@ -97,7 +97,7 @@ class AcceleratedIteration:
         self.floor, self.eps, self.error = floor, max(task.eps, torch.finfo(task.start.dtype).eps), error
         image, merit = task.known
         change = image - task.start
-        gap, scale, size = row_norms(change), row_norms(image), row_norms(task.start)
+        gap, scale, size = norms_of_rows(change, image, task.start)
         residual, size = relative(gap, scale, floor), relative(size, scale, floor)
         age, ones = zeros_per_row(task.start), torch.ones_like(gap)
         self.most = ones * (damping[:, 0] if isinstance(damping, Tensor) else damping)
@@ -114,10 +114,10 @@ class AcceleratedIteration:
         return self.at.point, self.estimate if self.error else self.at.residual
 
     def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        main, proposal, age, longer = propose(self.most, self.at)
+        proposal, step = propose(self.most, self.at)
         proposal = self.admissible(proposal)
         image, merit = self.evaluate(proposal)
-        self.at, self.codes = accept(proposal, main, age, longer, image, merit, self.at, self.eps, self.floor)
+        self.at, self.codes = accept(proposal, image, merit, step, self.at, self.eps, self.floor)
         return self.at.point, self._estimated_error() if self.error else self.at.residual
 
     def _estimated_error(self) -> Tensor:
@@ -132,8 +132,8 @@ class AcceleratedIteration:
 
 
 @overridable
-def propose(most: Tensor, at: Point) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The next main point, the one ahead of it where the map is evaluated, its age, and a share to try."""
+def propose(most: Tensor, at: Point) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Where the map is evaluated next: ahead of the next main point. That, its age, and a share to try."""
     main = torch.addcmul(at.point, per_row(at.share, at.change), at.change)
     ahead = main - at.main
     slope, age, longer = (at.change * ahead).sum(dim=1), at.age, at.share
@@ -141,34 +141,23 @@ def propose(most: Tensor, at: Point) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         age = age.masked_fill(slope < 0, 0.0)
         # A share may have been too small for a while only: where momentum is lost anyway, a longer step is tried.
         longer = torch.where(slope < 0, torch.minimum(1.5 * longer, most), longer)
-    return main, torch.addcmul(main, per_row(age / (age + 3), ahead), ahead), age, longer
+    return torch.addcmul(main, per_row(age / (age + 3), ahead), ahead), (main, age, longer)
 
 
 @overridable
 def accept(
-    proposal: Tensor,
-    main: Tensor,
-    age: Tensor,
-    longer: Tensor,
-    image: Tensor,
-    merit: Tensor | None,
-    at: Point,
-    eps: float,
-    floor: float,
+    proposal: Tensor, image: Tensor, merit: Tensor | None, step: tuple[Tensor, ...], at: Point, eps: float, floor: float
 ) -> tuple[Point, Tensor]:
     """The proposal, where it is no worse than the point before; and status codes of rows that are lost."""
-    change = image - proposal
+    (main, age, longer), change = step, image - proposal
     move, drop = proposal - at.point, at.change - change
     gap, scale, size, moved, dropped = norms_of_rows(change, image, proposal, move, drop)
     scale = scale.clamp(min=floor)
     residual = gap / scale
-    # Differences of nearby points are rounded: what is not much larger than that, eight times, says nothing.
-    noise = 8 * eps * size
+    noise = 8 * eps * size  # Differences of nearby points are rounded: what is not much larger says nothing.
     amplified, stiffness = _slopes(at, moved, dropped, noise)
     curvature = at.share * (move * drop).sum(dim=1)  # times the square of the move
-    limit = moved * torch.maximum(
-        1.01 * moved, torch.add(moved, noise, alpha=0.125)
-    )  # by more than rounding may have added
+    limit = moved * torch.maximum(1.01 * moved, torch.add(moved, noise, alpha=0.125))  # with what rounding may add
     plain = age == 0
     if merit is None:  # momentum should not raise the gap
         guide, fallen, bounded = torch.fmin(gap, at.guide), plain | (gap <= at.guide + noise), residual < torch.inf
@@ -191,8 +180,7 @@ def accept(
     lost = ~finite & plain & (share < 1e-12)
     if merit is not None:  # an objective without a lower bound overflows, before the state does
         lost = lost | (merit == -torch.inf)
-    # A row that was taken back goes on from where it stood, with a plain step.
-    old = at._replace(main=at.point)
+    old = at._replace(main=at.point)  # A row that was taken back goes on from where it stood, with a plain step.
     kept = Point(*(choose_rows(taken, *parts) for parts in zip(new, old, strict=True)))
     return kept._replace(share=share, age=new.age * (taken & ~steep)), codes.masked_fill(lost, int(Status.NON_FINITE))
 

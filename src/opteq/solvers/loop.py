@@ -162,6 +162,7 @@ class Loop:
     def __init__(self, process: Process, rule: Rule) -> None:
         self.process = process
         self.rule = rule
+        self.enough = -1.0 if rule.to_the_end else rule.tol  # a residual that ends a row
 
     def begin(self) -> None:
         self.best, residual = self.process.first()
@@ -170,7 +171,7 @@ class Loop:
         self.steps = torch.zeros_like(residual, dtype=torch.int64)
         self.broken = torch.where(finite, 0, int(Status.NON_FINITE))
         self.trace = [residual]
-        self._check()
+        self.active = (self.broken == 0) & (self.best_residual > self.enough)
 
     def advance(self) -> None:
         rule, active = self.rule, self.active
@@ -181,12 +182,7 @@ class Loop:
         self.steps = self.steps + active
         self.broken = torch.where(active, self.process.codes, self.broken)
         self.trace.append(torch.where(active, residual, self.trace[-1]))
-        self._check()
-
-    def _check(self) -> None:
-        self.active = self.broken == 0
-        if not self.rule.to_the_end:
-            self.active = self.active & (self.best_residual > self.rule.tol)
+        self.active = (self.broken == 0) & (self.best_residual > self.enough)
 
     def unfinished(self) -> Tensor:
         return self.active

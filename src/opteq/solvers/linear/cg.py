@@ -46,12 +46,11 @@ class _ConjugateGradients:
         self.point = torch.addcmul(self.point, length, self.direction)
         noise = is_noise(self.point, self.size)
         self.residual = torch.addcmul(self.residual, length, image, value=-1)
-        rest = row_norms(self.residual)
-        square = rest.square()
-        self.direction = torch.addcmul(self.residual, per_row(ratio(square, self.square), image), self.direction)
-        self.square = square
+        rest, before = row_norms(self.residual), self.square
+        self.square = rest.square()
+        self.direction = torch.addcmul(self.residual, per_row(ratio(self.square, before), image), self.direction)
         self.codes = noise * int(Status.SINGULAR)
         if not surely_all(positive & (curvature < torch.inf)):
-            self.codes = self.codes.masked_fill(curvature <= 0, int(Status.INDEFINITE))
-            self.codes = self.codes.masked_fill(~torch.isfinite(curvature), int(Status.NON_FINITE))
+            codes = self.codes.masked_fill(curvature <= 0, int(Status.INDEFINITE))
+            self.codes = codes.masked_fill(~torch.isfinite(curvature), int(Status.NON_FINITE))
         return self.point, rest.masked_fill(noise, torch.inf)
