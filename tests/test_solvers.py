@@ -20,7 +20,7 @@ import opteq
 from cases import CASES, Case, combined
 from opteq.gradients.base import find_no_grad
 from opteq.solvers import Anderson, Outcome, Solver, Status
-from opteq.solvers.linear import LinearSolver
+from opteq.solvers.linear import CG, LinearSolver
 from opteq.solvers.loop import Method, RowTask
 from opteq.states import (
     Layout,
@@ -783,3 +783,37 @@ def test_few_moves_are_not_trusted_to_estimate_a_distance(flat: float) -> None:
     assert float((outcome.state - 1).norm() / 2**0.5) < 4 * flat
     short = opteq.FISTA(max_steps=3, measure="error").solve(lambda y: y / 2 + 1, torch.zeros(1, 1))
     assert float(short.state) > 1.7  # the best of few steps is the last one, not the start
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_take_few_operations_beside_the_map(monkeypatch) -> None:
+    monkeypatch.setattr("opteq.states._get_current_dispatch_mode", lambda: None)  # as where nothing counts
+    diagonal = torch.logspace(0, 3, 50).expand(16, -1)
+    goal = torch.randn(16, 50)
+
+    def step_and_merit(y):
+        slope = diagonal * (y - goal)
+        return y - slope / 1000, (slope * (y - goal)).sum(1)
+
+    def step(y):
+        return step_and_merit(y)[0]
+
+    with Operations() as counted:
+        outcome = opteq.FISTA(max_steps=500, measure="error").solve(
+            step, torch.zeros(16, 50), step_and_merit=step_and_merit
+        )
+    assert outcome.codes.tolist() == [0] * 16
+    assert counted.count < 100 * outcome.steps.max()  # 6 are the map's
+    with Operations() as counted:
+        finish = CG(max_steps=500).solve(lambda v: diagonal * v, goal)
+    assert finish.codes.tolist() == [0] * 16
+    assert counted.count < 50 * finish.steps.max()

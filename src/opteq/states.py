@@ -6,10 +6,10 @@ Their linear algebra runs in float32 or better, also under autocast; the map its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from opteq.common.dynamo import constant
 
 State = Tensor | tuple[Tensor, ...]
+_FEW = 2**15  # Numbers that a CPU handles faster than the calls of torch that would let it handle fewer.
 
 
 def blocks(state: State) -> tuple[Tensor, ...]:
@@ -58,8 +59,13 @@ def sample_rows(tensor: Tensor) -> Tensor:
 
 def inner(a: State, b: State) -> Tensor:
     """The inner product of two states, one value per sample."""
-    totals = [sum_over_sample(u.to(working_dtype(u.dtype)) * v) for u, v in zip(blocks(a), blocks(b), strict=True)]
-    return torch.stack(totals).sum(dim=0)
+    return total(sum_over_sample(u.to(working_dtype(u.dtype)) * v) for u, v in zip(blocks(a), blocks(b), strict=True))
+
+
+def total(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of some tensors of one shape."""
+    first, *others = parts
+    return torch.stack([first, *others]).sum(dim=0) if others else first
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -79,14 +85,18 @@ def row_norms(matrix: Tensor) -> Tensor:
     dying network produces; in float64 they do neither.
     """
     dtype = widest_dtype(matrix)
-    short: Tensor | None = None
-    if matrix.dtype == torch.float32 and may_branch_on_values(matrix):  # float64 would be a copy of the whole matrix
-        short = torch.linalg.vector_norm(matrix, dim=1).to(dtype)
-        fits = (short > 1e-15) & (short < 1e18)
-        if bool(fits.all()):
-            return short
-    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
-    return norms if short is None else torch.where(fits, short, norms)  # no row depends on what others hold
+    # For many float32 numbers on a CPU, float64 would be a copy that costs more than a look at the norms.
+    if matrix.dtype == torch.float32 and matrix.numel() > _FEW and may_branch_on_values(matrix):
+        short = torch.linalg.vector_norm(matrix, dim=-1).to(dtype)
+        fits = (short > 1e-15) & (short < 1e18)  # no row depends on what others hold
+        return short if bool(fits.all()) else torch.where(fits, short, row_norms(matrix.to(dtype)))
+    return cast(Tensor, torch.linalg.vector_norm(matrix, dim=-1, dtype=dtype))
+
+
+def norms_of_rows(*matrices: Tensor) -> Sequence[Tensor]:
+    """:func:`row_norms` of matrices of one shape."""
+    few = matrices[0].numel() <= _FEW and may_branch_on_values(matrices[0])
+    return row_norms(torch.stack(matrices)).unbind() if few else [row_norms(matrix) for matrix in matrices]
 
 
 def is_tracked(tensor: Tensor) -> bool:
@@ -116,6 +126,11 @@ def any_row(mask: Tensor, of_all: bool = False) -> bool:
     return of_all and bool(mask.any())
 
 
+def surely_all(mask: Tensor) -> bool:
+    """True where Python may look at a mask, and finds every entry set: what it makes a difference to is left out."""
+    return may_branch_on_values(mask) and all(mask.tolist())
+
+
 def choose_rows(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
     """The rows of ``new`` where the mask is set, else those of ``old``; not copied where all are of one."""
     if may_branch_on_values(mask):
@@ -124,7 +139,7 @@ def choose_rows(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
             return new
         if isinstance(old, Tensor) and not any(chosen):
             return old
-    return torch.where(mask[:, None], new, old)
+    return torch.where(mask[:, None] if new.ndim > 1 else mask, new, old)
 
 
 def nan_samples(state: State, coupled: bool = False) -> State:
@@ -260,7 +275,7 @@ class Layout:
     def pack(self, state: State) -> Tensor:
         """The state as a matrix ``(rows, N)``."""
         rows = [
-            (part.movedim(1, -1) if last else part).reshape(self.rows, self._width(shape))
+            in_shape(part.movedim(1, -1) if last else part, (self.rows, self._width(shape)))
             for part, last, shape in zip(blocks(state), self.channels_last, self.shapes, strict=True)
         ]
         # Joined in their own dtype, the promoted one of mixed dtypes: half of the memory in half precision.
@@ -272,7 +287,7 @@ class Layout:
         pieces = torch.split(matrix, widths, dim=1) if len(widths) > 1 else (matrix,)
         parts = []
         for piece, shape, dtype, last in zip(pieces, self.shapes, self.dtypes, self.channels_last, strict=True):
-            part = piece.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else piece.reshape(shape)
+            part = piece.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else in_shape(piece, shape)
             parts.append(part.to(dtype))
         return tuple(parts) if self.is_tuple else parts[0]
 
@@ -291,6 +306,11 @@ class Layout:
 
     def _width(self, shape: torch.Size) -> int:
         return math.prod(shape) if self.coupled else math.prod(shape[1:])
+
+
+def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``tensor.reshape(shape)``, which for the shape that it has is a call for nothing."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
@@ -326,7 +346,7 @@ class Autocast:
 
     def entered(self) -> AbstractContextManager[object]:
         """The setting in force again."""
-        if self.dtype is None:
+        if self.dtype is None or not (self.enabled or torch.is_autocast_enabled(self.device_type)):
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 

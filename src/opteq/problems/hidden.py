@@ -13,7 +13,7 @@ from torch import Tensor
 from opteq.common.derivatives import gradient, pullback
 from opteq.penalties import Penalty
 from opteq.solvers.base import FixedPointTask
-from opteq.states import State, blocks, inner, like, map_state, sample_rows
+from opteq.states import State, blocks, inner, like, map_state, sample_rows, total
 
 Product = Callable[[State], State]
 
@@ -245,7 +245,7 @@ class Hidden(BoundMap):
 
     def smooth(self, y: State) -> Tensor:
         """g, one value per sample: the sum of :meth:`smooth_terms`."""
-        return torch.stack(list(self.smooth_terms(y).values())).sum(dim=0)
+        return total(self.smooth_terms(y).values())
 
     def preactivation(self, y: State) -> State:
         """``-grad g(y)``: what the activation is applied to."""
@@ -272,8 +272,7 @@ class Hidden(BoundMap):
         return {"penalty": self._penalty_of(y), "quadratic": inner(y, y) / 2, **self.smooth_terms(y)}
 
     def _penalty_of(self, y: State) -> Tensor:
-        parts = zip(self.penalties(y), blocks(y), strict=True)
-        return torch.stack([penalty.total(block) for penalty, block in parts]).sum(dim=0)
+        return total(penalty.total(block) for penalty, block in zip(self.penalties(y), blocks(y), strict=True))
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:
         """The terms whose sum is g."""
@@ -291,7 +290,7 @@ class Hidden(BoundMap):
 
     def objective(self, y: State) -> Tensor:
         """``G(y)``, one value per sample; infinite where the penalty is."""
-        return torch.stack(list(self.terms(y).values())).sum(dim=0)
+        return total(self.terms(y).values())
 
     def negative_hessian_at(self, y: State) -> Callable[[State], State]:
         """``v -> M v`` with ``M = -hess g(y)``; what can be computed once for all products is."""

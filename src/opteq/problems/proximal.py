@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from opteq.common.derivatives import gradient, pullback
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.hidden import Hidden, Structure
-from opteq.states import State, inner, map_state, per_row
+from opteq.states import State, inner, map_state, per_row, total
 
 
 class ProximalGradient(Hidden):
@@ -39,7 +38,7 @@ class ProximalGradient(Hidden):
 
     def value(self, y: State) -> Tensor:
         """F(y), one number per sample."""
-        return torch.stack(list(self.smooth_parts(y).values())).sum(dim=0)
+        return total(self.smooth_parts(y).values())
 
     def gradient(self, y: State) -> State:
         """``grad F(y)``."""
@@ -48,11 +47,11 @@ class ProximalGradient(Hidden):
     def value_and_gradient(self, y: State) -> tuple[Tensor, State]:
         """Both in one pass."""
 
-        def total(state: State) -> tuple[Tensor, Tensor]:
+        def summed(state: State) -> tuple[Tensor, Tensor]:
             values = self.value(state)
             return values.sum(), values
 
-        slope, values = gradient(total, y, has_aux=True)
+        slope, values = gradient(summed, y, has_aux=True)
         return values, slope
 
     def terms(self, y: State) -> dict[str, Tensor]:

@@ -212,11 +212,10 @@ class Solver(metaclass=NamedOptions):
                 first = torch.where(torch.zeros_like(packed, dtype=torch.bool), packed, first)
 
             def admissible(rows: Tensor) -> Tensor:
-                if task.project is None and layout.exact:
-                    return rows
                 # By way of the state's own dtype: a residual then belongs to a point that can be returned.
                 state = layout.unpack(rows)
-                return layout.pack(state if task.project is None else task.project(state))
+                there = state if task.project is None else task.project(state)
+                return rows if there is state and layout.exact else layout.pack(there)
 
             damping = task.damping
             if isinstance(damping, Tensor):

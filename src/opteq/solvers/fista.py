@@ -13,7 +13,7 @@ from opteq.common.validate import choice
 from opteq.solvers.base import DampedSolver
 from opteq.solvers.loop import Method, Process, RowTask, relative
 from opteq.solvers.status import Status
-from opteq.states import choose_rows, per_row, row_norms
+from opteq.states import choose_rows, norms_of_rows, per_row, surely_all, zeros_per_row
 
 _MEASURES = ("residual", "error")
 _ASSUMED, _FADING = 1e4, 0.25
@@ -66,45 +66,43 @@ class Point(NamedTuple):
     Attributes:
         point: z, where the map was evaluated last.
         main: y, the step that led there without momentum.
-        image, change: ``T(z)`` and ``T(z) - z``.
-        gap, residual: norm of the change, and relative to ``T(z)``.
+        change: ``T(z) - z``.
+        gap, residual, size: norm of the change; that and the norm of z, relative to ``T(z)``.
         share: s, how much of a step is taken.
         age: steps since the last restart.
         amplified: ``|dy| / |d(T(y) - y)|`` along the last moves.
         stiffness: the inverse of that, along the last move that was larger than rounding.
-        merit: the objective at z, where the problem offers it.
-        least: the least gap so far.
+        guide: the objective at z, or where the problem offers none, the least gap so far.
     """
 
     point: Tensor
     main: Tensor
-    image: Tensor
     change: Tensor
     gap: Tensor
     residual: Tensor
+    size: Tensor
     share: Tensor
     age: Tensor
     amplified: Tensor
     stiffness: Tensor
-    merit: Tensor | None
-    least: Tensor
+    guide: Tensor
 
 
 class AcceleratedIteration:
-    """A :class:`~opteq.solvers.loop.Process` of accelerated steps."""
+    """A :class:`~opteq.solvers.loop.Process` of accelerated steps. Rows that are finished go on: nothing reads them."""
 
     def __init__(self, task: RowTask, damping: float | Tensor, floor: float, error: bool) -> None:
         self.evaluate = task.evaluate
         self.admissible = task.admissible
         self.floor, self.eps, self.error = floor, max(task.eps, torch.finfo(task.start.dtype).eps), error
-        rows = row_norms(task.start)
-        self.most = torch.zeros_like(rows) + (damping[:, 0] if isinstance(damping, Tensor) else damping)
         image, merit = task.known
         change = image - task.start
-        gap = row_norms(change)
-        residual = relative(gap, row_norms(image), floor)
-        none, ones = torch.zeros_like(rows), torch.ones_like(rows)
-        self.at = Point(task.start, task.start, image, change, gap, residual, self.most, none, ones, ones, merit, gap)
+        gap, scale, size = norms_of_rows(change, image, task.start)
+        residual, size = relative(gap, scale, floor), relative(size, scale, floor)
+        age, ones = zeros_per_row(task.start), torch.ones_like(gap)
+        self.most = ones * (damping[:, 0] if isinstance(damping, Tensor) else damping)
+        numbers = (gap, residual, size, self.most, age, ones, ones)
+        self.at = Point(task.start, task.start, change, *numbers, gap if merit is None else merit)
         self.estimate = _ASSUMED * residual
 
     @property
@@ -115,105 +113,87 @@ class AcceleratedIteration:
     def first(self) -> tuple[Tensor, Tensor]:
         return self.at.point, self.estimate if self.error else self.at.residual
 
-    def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        main, proposal, age, longer = propose(active, self.at, self.most)
+    def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        proposal, step = propose(self.most, self.at)
         proposal = self.admissible(proposal)
         image, merit = self.evaluate(proposal)
-        self.at, self.codes = accept(active, self.at, main, proposal, age, longer, image, merit, self.eps, self.floor)
+        self.at, self.codes = accept(proposal, image, merit, step, self.at, self.eps, self.floor)
         return self.at.point, self._estimated_error() if self.error else self.at.residual
 
     def _estimated_error(self) -> Tensor:
         # The residual that rounding of the state leaves grows with the curvature. Below it no step comes closer.
         at = self.at
-        size = relative(row_norms(at.point), row_norms(at.image), self.floor)
-        stiff = (torch.minimum(at.stiffness, 1 / at.share) * size).clamp_min(1)
-        beyond = (at.residual - 4 * self.eps * stiff).clamp_min(0)
-        error = torch.maximum(at.residual + (at.amplified - 1) * beyond, _FADING * self.estimate)
-        self.estimate = torch.where(beyond > 0, error, at.residual / stiff)
+        stiff = (torch.minimum(at.stiffness, at.share.reciprocal()) * at.size).clamp_min(1)
+        beyond = torch.sub(at.residual, stiff, alpha=4 * self.eps)
+        error = torch.maximum(torch.addcmul(at.residual, at.amplified - 1, beyond), _FADING * self.estimate)
+        known = beyond > 0
+        self.estimate = error if surely_all(known) else torch.where(known, error, at.residual / stiff)
         return self.estimate
 
 
 @overridable
-def propose(active: Tensor, at: Point, most: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The next main point, the one ahead of it where the map is evaluated, its age, and a share to try."""
+def propose(most: Tensor, at: Point) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Where the map is evaluated next: ahead of the next main point. That, its age, and a share to try."""
     main = torch.addcmul(at.point, per_row(at.share, at.change), at.change)
     ahead = main - at.main
-    uphill = (at.change * ahead).sum(dim=1) < 0
-    age = torch.where(uphill, 0.0, at.age)
-    # A share may have been too small for a while only: where momentum is lost anyway, a longer step is tried.
-    longer = torch.where(uphill & active, torch.minimum(1.5 * at.share, most), at.share)
-    return main, torch.addcmul(main, per_row(age / (age + 3), ahead), ahead), age, longer
+    slope, age, longer = (at.change * ahead).sum(dim=1), at.age, at.share
+    if not surely_all(slope >= 0):
+        age = age.masked_fill(slope < 0, 0.0)
+        # A share may have been too small for a while only: where momentum is lost anyway, a longer step is tried.
+        longer = torch.where(slope < 0, torch.minimum(1.5 * longer, most), longer)
+    return torch.addcmul(main, per_row(age / (age + 3), ahead), ahead), (main, age, longer)
 
 
 @overridable
 def accept(
-    active: Tensor,
-    at: Point,
-    main: Tensor,
-    proposal: Tensor,
-    age: Tensor,
-    longer: Tensor,
-    image: Tensor,
-    merit: Tensor | None,
-    eps: float,
-    floor: float,
+    proposal: Tensor, image: Tensor, merit: Tensor | None, step: tuple[Tensor, ...], at: Point, eps: float, floor: float
 ) -> tuple[Point, Tensor]:
     """The proposal, where it is no worse than the point before; and status codes of rows that are lost."""
-    plain = age == 0
-    change = image - proposal
-    gap = row_norms(change)
-    residual = relative(gap, row_norms(image), floor)
-    # Differences of nearby points are rounded: what is not much larger than that says nothing.
-    rounding = eps * row_norms(proposal)
-    finite = torch.isfinite(residual)
-    raised = _is_raised(at, plain, gap, merit, rounding, eps)
-    taken, bad = active & finite & ~raised, ~finite | raised
-
+    (main, age, longer), change = step, image - proposal
     move, drop = proposal - at.point, at.change - change
-    moved, dropped = row_norms(move), row_norms(drop)
-    curvature = (move * drop).sum(dim=1).to(moved.dtype) / moved.square().clamp_min(torch.finfo(moved.dtype).tiny)
-    steep = at.share * curvature > (1 + rounding / moved).clamp_min(1.01)  # by more than rounding may have added
-    shorter = torch.where(steep & finite, at.share / (at.share * curvature).clamp(1.0, 4.0), longer)
-    shorter = torch.where(plain & bad, at.share / 2, shorter)
-    share = torch.where(active, shorter, at.share)
+    gap, scale, size, moved, dropped = norms_of_rows(change, image, proposal, move, drop)
+    scale = scale.clamp(min=floor)
+    residual = gap / scale
+    noise = 8 * eps * size  # Differences of nearby points are rounded: what is not much larger says nothing.
+    amplified, stiffness = _slopes(at, moved, dropped, noise)
+    curvature = at.share * (move * drop).sum(dim=1)  # times the square of the move
+    limit = moved * torch.maximum(1.01 * moved, torch.add(moved, noise, alpha=0.125))  # with what rounding may add
+    plain = age == 0
+    if merit is None:  # momentum should not raise the gap
+        guide, fallen, bounded = torch.fmin(gap, at.guide), plain | (gap <= at.guide + noise), residual < torch.inf
+    else:  # which is rounded: near the solution it changes by less
+        guide, bounded = merit, residual - merit < torch.inf
+        fallen = merit <= torch.add(at.guide, at.guide.abs(), alpha=64 * eps)
+    numbers = (gap, residual, size / scale, longer, age + 1, amplified, stiffness, guide)
+    new, codes = Point(proposal, main, change, *numbers), torch.zeros_like(gap, dtype=torch.int64)
+    if surely_all(fallen & bounded & (curvature <= limit)):
+        return new, codes
 
-    noise = (8 * rounding).clamp_min(torch.finfo(dropped.dtype).tiny)
-    amplified = _amplification(at, moved, dropped, noise)
+    finite, steep = residual < torch.inf, curvature > limit
+    if merit is not None:
+        outside = ~(merit < torch.inf) & (at.guide < torch.inf)  # of the objective's domain: a log's, for instance
+        fallen = fallen | ~(outside | (gap > 1.01 * at.gap + noise))
+    taken = finite & fallen
+    square = moved.square().clamp_min(torch.finfo(moved.dtype).tiny)
+    share = torch.where(steep & finite, at.share / (curvature / square).clamp(1.0, 4.0), longer)
+    share = torch.where(plain & ~taken, at.share / 2, share)
     lost = ~finite & plain & (share < 1e-12)
     if merit is not None:  # an objective without a lower bound overflows, before the state does
         lost = lost | (merit == -torch.inf)
-    codes = torch.where(active & lost, int(Status.NON_FINITE), 0)
-    accepted = Point(
-        point=choose_rows(taken, proposal, at.point),
-        # A row that was taken back goes on from where it stood, with a plain step.
-        main=choose_rows(taken, main, torch.where(active[:, None], at.point, at.main)),
-        image=choose_rows(taken, image, at.image),
-        change=choose_rows(taken, change, at.change),
-        gap=torch.where(taken, gap, at.gap),
-        residual=torch.where(taken, residual, at.residual),
-        share=share,
-        age=torch.where(active, torch.where(taken & ~steep, age + 1, 0.0), at.age),
-        amplified=torch.where(taken & (torch.maximum(moved, dropped) > noise), amplified, at.amplified),
-        stiffness=torch.where(taken & (moved > rounding), dropped / moved, at.stiffness),
-        merit=at.merit if merit is None or at.merit is None else torch.where(taken, merit, at.merit),
-        least=torch.where(active, torch.fmin(gap, at.least), at.least),
-    )
-    return accepted, codes
+    old = at._replace(main=at.point)  # A row that was taken back goes on from where it stood, with a plain step.
+    kept = Point(*(choose_rows(taken, *parts) for parts in zip(new, old, strict=True)))
+    return kept._replace(share=share, age=new.age * (taken & ~steep)), codes.masked_fill(lost, int(Status.NON_FINITE))
 
 
-def _is_raised(at: Point, plain: Tensor, gap: Tensor, merit: Tensor | None, rounding: Tensor, eps: float) -> Tensor:
-    """Rows where merit and gap have risen by more than rounding; without a merit, where momentum raised the gap."""
-    if merit is None or at.merit is None:
-        return ~plain & (gap > at.least + 8 * rounding)
-    outside = ~(merit < torch.inf) & torch.isfinite(at.merit)  # of the objective's domain: a log's, for instance
-    worse = gap > 1.01 * at.gap + 8 * rounding
-    return outside | (worse & ~(merit <= at.merit + 64 * eps * at.merit.abs()))
-
-
-def _amplification(at: Point, moved: Tensor, dropped: Tensor, noise: Tensor) -> Tensor:
-    """``|dy| / |d(T(y) - y)|`` along the last moves, from both lengths and the rounding of the second."""
-    # A change that stays the same but for rounding may be that of a slope without an end in sight.
-    ratio = (moved / torch.maximum(dropped, noise)).clamp(1.0, 1e12)
-    ratio = torch.where((dropped <= noise) & (moved > noise), ratio.clamp_min(_ASSUMED), ratio)
+def _slopes(at: Point, moved: Tensor, dropped: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """``amplified`` and ``stiffness`` from the lengths of the last move and of how the change fell along it."""
+    ratio, stiffness = moved / dropped, dropped / moved
     # A move along a stiff direction says little about the distance along others: memory fades slowly.
-    return torch.maximum(ratio, 0.9 * at.amplified)
+    memory = 0.9 * at.amplified
+    if surely_all(torch.minimum(moved, dropped) > noise):
+        return torch.maximum(ratio.clamp(1.0, 1e12), memory), stiffness
+    # A change that stays the same but for rounding may be that of a slope without an end in sight.
+    ratio = torch.where(dropped > noise, ratio, (moved / noise).clamp_min(_ASSUMED))
+    amplified = torch.maximum(ratio.clamp(1.0, 1e12), memory)
+    amplified = torch.where(torch.maximum(moved, dropped) > noise, amplified, at.amplified)
+    return amplified, torch.where(8 * moved > noise, stiffness, at.stiffness)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opteq.solvers.status import Status
-from opteq.states import Layout, any_row, choose_rows, row_norms
+from opteq.states import Layout, any_row, choose_rows, norms_of_rows
 
 Map = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """A map on matrices with one row per sample: its image, and a merit per row where the problem has one."""
@@ -162,6 +162,7 @@ class Loop:
     def __init__(self, process: Process, rule: Rule) -> None:
         self.process = process
         self.rule = rule
+        self.enough = -1.0 if rule.to_the_end else rule.tol  # a residual that ends a row
 
     def begin(self) -> None:
         self.best, residual = self.process.first()
@@ -169,26 +170,26 @@ class Loop:
         self.best_residual = torch.where(finite, residual, torch.inf)
         self.steps = torch.zeros_like(residual, dtype=torch.int64)
         self.broken = torch.where(finite, 0, int(Status.NON_FINITE))
-        self.done = self.best_residual <= self.rule.tol
         self.trace = [residual]
+        self.active = (self.broken == 0) & (self.best_residual > self.enough)
 
     def advance(self) -> None:
-        rule, active = self.rule, self.unfinished()
+        rule, active = self.rule, self.active
         point, residual = self.process.advance(active)
-        chosen = active & (torch.isfinite(residual) if rule.to_the_end else residual < self.best_residual)
+        chosen = active & (residual < (torch.inf if rule.to_the_end else self.best_residual))
         self.best = choose_rows(chosen, point, self.best)
         self.best_residual = torch.where(chosen, residual, self.best_residual)
-        self.done = self.best_residual <= rule.tol
         self.steps = self.steps + active
-        self.broken = torch.where(active & ~self.done, self.process.codes, self.broken)
+        self.broken = torch.where(active, self.process.codes, self.broken)
         self.trace.append(torch.where(active, residual, self.trace[-1]))
+        self.active = (self.broken == 0) & (self.best_residual > self.enough)
 
     def unfinished(self) -> Tensor:
-        return (self.broken == 0) if self.rule.to_the_end else ~self.done & (self.broken == 0)
+        return self.active
 
     def finish(self) -> Finish:
         ended = torch.where(self.broken > 0, self.broken, int(Status.MAX_STEPS))
-        codes = torch.where(self.done, int(Status.CONVERGED), ended)
+        codes = torch.where(self.best_residual <= self.rule.tol, int(Status.CONVERGED), ended)
         return Finish(self.best, self.best_residual, self.steps, codes, torch.stack(self.trace))
 
 
@@ -243,14 +244,14 @@ class GuardedIteration:
         proposal = self.admissible(self.method.propose(self.point, self.image, self.change, active))
         image, merit = self.evaluate(proposal)
         change, gap, residual = self._measured(proposal, image)
-        finite = torch.isfinite(residual)
+        lost = ~(residual < torch.inf)
         plain = self.method.plain()
-        self.codes = torch.where(finite if plain is None else finite | ~plain, 0, int(Status.NON_FINITE))
+        self.codes = (lost if plain is None else lost & plain) * int(Status.NON_FINITE)
         if plain is None:
             self.point, self.image, self.merit, self.change = proposal, image, merit, change
         else:
             harmless = self._harmless(gap, merit)
-            taken = active & finite & (plain | harmless)
+            taken = active & ~lost & (plain | harmless)
             if merit is not None and self.merit is not None and self.method.shortens:
                 # Plain steps decrease the merit unless the problem's step length is too large for it here.
                 outside = ~(merit < torch.inf) & torch.isfinite(self.merit)
@@ -268,7 +269,7 @@ class GuardedIteration:
         if self.tol is None:
             return proposal, residual
         far = (gap > FAR * self.least) & (residual > self.tol)
-        return proposal, torch.where(far, torch.inf, residual)
+        return proposal, residual.masked_fill(far, torch.inf)
 
     def _harmless(self, gap: Tensor, merit: Tensor | None) -> Tensor:
         if merit is None or self.merit is None:
@@ -280,5 +281,5 @@ class GuardedIteration:
     def _measured(self, point: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``image - point``, its length, and that relative to the length of the image."""
         change = image - point
-        gap = row_norms(change)
-        return change, gap, relative(gap, row_norms(image), self.floor)
+        gap, size = norms_of_rows(change, image)
+        return change, gap, relative(gap, size, self.floor)

@@ -107,8 +107,7 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """``numerator / denominator``, and zero where the denominator is zero."""
-    safe = torch.where(denominator == 0, 1.0, denominator)
-    return torch.where(denominator == 0, 0.0, numerator / safe)
+    return (numerator / denominator).masked_fill(denominator == 0, 0.0)
 
 
 def is_noise(point: Tensor, size: Tensor) -> Tensor:
@@ -117,4 +116,4 @@ def is_noise(point: Tensor, size: Tensor) -> Tensor:
     Right sides have length one, so the rounding of ``A x`` beside them is ``eps size |x|``. Where A is singular, a
     Krylov method goes on to multiply noise, and reports a residual that has nothing to do with its answer.
     """
-    return torch.finfo(point.dtype).eps * size * row_norms(point) > 1e-3
+    return size * row_norms(point) > 1e-3 / torch.finfo(point.dtype).eps

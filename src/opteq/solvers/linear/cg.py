@@ -10,7 +10,7 @@ from torch import Tensor
 from opteq.solvers.linear.base import LinearSolver, RowProduct, dots, is_noise, ratio
 from opteq.solvers.loop import Process
 from opteq.solvers.status import Status
-from opteq.states import per_row, row_norms
+from opteq.states import per_row, row_norms, surely_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +37,23 @@ class _ConjugateGradients:
     def first(self) -> tuple[Tensor, Tensor]:
         return self.point, self.square.sqrt()
 
-    def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(self, active: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         image = self.product(self.direction)
         curvature = dots(self.direction, image)
-        length = torch.where(curvature > 0, ratio(self.square, curvature), 0.0)
+        positive = curvature > 0
+        length = per_row((self.square / curvature).masked_fill(~positive, 0.0), image)
         self.size = torch.maximum(self.size, ratio(curvature, self.square))
-        self.point = torch.addcmul(self.point, per_row(length, image), self.direction)
+        self.point = torch.addcmul(self.point, length, self.direction)
         noise = is_noise(self.point, self.size)
-        self.codes = torch.where(noise, int(Status.SINGULAR), 0)
-        ends = torch.where(curvature < -self._rounding(), int(Status.INDEFINITE), int(Status.SINGULAR))
-        self.codes = torch.where(active & (curvature <= 0), ends, self.codes)
-        self.codes = torch.where(torch.isfinite(curvature), self.codes, int(Status.NON_FINITE))
-        self.residual = torch.addcmul(self.residual, per_row(length, image), image, value=-1)
-        square = row_norms(self.residual).square()
-        self.direction = torch.addcmul(self.residual, per_row(ratio(square, self.square), image), self.direction)
-        self.square = square
-        return self.point, torch.where(noise, torch.inf, square.sqrt())
-
-    def _rounding(self) -> Tensor:
-        """By how much the curvature may be off; A is ``I - S`` in a layer, and rounded like a one."""
-        square = row_norms(self.direction).square()
-        return 8 * torch.finfo(self.point.dtype).eps * self.size.clamp_min(1.0) * square
+        self.codes = noise * int(Status.SINGULAR)
+        if not surely_all(positive & (curvature < torch.inf)):
+            # A is `I - S` in a layer, and rounded like a one.
+            rounding = 8 * torch.finfo(image.dtype).eps * self.size.clamp_min(1.0) * row_norms(self.direction).square()
+            ends = torch.where(curvature < -rounding, int(Status.INDEFINITE), int(Status.SINGULAR))
+            codes = torch.where(curvature <= 0, ends, self.codes)
+            self.codes = codes.masked_fill(~torch.isfinite(curvature), int(Status.NON_FINITE))
+        self.residual = torch.addcmul(self.residual, length, image, value=-1)
+        rest, before = row_norms(self.residual), self.square
+        self.square = rest.square()
+        self.direction = torch.addcmul(self.residual, per_row(ratio(self.square, before), image), self.direction)
+        return self.point, rest.masked_fill(noise, torch.inf)

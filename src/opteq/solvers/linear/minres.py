@@ -71,9 +71,9 @@ class _MinimalResiduals:
         self.cos_older, self.cos_newer = self.cos_newer, cos
         self.sin_older, self.sin_newer = self.sin_newer, sin
         noise = stuck | is_noise(self.point, self.size)
-        self.codes = torch.where(noise, int(Status.SINGULAR), 0)
-        self.codes = torch.where(torch.isfinite(self.rest), self.codes, int(Status.NON_FINITE))
-        return self.point, torch.where(noise, torch.inf, self.rest.abs())
+        length = self.rest.abs()
+        self.codes = (noise * int(Status.SINGULAR)).masked_fill(~(length < torch.inf), int(Status.NON_FINITE))
+        return self.point, length.masked_fill(noise, torch.inf)
 
 
 def _minus(a: Tensor, numbers: Tensor, b: Tensor) -> Tensor:
