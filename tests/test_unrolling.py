@@ -116,8 +116,8 @@ def test_a_run_with_unrolled_epochs_is_tested_at_the_equilibrium_and_resumed(tmp
 
 
 def test_unrolled_epochs_that_can_not_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="unrolled_epochs = 3 should be below epochs = 3"):
-        TrainSection(epochs=3, batch_size=2, unrolled_epochs=3)
+    with pytest.raises(ValueError, match="unrolled_epochs = 4 should be at most epochs = 3"):
+        TrainSection(epochs=3, batch_size=2, unrolled_epochs=4)
     options = TrainSection(epochs=3, batch_size=2, unrolled_epochs=1)
     with pytest.raises(UserError, match=r"train.unrolled_epochs needs a model with an equilibrium; this one has none"):
         UnrolledEpochs(models.create("resnet18-cifar"), options)

@@ -133,8 +133,8 @@ class TrainSection(Section):
             raise ValueError("bound_start and bound_epochs go together: where bounds begin, and for how long they grow")
         if self.bound_epochs is not None and self.bound_epochs >= self.epochs:
             raise ValueError(f"bound_epochs = {self.bound_epochs} should be below epochs = {self.epochs}")
-        if self.unrolled_epochs >= self.epochs:
-            raise ValueError(f"unrolled_epochs = {self.unrolled_epochs} should be below epochs = {self.epochs}")
+        if self.unrolled_epochs > self.epochs:
+            raise ValueError(f"unrolled_epochs = {self.unrolled_epochs} should be at most epochs = {self.epochs}")
         if self.unrolled_epochs and self.radius is not None:
             raise ValueError("radius and unrolled_epochs exclude each other: unrolled steps reach no equilibrium")
         return self
