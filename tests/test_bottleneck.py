@@ -244,6 +244,7 @@ def test_a_certificate_without_values_holds_for_all_weights() -> None:
     assert problem.certificate().contraction == pytest.approx(0.7**2 * (problem.W.norm().item() / 0.7) ** 2)
     assert problem.to("meta").certificate().contraction == pytest.approx(0.7**2)
     assert Plain(None).to("meta").certificate().contraction is None
+    assert Plain(None).to("meta").has_concave_smooth()
     blurred = Blurred()
     assert blurred.certificate().contraction == pytest.approx(0.25, rel=1e-2)
     assert blurred.to("meta").certificate().contraction is None  # its kernel is a buffer

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import opteq
 from opteq import operators as op
@@ -14,6 +14,7 @@ from opteq.diagnostics import minimum
 from opteq.diagnostics.extremes import outer_bounds
 from opteq.diagnostics.strict import certified_minima, strict_minima
 from opteq.penalties import ELU, FromActivation
+from opteq.solvers import Solver
 from opteq.solvers.linear.lanczos import Lanczos, tridiagonal
 from opteq.states import blocks
 from oracles import dense_jacobian
@@ -185,3 +186,42 @@ def test_what_bends_without_a_kink_is_certified(activation: str, dtype: torch.dt
     soft = Term(lambda y: -0.4 * torch.log1p(y.square()) + y.exp())
     state = opteq.Equilibrium(soft, opteq.Anderson(tol=1e-6)).solve(x).state
     assert strict_minima(soft(x), state)[0].all()
+
+
+class Memory(opteq.HiddenProblem):
+    """A modern Hopfield network: saddles lie between the patterns that it remembers."""
+
+    penalty = "identity"
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self.beta, self.patterns = beta, torch.nn.Parameter(torch.randn(8, 6))
+
+    def start(self, x: Tensor) -> Tensor:
+        return x
+
+    def smooth(self, y: Tensor, x: Tensor) -> Tensor:
+        return -(self.beta * y @ self.patterns.mT).logsumexp(1) / self.beta
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+@pytest.mark.parametrize(
+    "solver", [opteq.Anderson(), opteq.FISTA(), opteq.Picard()], ids=lambda one: type(one).__name__
+)
+def test_a_memory_recalls_and_never_rests_on_a_saddle(beta: float, solver: Solver) -> None:
+    torch.manual_seed(1)
+    problem, x = Memory(beta), 2 * torch.randn(64, 6)
+    solution = opteq.Equilibrium(problem, solver, on_failure="raise").solve(x)
+
+    def energy(y: Tensor) -> Tensor:
+        return 0.5 * y.square().sum() - (beta * problem.patterns.detach() @ y).logsumexp(0) / beta
+
+    hidden = problem(x)
+    image, merit = hidden.step_and_merit(x)
+    torch.testing.assert_close(merit, torch.stack([energy(y) for y in x]))
+    torch.testing.assert_close(image, hidden.step(x))
+    assert (hidden.step_and_merit(image)[1] <= merit).all()
+    assert problem.has_concave_smooth()
+    for y in solution.state.detach():
+        assert torch.func.grad(energy)(y).norm() < 3e-4 * y.norm()
+        assert torch.linalg.eigvalsh(torch.autograd.functional.hessian(energy, y))[0] > 0

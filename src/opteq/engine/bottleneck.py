@@ -171,15 +171,15 @@ def _drawn(generator: torch.Generator, like: Tensor) -> Tensor:
     return torch.empty_like(like).random_(generator=generator) if like.dtype == torch.bool else like
 
 
-def known_contraction(flat: Flattened, tensors: Sequence[Tensor]) -> bool:
-    """Whether a step of a user's problem contracts for all weights within their bounds.
+def known_curvature(flat: Flattened, tensors: Sequence[Tensor]) -> tuple[bool, bool]:
+    """Whether a step of a user's problem contracts, and whether g is concave, for all weights within their bounds.
 
-    A certificate that is computed from weights without values holds for all of them.
+    What is computed from weights without values holds for all of them.
     """
     hidden: Any = flat.with_tensors([tensor.to("meta") for tensor in tensors])
-    problem = hidden.bound.module
+    problem, contraction, concave = hidden.bound.module, None, False
     with suppress(Exception):  # of a user's code, or of what needs a value
-        computed = type(problem).certificate is HiddenProblem.certificate  # and not what a user states
-        contraction = problem.certificate().contraction if computed else None
-        return contraction is not None and contraction < 1
-    return False
+        concave = problem.has_concave_smooth()
+        if type(problem).certificate is HiddenProblem.certificate:  # and not what a user states
+            contraction = problem.certificate().contraction
+    return contraction is not None and contraction < 1, concave

@@ -52,11 +52,12 @@ class Traces:
         self._traced: dict[Hashable, Traced] = {}
         self._known: dict[Hashable, Any] = {}
 
-    def contracts(self, flat: Flattened, tensors: Sequence[Tensor]) -> bool:
-        """Whether a step of a user's problem contracts for all weights within their bounds."""
-        from opteq.engine.bottleneck import known_contraction  # loads a part of torch's compiler
+    def curvature(self, flat: Flattened, tensors: Sequence[Tensor]) -> tuple[bool, bool]:
+        """Whether a step of a user's problem contracts, and whether g is concave, for all weights."""
+        from opteq.engine.bottleneck import known_curvature  # loads a part of torch's compiler
 
-        return bool(self._found_once("contraction", lambda: known_contraction(flat, tensors)))
+        found: tuple[bool, bool] = self._found_once("curvature", lambda: known_curvature(flat, tensors))
+        return found
 
     def bind(self, name: str, function: Function, fixed: list[Tensor]) -> Callable[[State], Sequence[Tensor]]:
         """A function of fixed and varying tensors as one of the varying ones, by a graph for each of their layouts."""
@@ -145,7 +146,8 @@ def with_traced_functions(flat: Flattened, traces: Traces, tensors: Sequence[Ten
         return hidden
     functions = _Functions(flat, list(tensors), traces, hidden)
     if isinstance(hidden, Hidden):
-        hidden.contracts = functions.contracts = traces.contracts(flat, tensors)
+        hidden.contracts, hidden.concave = traces.curvature(flat, tensors)
+        functions.contracts = hidden.contracts
         hidden.preactivation = functions.by_graph("preactivation")  # type: ignore
         hidden.negative_hessian_at = partial(functions.at, "negative_hessian")  # type: ignore[method-assign]
         hidden.linearise, hidden.compact_form = functions.linearise, functions.compact_form  # type: ignore

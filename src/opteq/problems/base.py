@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from opteq import engine, penalties
-from opteq.common.curvature.certify import certify_smooth_part, start_for, without_memory
+from opteq.common.curvature.arithmetic import NotKnown
+from opteq.common.curvature.certify import certify_smooth_part, curvature_of_terms, start_for, without_memory
 from opteq.common.options import NamedOptions
 from opteq.common.registration import HoldsOptions
 from opteq.operators import Operator, module_norm
@@ -158,6 +159,13 @@ class HiddenProblem(WrittenProblem):
         if strong and not unique:
             exists, unique, reasons = True, True, {"exists": why, "unique": why}
         return Certificate(exists, unique, contraction, lipschitz, {**reasons, "contraction": why, "lipschitz": why})
+
+    def has_concave_smooth(self) -> bool:
+        """Whether g is known to be concave in y: plain steps then never raise the objective."""
+        try:
+            return curvature_of_terms(without_memory(self)._terms, start_for(self, WrittenProblem.start))[1] <= 0
+        except NotKnown:
+            return False
 
     def _terms(self, y: Any, x: Any) -> dict[str, Tensor]:
         values: Any = self.smooth(y, x)

@@ -234,6 +234,9 @@ class Hidden(BoundMap):
     convex: bool = False
     """Whether the objective is known to be convex, so that every stationary point is a minimum."""
 
+    concave: bool = False
+    """Whether g is known to be concave, so that plain steps never raise the objective."""
+
     @property
     def seeks_minimum(self) -> bool:
         """True unless the objective is known to be convex, or has no Hessian."""
@@ -258,6 +261,16 @@ class Hidden(BoundMap):
     def step(self, y: State) -> State:
         """``sigma(-grad g(y))``."""
         return self.activate(self.preactivation(y))
+
+    def step_and_merit(self, y: State) -> tuple[State, Tensor]:
+        """The step and the objective."""
+
+        def summed(state: State) -> tuple[Tensor, Tensor]:
+            values = self.smooth(state)
+            return values.sum(), values
+
+        slope, values = gradient(summed, y, has_aux=True)
+        return self.activate(map_state(torch.neg, slope)), self._penalty_of(y) + inner(y, y) / 2 + values
 
     def activate(self, inside: State) -> State:
         """``sigma`` of a pre-activation."""

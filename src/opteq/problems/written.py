@@ -69,6 +69,7 @@ class WrittenHidden(WrittenMap, Hidden):
     def __init__(self, penalty: Penalty, problem: nn.Module, x: Tensor) -> None:
         super().__init__(problem, x)
         self.penalty = penalty
+        self.has_merit = penalty.has_total
         try_once(problem, self.smooth_terms, self._start, "smooth(y, x)", differentiable=True)
 
     def smooth_terms(self, y: State) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from opteq.penalties import ElementwisePenalty
 from opteq.problems.branches.parallel import BoundParallel
 from opteq.problems.hidden import BoundMap, Hidden
 from opteq.problems.proximal import ProximalGradient
+from opteq.problems.written import WrittenHidden
 from opteq.solvers import Anderson, Solver
 from opteq.solvers.base import Evaluation, FixedPointTask, Solve
 from opteq.solvers.linear import CG, LinearSolver
@@ -25,7 +26,7 @@ _MOST_COLUMNS = 8
 def open_fixed_point(hidden: BoundMap, solver: Solver, task: FixedPointTask) -> Solve:
     """A solve of a bound problem, by a task of its, that has evaluated the map at its start and not begun."""
     own = type(solver)._method is Anderson._method  # a subclass may change when it stops, not what it does
-    if _estimates_length(hidden) and task.step_and_merit is not None:
+    if task.step_and_merit is not None and _may_overshoot(hidden):
         own = False  # a step that increases the merit is undone and shortened, which kernels do not do
     if not (isinstance(solver, Anderson) and own and solver.memory <= _MOST_COLUMNS and solver.tol != 0):
         return solver.open(task)
@@ -65,10 +66,11 @@ def open_linear(
     return LinearSolve(FusedConjugateGradients(product, rhs, lengths, memory, rule, layout.dtype), None)
 
 
-def _estimates_length(hidden: BoundMap) -> bool:
-    """Whether a step has a length from a curvature that was measured or declared, and may be too small."""
-    parts = hidden.parts if isinstance(hidden, BoundParallel) else ()
-    return isinstance(hidden, ProximalGradient) or any(map(_estimates_length, parts))
+def _may_overshoot(hidden: BoundMap) -> bool:
+    """Whether a plain step may increase the merit: where the curvature is a user's, estimated or not known."""
+    if isinstance(hidden, BoundParallel):
+        return any(map(_may_overshoot, hidden.parts))
+    return isinstance(hidden, ProximalGradient) or (isinstance(hidden, WrittenHidden) and not hidden.concave)
 
 
 def _interval(hidden: BoundMap, state: State) -> tuple[float, float] | None:
