@@ -115,7 +115,7 @@ def test_dlr_by_hand() -> None:
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(ValueError, match=r"unknown APGD.loss 'hinge'; Known: cross-entropy, dlr"):
+    with pytest.raises(ValueError, match=r"unknown APGD.loss 'hinge'\. Known: cross-entropy, dlr"):
         APGD(0.1, loss="hinge")
     with pytest.raises(ValueError, match="needs three classes or more; got 2"):
         APGD(0.1, 2, loss="dlr")(network(2), torch.rand(2, 1, 5, 5).double(), torch.tensor([0, 1]))

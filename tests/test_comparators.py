@@ -118,7 +118,7 @@ def test_mistakes_in_mondeq_are_named() -> None:
     U = nn.Conv2d(2, N, 3, padding=1)
     with pytest.raises(ValueError, match=r"m should lie in \(0, 1\]; got 2"):
         MonDEQ(N, U, m=2.0)
-    with pytest.raises(ValueError, match=r"unknown .*splitting 'dr'; Known: forward-backward, peaceman-rachford"):
+    with pytest.raises(ValueError, match=r"unknown .*splitting 'dr'\. Known: forward-backward, peaceman-rachford"):
         MonDEQ(N, U, splitting="dr")
     with pytest.raises(ValueError, match="smaller than the kernels"):
         opteq.Equilibrium(MonDEQ(N, U))(torch.zeros(1, 2, 2, 2))

@@ -265,7 +265,7 @@ def test_the_global_generator_is_neither_used_nor_changed() -> None:
     [
         ({"crop_padding": -1}, ValueError, "crop_padding should be at least 0; got -1"),
         ({"crop_padding": 1.5}, TypeError, "crop_padding should be a whole number; got 1.5"),
-        ({"crop_fill": "wrap"}, ValueError, "unknown .*crop_fill 'wrap'; Known: reflect, zero"),
+        ({"crop_fill": "wrap"}, ValueError, "unknown .*crop_fill 'wrap'. Known: reflect, zero"),
         ({"flip": 1}, TypeError, "flip should be True or False; got 1"),
         ({"randaugment": True}, TypeError, "randaugment should be a whole number"),
         ({"randaugment_magnitude": 31}, ValueError, r"randaugment_magnitude should be in \[0, 30\]; got 31"),

@@ -90,7 +90,8 @@ def unknown_name(what: str, name: object, options: Iterable[str], listed_by: str
     """
     known = sorted(options)
     rest = f"Known: {', '.join(known)}." if listed_by is None else f"`{listed_by}` lists them all"
-    return UserError(f"unknown {what} {format_value(name)}; {did_you_mean(str(name).lower(), known)}{rest}")
+    question = did_you_mean(str(name).lower(), known)
+    return UserError(f"unknown {what} {format_value(name)}{f'; {question}' if question else '. '}{rest}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
