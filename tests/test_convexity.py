@@ -124,7 +124,7 @@ KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     },
     "contractions": lambda p, y, x: {
         "data": data(y, x),
-        "heads": -0.5 * p.student(torch.einsum("hkd,bd->bhk", p.tensor, y)).flatten(1).sum(1),
+        "heads": -0.3 * p.student(torch.einsum("hkd,bd->bhk", p.tensor, y)).flatten(1).sum(1),
         "shared": torch.einsum("bd,dko->bko", y - x, p.tensor.mT.reshape(N, 2, 4)).square().flatten(1).sum(1),
         "by entry": p.huber(torch.einsum("...d,de->...d", y, p.U.weight)).sum(1),
         "blocks": -0.1 * torch.einsum("bh,hkd->bhkd", p.K(y), p.tensor).cos().flatten(1).sum(1),
@@ -328,6 +328,7 @@ UNKNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "without '->'": lambda p, y, x: {"data": torch.einsum("bd,ed", y, p.W.weight).square().sum(1)},
     "samples of the batch": lambda p, y, x: {"data": torch.einsum("bd->db", y).square().sum(1)},
     "another dtype": lambda p, y, x: {"data": y.view(torch.complex128).abs().square().sum(1)},
+    "dtype": lambda p, y, x: {"data": y.view(dtype=torch.float64).square().sum(1)},
     "pads by": lambda p, y, x: {"data": F.pad(y, (0, x.shape[1])).square().sum(1)},
     "depends on x": lambda p, y, x: {"data": x * y.square()},
     "above -": lambda p, y, x: {"data": data(y, x), "concave": -p.student(2 * y).sum(1)},
@@ -369,6 +370,21 @@ def test_a_matrix_that_acts_on_copies_counts_as_often() -> None:
     weight = torch.eye(2, dtype=torch.float64)[:, :, None, None]
     problem = Written(lambda p, y, x: {"a": -(y[:, None, None, :, None] @ weight).square().flatten(1).sum(1)})
     assert curvature_of_terms(problem.terms, Input())[0] == pytest.approx(-4)
+
+
+@pytest.mark.parametrize("equation", ["bi,ij->bj", "bi,ij->bi", "bi,ij->bij"])
+@pytest.mark.parametrize(("entries", "rows"), [(1, 5), (5, 1), (5, 5)])
+def test_entries_that_einsum_repeats_count_as_often(equation: str, entries: int, rows: int) -> None:
+    """Found by a review: y may have one entry along an index of the matrix, and the matrix one along an index of y."""
+    weight = torch.rand(rows, 4, dtype=torch.float64)
+
+    def term(y: Any) -> Any:
+        return -torch.einsum(equation, y, weight).square().flatten(1).sum(1)
+
+    low = curvature_of_terms(lambda y, x: {"a": term(y)}, Input())[0]
+    hessian = torch.autograd.functional.hessian(lambda y: term(y[None]).sum(), torch.ones(entries, dtype=torch.float64))
+    assert low <= torch.linalg.eigvalsh(hessian)[0] + 1e-9
+    assert low > -math.inf or rows == 1
 
 
 def test_weights_that_depend_on_the_input_say_nothing_of_it() -> None:

@@ -829,6 +829,21 @@ def test_a_term_that_changes_with_the_state_and_has_no_gradient_is_refused(how: 
     assert layer.eval().solve(torch.ones(batch, 3)).converged.all()
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_terms_may_be_whole_numbers(batch: int) -> None:
+    """Found by a review: the check for gradients asked for the rounding of int64."""
+
+    class Counted(opteq.Objective):
+        def terms(self, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+            counted = y if self.training else x
+            return {"data": 0.5 * (y - x).square().sum(1), "count": (counted > 0).sum(1), "any": x[:, 0] > 0}
+
+    layer = opteq.Equilibrium(Counted())
+    with pytest.raises(ValueError, match=r"'count' changes with y and has no gradient by y"):
+        layer(torch.ones(batch, 3))
+    torch.testing.assert_close(layer.eval()(torch.ones(batch, 3)), torch.ones(batch, 3))
+
+
 @pytest.mark.parametrize(
     ("x", "message"),
     [

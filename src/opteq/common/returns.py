@@ -127,6 +127,7 @@ def _check_repeatable(function: Values, start: Any, who: str, module: nn.Module)
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     """By more than the order of a sum can change."""
+    one, other = (part if part.is_floating_point() else part.float() for part in (one, other))  # a count, for instance
     tolerance = max(1e-3, 8 * torch.finfo(one.dtype).eps) * one.abs().amax() if one.numel() else 0.0
     return bool(((one - other).abs() > tolerance).any())
 

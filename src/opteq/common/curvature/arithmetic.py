@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from itertools import combinations
 from math import inf, isfinite, prod
 from typing import Any
 
@@ -117,6 +118,16 @@ def contraction_norm(weight: Tensor, of_weight: str, of_y: str, out: str) -> flo
     """An upper bound of the norm of ``y -> einsum(weight, y)`` with these indices."""
     if weight.is_meta or "*" in of_weight or len({*of_weight}) < len(of_weight) or {*of_y} - {*of_weight} - {*out}:
         return inf
+    shared = [index for index in of_weight if index in of_y]
+    # One entry of the weight stands for all of y's along an index, which are then summed.
+    if any(weight.shape[of_weight.index(index)] == 1 and index not in out for index in shared):
+        return inf
+    # And y may have one entry along some of them, which is repeated.
+    repeated = [alone for count in range(len(shared) + 1) for alone in combinations(shared, count)]
+    return max(_contraction_norm(weight, of_weight, {*of_y} - {*alone}, out) for alone in repeated)
+
+
+def _contraction_norm(weight: Tensor, of_weight: str, of_y: set[str], out: str) -> float:
     kinds = [[k for k in of_weight if (k in of_y, k in out) == kind] for kind in ((1, 1), (1, 0), (0, 1), (0, 0))]
     places = [[of_weight.index(index) for index in kind] for kind in kinds]
     ordered = weight.detach().to("cpu", torch.float64).permute([place for kind in places for place in kind])

@@ -322,9 +322,9 @@ class Affine(OfY):
     def _rmatmul(self, weight: Any) -> Affine:
         return self._linear(weight.flatten(0, -2) if is_kind(weight, Tensor) and weight.ndim > 1 else weight)
 
-    def _reshape(self, *shape: Any, **_: Any) -> Affine:
+    def _reshape(self, *shape: Any, **named: Any) -> Affine:
         """The same entries in another shape."""
-        if any(is_kind(part, torch.dtype) for part in shape):
+        if any(is_kind(part, torch.dtype) for part in (*shape, *named.values())):
             raise NotKnown("it takes entries for those of another dtype")
         return _changed(self, cut=None, like_x=False, like=None, flat=False)
 
