@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 S = TypeVar("S")
 
 
-@overload
-def gradient(function: Callable[[Any], Any], at: S) -> S: ...
-@overload
-def gradient(function: Callable[[Any], Any], at: S, has_aux: Literal[True]) -> tuple[S, Any]: ...
-def gradient(function: Callable[[Any], Any], at: Any, has_aux: bool = False) -> Any:
-    """The gradient of a function of a state, whose value is one number; with ``has_aux``, that and something else."""
-    derivative = torch.func.grad(function, has_aux=has_aux)
+def gradient(function: Callable[[Any], Tensor], at: S) -> S:
+    """The gradient of the sum of a function of a state."""
+    return values_and_gradient(function, at)[1]
+
+
+def values_and_gradient(function: Callable[[Any], Tensor], at: S) -> tuple[Tensor, S]:
+    """The values of a function of a state, one per sample, and the gradient of their sum, in one pass."""
+
+    def summed(state: S) -> tuple[Tensor, Tensor]:
+        values = function(state)
+        return values.sum(), values
+
+    derivative = torch.func.grad(summed, has_aux=True)
     if torch.compiler.is_compiling():  # which saves nothing by itself
-        return derivative(at)
-    with without_saved_tensor_hooks(), _without_inference_mode():
-        return derivative(at)
+        slope, values = derivative(at)
+    else:
+        with without_saved_tensor_hooks(), _without_inference_mode():
+            slope, values = derivative(at)
+    return values, slope
 
 
 def pullback(function: Callable[[Any], Any], at: S) -> tuple[Any, Callable[[Any], S]]:

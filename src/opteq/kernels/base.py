@@ -39,7 +39,7 @@ class Similarity(ABC):
 
     def gradient(self, y: Tensor) -> Tensor:
         """``grad s(y)``, shaped like the state: what the activation is applied to."""
-        return gradient(lambda state: self.value(state).sum(), y)
+        return gradient(self.value, y)
 
     def gradient_and_value(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Both at once, for kernels where they share work."""

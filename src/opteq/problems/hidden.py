@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from opteq.common.derivatives import gradient, pullback
+from opteq.common.derivatives import gradient, pullback, values_and_gradient
 from opteq.penalties import Penalty
 from opteq.solvers.base import FixedPointTask
 from opteq.states import State, blocks, inner, like, map_state, sample_rows, total
@@ -252,7 +252,7 @@ class Hidden(BoundMap):
 
     def preactivation(self, y: State) -> State:
         """``-grad g(y)``: what the activation is applied to."""
-        return map_state(torch.neg, gradient(lambda state: self.smooth(state).sum(), y))
+        return map_state(torch.neg, gradient(self.smooth, y))
 
     def step_by_step(self, y: State) -> tuple[State, State | None, State | None]:
         inside = self.preactivation(y)
@@ -264,12 +264,7 @@ class Hidden(BoundMap):
 
     def step_and_merit(self, y: State) -> tuple[State, Tensor]:
         """The step and the objective."""
-
-        def summed(state: State) -> tuple[Tensor, Tensor]:
-            values = self.smooth(state)
-            return values.sum(), values
-
-        slope, values = gradient(summed, y, has_aux=True)
+        values, slope = values_and_gradient(self.smooth, y)
         return self.activate(map_state(torch.neg, slope)), self._penalty_of(y) + inner(y, y) / 2 + values
 
     def activate(self, inside: State) -> State:

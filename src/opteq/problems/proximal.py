@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from opteq.common.derivatives import gradient, pullback
+from opteq.common.derivatives import gradient, pullback, values_and_gradient
 from opteq.penalties.scaled import ScaledPenalty
 from opteq.problems.hidden import Hidden, Structure
 from opteq.states import State, inner, map_state, per_row, total
@@ -42,17 +42,11 @@ class ProximalGradient(Hidden):
 
     def gradient(self, y: State) -> State:
         """``grad F(y)``."""
-        return gradient(lambda state: self.value(state).sum(), y)
+        return gradient(self.value, y)
 
     def value_and_gradient(self, y: State) -> tuple[Tensor, State]:
         """Both in one pass."""
-
-        def summed(state: State) -> tuple[Tensor, Tensor]:
-            values = self.value(state)
-            return values.sum(), values
-
-        slope, values = gradient(summed, y, has_aux=True)
-        return values, slope
+        return values_and_gradient(self.value, y)
 
     def terms(self, y: State) -> dict[str, Tensor]:
         """The terms of F, and the penalty where there is one; one value per sample each."""

@@ -52,7 +52,7 @@ class Regularizer(metaclass=NamedOptions):
 
     def gradient(self, z: Tensor) -> Tensor:
         """The gradient of ``value(z).sum()``, in the shape of ``z``; a subgradient where R is not smooth."""
-        return gradient(lambda point: self.value(point).sum(), z)
+        return gradient(self.value, z)
 
     def curvature(self, z: Tensor, v: Tensor) -> Tensor:
         """The Hessian of ``value(z).sum()`` at ``z`` times ``v``, in the shape of ``z``."""
